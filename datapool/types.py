@@ -1,0 +1,250 @@
+"""The nouns of Stepwell: the file to open first.
+
+A `Step` is one LLM call. Steps form a `Trajectory` (one rollout; a tree by `parent_index`),
+trajectories of one prompt form a `Group` (GRPO), and groups live in a channel of the pool::
+
+    Trajectory   open ──► complete
+                      └─► aborted(reason)
+    Group        open ──► ready ──► leased ──► acked
+                   │        │ ▲────── nack / lease expiry
+                   └────────┴──► dropped(reason)
+
+Conservation, per channel, at every moment::
+
+    groups submitted = open + ready + leased + acked + dropped
+
+This module owns the records and their validation. It holds no state, imports nothing of ours
+and loads no torch. Token payloads are read-only NumPy columns (int32 ids, float32 log-probs):
+4 bytes a token, cheap to pickle, ready to be tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from datapool.errors import InvalidStepError
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+LogProbs: TypeAlias = npt.NDArray[np.float32]
+FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+
+TRAIN = "train"
+VAL = "val"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Response tokens `[start, end)` were sampled by policy `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+def _column(name: str, value: Any, dtype: type[np.generic], owner: str) -> npt.NDArray[Any]:
+    """`value` as a read-only 1-D array of `dtype`, refusing whatever would be changed by the cast."""
+    if isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
+        array = value if not value.flags.writeable else value.copy()
+    else:
+        try:
+            raw = np.asarray(value if isinstance(value, np.ndarray) else list(value))
+        except (TypeError, ValueError) as e:
+            raise InvalidStepError(
+                f"{owner}: {name} is {value!r:.80}; pass a sequence of numbers"
+            ) from e
+        if raw.ndim != 1:
+            raise InvalidStepError(f"{owner}: {name} has shape {raw.shape}; pass one flat sequence")
+        if raw.size == 0:
+            raw = raw.astype(dtype)
+        integral = np.issubdtype(dtype, np.integer)
+        if raw.dtype.kind not in ("iu" if integral else "iuf"):
+            wanted = "integers" if integral else "numbers"
+            raise InvalidStepError(f"{owner}: {name} holds {raw.dtype} values; pass {wanted}")
+        if integral and raw.size and (raw.min() < 0 or raw.max() > np.iinfo(np.int32).max):
+            raise InvalidStepError(
+                f"{owner}: {name} spans [{raw.min()}, {raw.max()}]; token ids lie in [0, 2**31)"
+            )
+        array = raw.astype(dtype)
+    array.flags.writeable = False
+    return array
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Step:
+    """One LLM call: state (`prompt_ids`), action (`response_ids`), `reward`.
+
+    Ids come from the engine (prompt as sent, response as sampled, EOS included) and are never
+    recomputed from text. Sequences are normalised to read-only int32/float32 arrays.
+
+    Raises:
+        InvalidStepError: a field is malformed; the message names it, its value and the remedy.
+    """
+
+    prompt_ids: TokenIds
+    """Full context before the call, shape [P]; P > 0."""
+    response_ids: TokenIds
+    """Sampled tokens, shape [R]; R > 0."""
+    reward: float | None = None
+    """Immediate reward; None means not scored, never 0."""
+    trajectory_uid: str
+    prompt_uid: str
+    step_index: int = 0
+    """Position in the trajectory, from 0, in the order the calls were committed."""
+    policy_version: int = 0
+    """Version that sampled the response; the oldest one if several did (`version_spans`)."""
+    is_last: bool = False
+    """Completes the trajectory once all steps up to this index have arrived."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """JSON-like. The gateway writes `sampling_params` here; the trainer reads its temperature."""
+    rollout_log_probs: LogProbs | None = None
+    """log μ(token) of each response token as sampled, after temperature, before top-p/top-k;
+    shape [R]. None if the producer does not know them; never filled with 0."""
+    finish_reason: FinishReason | None = None
+    parent_index: int | None = None
+    """Step whose prompt + response this prompt strictly extends; None for a root or a branch."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Set when a weight update fell inside the call; covers [0, R) without gaps."""
+    multi_modal_data: dict[str, Any] | None = None
+    routed_experts: npt.NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        owner = f"step {self.trajectory_uid!r}[{self.step_index}]"
+        for name in ("trajectory_uid", "prompt_uid"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise InvalidStepError(f"{owner}: {name} is {value!r}; pass a non-empty string")
+        for name in ("step_index", "policy_version"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise InvalidStepError(f"{owner}: {name} is {value!r}; pass an integer >= 0")
+        put(self, "prompt_ids", _column("prompt_ids", self.prompt_ids, np.int32, owner))
+        put(self, "response_ids", _column("response_ids", self.response_ids, np.int32, owner))
+        for name in ("prompt_ids", "response_ids"):
+            if len(getattr(self, name)) == 0:
+                raise InvalidStepError(f"{owner}: {name} is empty; a step has at least one token")
+        if self.rollout_log_probs is not None:
+            log_probs = _column("rollout_log_probs", self.rollout_log_probs, np.float32, owner)
+            if len(log_probs) != len(self.response_ids):
+                raise InvalidStepError(
+                    f"{owner}: rollout_log_probs has {len(log_probs)} values for "
+                    f"{len(self.response_ids)} response tokens; pass one each, or None if unknown"
+                )
+            if not np.isfinite(log_probs).all() or (log_probs > 1e-3).any():
+                raise InvalidStepError(
+                    f"{owner}: rollout_log_probs holds values that are no log-probabilities "
+                    f"(max {log_probs.max()}); pass finite values <= 0, or None if unknown"
+                )
+            put(self, "rollout_log_probs", log_probs)
+        if self.reward is not None:
+            if not isinstance(self.reward, int | float) or not np.isfinite(self.reward):
+                raise InvalidStepError(
+                    f"{owner}: reward is {self.reward!r}; pass a finite number, or None if not scored"
+                )
+            put(self, "reward", float(self.reward))
+        if not isinstance(self.metadata, Mapping):
+            raise InvalidStepError(f"{owner}: metadata is {self.metadata!r:.80}; pass a mapping")
+        if self.parent_index is not None and not 0 <= self.parent_index < self.step_index:
+            raise InvalidStepError(
+                f"{owner}: parent_index is {self.parent_index}; it lies in [0, {self.step_index})"
+            )
+        self._check_spans(owner)
+
+    def _check_spans(self, owner: str) -> None:
+        spans = tuple(self.version_spans)
+        object.__setattr__(self, "version_spans", spans)
+        if not spans:
+            return
+        edges = [0, *(s.end for s in spans)]
+        if [s.start for s in spans] != edges[:-1] or edges[-1] != len(self.response_ids):
+            raise InvalidStepError(
+                f"{owner}: version_spans {spans} do not cover [0, {len(self.response_ids)}) in order"
+            )
+        if self.policy_version != min(s.version for s in spans):
+            raise InvalidStepError(
+                f"{owner}: policy_version is {self.policy_version} but the oldest span has version "
+                f"{min(s.version for s in spans)}; policy_version is the oldest"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Step):
+            return NotImplemented
+        for f in fields(self):
+            a, b = getattr(self, f.name), getattr(other, f.name)
+            if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+                if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+                    return False
+                if a.dtype != b.dtype or not np.array_equal(a, b):
+                    return False
+            elif a != b:
+                return False
+        return True
+
+    def __hash__(self) -> int:
+        return hash((self.trajectory_uid, self.step_index))
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt plus response tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature the log-probs were taken at; greedy (0) scores at 1, as SGLang does."""
+        params = self.metadata.get("sampling_params") or {}
+        return float(params.get("temperature") or 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """A complete rollout as the consumer sees it: steps by `step_index`, `is_last` on the last."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    steps: tuple[Step, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+    """0 for the first try of a rollout, n for its n-th retry."""
+
+    @property
+    def reward(self) -> float | None:
+        """Sum of the step rewards (the outcome reward sits on the last step); None if none is set."""
+        scored = [s.reward for s in self.steps if s.reward is not None]
+        return sum(scored) if scored else None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The complete trajectories of one prompt. `n_rollouts` is what was asked for; the real size
+    is `len(trajectories)` and may be smaller if rollouts were aborted or the deadline passed."""
+
+    prompt_uid: str
+    trajectories: tuple[Trajectory, ...]
+    n_rollouts: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    delivery: int = 1
+    """1 on first delivery; higher after a nack or an expired lease."""
+
+    @property
+    def steps(self) -> list[Step]:
+        return [s for t in self.trajectories for s in t.steps]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Groups handed to one consumer until `ack`, `nack` or `expires_at` (pool clock, seconds)."""
+
+    lease_id: str
+    channel: str
+    groups: tuple[Group, ...]
+    expires_at: float
+
+    @property
+    def steps(self) -> list[Step]:
+        return [s for g in self.groups for s in g.steps]
+
