@@ -1,0 +1,86 @@
+"""The DataPool: a store of Steps that serves complete GRPO groups, once each.
+
+`types.py` holds the nouns, `pool.py` the logic, `actor.py` and `client.py` the way to it over Ray.
+Imports nothing of ours and no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from datapool.config import ChannelConfig, PoolConfig
+from datapool.errors import (
+    ChannelShutDownError,
+    DataPoolError,
+    GroupClosedError,
+    GroupConflictError,
+    InvalidRequestError,
+    InvalidStepError,
+    LeaseClosedError,
+    LeaseExpiredError,
+    PoolFullError,
+    PoolUnavailableError,
+    StepConflictError,
+    StepIndexError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+    UnknownGroupError,
+    UnknownLeaseError,
+    UnknownTrajectoryError,
+)
+from datapool.pool import DataPool
+from datapool.records import SubmitOutcome, TrajectoryOutcome
+from datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, VersionSpan
+
+if TYPE_CHECKING:
+    from datapool.actor import DataPoolActor, start_data_pool
+    from datapool.client import DataPoolClient
+
+__all__ = [
+    "TRAIN",
+    "VAL",
+    "ChannelConfig",
+    "ChannelShutDownError",
+    "DataPool",
+    "DataPoolActor",
+    "DataPoolClient",
+    "DataPoolError",
+    "Group",
+    "GroupClosedError",
+    "GroupConflictError",
+    "InvalidRequestError",
+    "InvalidStepError",
+    "Lease",
+    "LeaseClosedError",
+    "LeaseExpiredError",
+    "PoolConfig",
+    "PoolFullError",
+    "PoolUnavailableError",
+    "Step",
+    "StepConflictError",
+    "StepIndexError",
+    "SubmitOutcome",
+    "Trajectory",
+    "TrajectoryClosedError",
+    "TrajectoryConflictError",
+    "TrajectoryOutcome",
+    "UnknownGroupError",
+    "UnknownLeaseError",
+    "UnknownTrajectoryError",
+    "VersionSpan",
+    "start_data_pool",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # What needs Ray is imported on first use: an engine's process reads `datapool.types` and
+    # should not pay for Ray.
+    if name == "DataPoolClient":
+        from datapool.client import DataPoolClient
+
+        return DataPoolClient
+    if name in ("DataPoolActor", "start_data_pool"):
+        from datapool import actor
+
+        return getattr(actor, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

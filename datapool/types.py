@@ -74,6 +74,22 @@ def _column(name: str, value: Any, dtype: type[np.generic], owner: str) -> npt.N
     return array
 
 
+def _same(a: Any, b: Any) -> bool:
+    """Equality that may meet arrays anywhere (multi-modal data holds them inside dicts)."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return (
+            isinstance(a, np.ndarray)
+            and isinstance(b, np.ndarray)
+            and a.dtype == b.dtype
+            and np.array_equal(a, b)
+        )
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)
+
+
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Step:
     """One LLM call: state (`prompt_ids`), action (`response_ids`), `reward`.
@@ -174,16 +190,7 @@ class Step:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Step):
             return NotImplemented
-        for f in fields(self):
-            a, b = getattr(self, f.name), getattr(other, f.name)
-            if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-                if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
-                    return False
-                if a.dtype != b.dtype or not np.array_equal(a, b):
-                    return False
-            elif a != b:
-                return False
-        return True
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     def __hash__(self) -> int:
         return hash((self.trajectory_uid, self.step_index))
@@ -247,4 +254,3 @@ class Lease:
     @property
     def steps(self) -> list[Step]:
         return [s for g in self.groups for s in g.steps]
-

@@ -1,0 +1,235 @@
+"""The model: loading, one forward over cache rows, replacing the weights.
+
+Generic over dense decoder-only models of transformers: the model's own forward runs with a custom
+`Cache`, a 4-D mask and explicit positions. Sliding-window and recurrent layers would need other
+masks or states and are refused. Not thread-safe: the scheduler's thread owns it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from backends.engines.embedded.cache import KVCache, WritePlan
+
+DTYPES = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class WeightLoadError(ValueError):
+    """A checkpoint cannot replace the present weights; they are unchanged."""
+
+
+class ModelRunner:
+    """A causal LM and its key/value cache."""
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        context_length: int | None = None,
+        max_running: int = 64,
+        n_retained: int = 64,
+    ) -> None:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        config = AutoConfig.from_pretrained(model_path)
+        self.context_length = _context_length(config, context_length)
+        _refuse_unsupported_layers(config, self.context_length)
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=DTYPES[dtype])
+        self._model = model.to(self.device).eval().requires_grad_(False)
+        self.config: PretrainedConfig = self._model.config
+        self.dtype: torch.dtype = self._model.dtype
+        self.vocab_size = int(self._model.get_input_embeddings().num_embeddings)
+        self.eos_ids = _eos_ids(self._model)
+        self.cache = KVCache(self.config.num_hidden_layers, max_running, n_retained)
+        self._columns = torch.arange(0, device=self.device)
+
+    def forward(
+        self,
+        rows: npt.NDArray[np.int64],
+        ids: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        n_logits: int = 1,
+    ) -> Tensor:
+        """Run `lengths[b]` new tokens of row `rows[b]`, whose KV holds `starts[b]` positions.
+
+        `ids` [B, S] is aligned to the right, so that the last column is every row's last token.
+        What pads it on the left writes to the row's next free position, where the next token
+        overwrites it, and is attended by nobody.
+
+        Returns float32 logits [B, n_logits, vocab] of the last `n_logits` columns.
+        """
+        batch, width = ids.shape
+        ends = starts + lengths
+        self.cache.ensure_capacity(int(ends.max()) + 1)
+        offsets = np.arange(width)[None] - (width - lengths)[:, None]
+        positions = np.where(offsets >= 0, starts[:, None] + offsets, ends[:, None])
+        kv_len = int(ends.max()) + (1 if (lengths < width).any() else 0)
+        adjacent = batch == 1 or bool((np.diff(rows) == 1).all())
+        at = torch.from_numpy(positions).to(self.device)
+        self.cache.plan = WritePlan(
+            rows=torch.from_numpy(rows).to(self.device),
+            positions=at,
+            kv_len=kv_len,
+            read=slice(int(rows[0]), int(rows[0]) + batch) if adjacent else None,
+        )
+        if len(self._columns) < kv_len:
+            self._columns = torch.arange(self.cache.capacity + 1, device=self.device)
+        hidden = self._columns[:kv_len] > at[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
+        mask.masked_fill_(hidden, float("-inf"))
+        out = self._model(
+            input_ids=torch.from_numpy(ids).to(self.device),
+            attention_mask=mask,
+            position_ids=at,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=n_logits,
+        )
+        self.cache.plan = None
+        self.cache.kv_len[rows] = ends
+        logits: Tensor = out.logits.float()
+        return logits
+
+    def load_weights(self, path: str) -> None:
+        """Replace the weights from a Hugging Face directory; all or nothing.
+
+        Raises:
+            WeightLoadError: unreadable, or another architecture. The old weights are untouched.
+        """
+        try:
+            new = self._read_checkpoint(path)
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
+            raise WeightLoadError(f"Failed to load weights from {path!r}: {e}") from e
+        own = self._model.state_dict()
+        missing = sorted(self._required_names(own) - new.keys())
+        unknown = sorted(new.keys() - own.keys())
+        wrong = [
+            f"{k} {tuple(new[k].shape)} instead of {tuple(own[k].shape)}"
+            for k in sorted(own.keys() & new.keys())
+            if own[k].shape != new[k].shape
+        ]
+        if missing or unknown or wrong:
+            raise WeightLoadError(
+                f"Failed to load weights from {path!r}: not a checkpoint of this model; "
+                f"missing {missing[:3]}, unknown {unknown[:3]}, wrong shape {wrong[:3]}"
+            )
+        broken = [k for k, v in new.items() if not torch.isfinite(v).all()]
+        if broken:
+            raise WeightLoadError(
+                f"Failed to load weights from {path!r}: not finite in {broken[:3]}"
+            )
+        with torch.no_grad():
+            for name, value in new.items():
+                own[name].copy_(value)
+
+    def _required_names(self, own: dict[str, Tensor]) -> set[str]:
+        """State names that a checkpoint must hold: of tied tensors, one suffices."""
+        seen: dict[int, str] = {}
+        tied_names = set(getattr(self._model, "_tied_weights_keys", None) or ())
+        for name in sorted(own, key=lambda n: (n in tied_names, n)):
+            seen.setdefault(own[name].data_ptr(), name)
+        return set(seen.values())
+
+    def _read_checkpoint(self, path: str) -> dict[str, Tensor]:
+        """The checkpoint's tensors under this model's state names."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise OSError("no such directory")
+        self._check_config(folder)
+        tensors: dict[str, Tensor] = {}
+        for file in _safetensors_files(folder):
+            tensors.update(load_file(file))
+        if tensors and tensors.keys() <= self._model.state_dict().keys():
+            return tensors
+        # Other file formats and renamed tensors: transformers knows how to convert them.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=self.dtype, output_loading_info=True
+        )
+        model, info = loaded
+        lost = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
+        if lost:
+            raise ValueError(f"missing or mismatched: {lost[:3]}")
+        converted: dict[str, Tensor] = model.state_dict()
+        return converted
+
+    def _check_config(self, folder: Path) -> None:
+        file = folder / "config.json"
+        if not file.is_file():
+            raise OSError("it has no config.json")
+        theirs = json.loads(file.read_text()).get("model_type")
+        if theirs != self.config.model_type:
+            raise ValueError(
+                f"model_type is {theirs!r}, this engine runs {self.config.model_type!r}"
+            )
+
+
+def _safetensors_files(folder: Path) -> Sequence[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else []
+
+
+def _context_length(config: PretrainedConfig, wanted: int | None) -> int:
+    derived = int(getattr(config, "max_position_embeddings", 0) or 0)
+    if wanted is None:
+        if not derived:
+            raise ValueError(
+                "the model's config has no max_position_embeddings; set context_length"
+            )
+        return derived
+    if derived and wanted > derived:
+        raise ValueError(
+            f"context_length is {wanted}, but the model was made for {derived} positions "
+            "(max_position_embeddings); lower it"
+        )
+    return wanted
+
+
+def _refuse_unsupported_layers(config: PretrainedConfig, context_length: int) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if odd := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"model_type {config.model_type!r} has {sorted(odd)} layers; the embedded engine runs "
+            "dense attention only, use SGLang"
+        )
+    window = getattr(config, "sliding_window", None)
+    windowed = "sliding_attention" in kinds or (
+        window is not None and not hasattr(config, "layer_types")
+    )
+    if windowed and window is not None and window < context_length:
+        raise ValueError(
+            f"the model's sliding_window is {window} and context_length {context_length}; the "
+            f"embedded engine has no sliding window: set context_length to at most {window}"
+        )
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    """End-of-sequence ids of the model config and its generation config, as SGLang unites them."""
+    ids: set[int] = set()
+    for config in (model.config, model.generation_config):
+        value = getattr(config, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or ())
+    return frozenset(ids)

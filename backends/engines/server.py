@@ -1,0 +1,92 @@
+"""`EngineServer`: the Ray actor that supervises one engine, or attaches to running ones.
+
+    server = start_engine(config, log_dir=run_dir / "logs", weights_dir=run_dir / "weights")
+    urls = await server.start.remote()      # healthy
+    ...                                     # crashes are restarted at the committed weights
+    await server.stop.remote()
+
+The engine dies with the actor's process, however that ends. A thin shell: `supervisor.py` has the
+logic. Requests and weight updates go to the urls directly, never through the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import ray
+
+from backends.config import EngineConfig
+from backends.engines.client import EngineClient
+from backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
+from backends.errors import EngineStartError
+
+
+class EngineServer:
+    """Supervises the engine of one `EngineConfig`; run it as a Ray actor (`start_engine`)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_dir: str | os.PathLike[str],
+        weights_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._config = config
+        self._supervisor = (
+            None if config.kind == "attach" else Supervisor(config, log_dir, weights_dir)
+        )
+
+    async def start(self) -> list[str]:
+        """Urls of the healthy engine(s). Idempotent.
+
+        Raises:
+            EngineStartError: it did not come up in time; the message says why.
+        """
+        if self._supervisor is not None:
+            return [await asyncio.to_thread(self._supervisor.start)]
+        await asyncio.gather(*(self._await_health(url) for url in self._config.urls))
+        return list(self._config.urls)
+
+    async def stop(self) -> None:
+        """Stop the launched engine; attached ones are left alone. Idempotent."""
+        if self._supervisor is not None:
+            await asyncio.to_thread(self._supervisor.stop)
+
+    async def status(self) -> dict[str, Any]:
+        """State, url, pid and restarts of a launched engine; the urls of attached ones."""
+        if self._supervisor is not None:
+            return self._supervisor.status()
+        return {"state": "attached", "urls": list(self._config.urls)}
+
+    async def _await_health(self, url: str) -> None:
+        deadline = time.monotonic() + self._config.startup_timeout_s
+        async with EngineClient(url) as client:
+            while not await client.health():
+                if time.monotonic() >= deadline:
+                    raise EngineStartError(
+                        f"engine.urls has {url!r}, which did not answer /health within "
+                        f"engine.startup_timeout_s={self._config.startup_timeout_s:g}; "
+                        "is a server running there?"
+                    )
+                await asyncio.sleep(PROBE_INTERVAL_S)
+
+
+def start_engine(
+    config: EngineConfig,
+    *,
+    log_dir: str | os.PathLike[str],
+    weights_dir: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> Any:
+    """A handle of a new `EngineServer` actor; call `start.remote()` next.
+
+    `options` are Ray's (`num_gpus`, `scheduling_strategy`, …). It is given no CPU by default: the
+    engine's threads are bounded by `config.threads`, not by Ray.
+    """
+    actor = ray.remote(EngineServer)
+    if name is not None:
+        options["name"] = name
+    return actor.options(**{"num_cpus": 0, **options}).remote(config, log_dir, weights_dir)

@@ -1,0 +1,88 @@
+"""Errors of the engines and training backends.
+
+Each names the replica or field, its value and the remedy, survives pickling (they cross Ray) and
+also subclasses the matching built-in::
+
+    BackendError
+    ├── EngineError
+    │   ├── EngineStartError(RuntimeError)          an engine process did not come up
+    │   ├── EngineUnavailableError(ConnectionError) nobody answers at the engine's address
+    │   ├── EngineTimeoutError(TimeoutError)        it answers, but not in time
+    │   ├── EngineRequestError(ValueError)          it refused the request (HTTP 4xx)
+    │   └── EngineInternalError(RuntimeError)       it failed at the request (HTTP 5xx)
+    ├── WeightUpdateError(RuntimeError)             a weight publication did not commit
+    ├── BackendConfigError(ValueError)              a training backend cannot be built as configured
+    ├── BatchError(ValueError)                      steps or indices that no batch can be made of
+    ├── NonFiniteUpdateError(ArithmeticError)       too many updates in a row were not finite
+    └── UnsupportedByBackendError(NotImplementedError)  a method that this plug-in does not have
+"""
+
+from __future__ import annotations
+
+
+class BackendError(Exception):
+    """Base of all errors that engines, weight publication and training backends raise."""
+
+
+class EngineError(BackendError):
+    """Base of the errors about an inference engine."""
+
+
+class EngineStartError(EngineError, RuntimeError):
+    """An engine process did not come up; the message ends with the last lines of its log."""
+
+
+class EngineUnavailableError(EngineError, ConnectionError):
+    """The engine's address does not answer: it is down, restarting, or the url is wrong."""
+
+
+class EngineTimeoutError(EngineError, TimeoutError):
+    """The engine is reachable but did not answer within the time limit."""
+
+
+class EngineRequestError(EngineError, ValueError):
+    """The engine refused a request. `status` is the HTTP status."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EngineInternalError(EngineError, RuntimeError):
+    """The engine failed at a request. `status` is the HTTP status."""
+
+    def __init__(self, message: str, *, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class WeightUpdateError(BackendError, RuntimeError):
+    """A publication was not committed. `replica` is the url it failed on and `serving` maps every
+    replica's url to the version it was left with (None: unreachable or left paused)."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        replica: str | None = None,
+        serving: dict[str, int | None] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.replica = replica
+        self.serving = dict(serving or {})
+
+
+class BackendConfigError(BackendError, ValueError):
+    """A training backend cannot be built as configured."""
+
+
+class BatchError(BackendError, ValueError):
+    """Steps or indices that no training batch can be made of."""
+
+
+class NonFiniteUpdateError(BackendError, ArithmeticError):
+    """Too many optimizer updates in a row had a loss or gradient that is not finite."""
+
+
+class UnsupportedByBackendError(BackendError, NotImplementedError):
+    """The training backend does not implement the method."""

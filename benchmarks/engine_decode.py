@@ -1,0 +1,208 @@
+"""Decode throughput of the embedded engine beside transformers' continuous batching.
+
+    python -m benchmarks.engine_decode [--json] [--requests 1 8] [--via scheduler cb http stream]
+
+Random Qwen3 (hidden 128, 4 layers, 4 heads / 2 KV heads, intermediate 384, vocabulary 512), one
+thread, prompts of 150 random tokens, 128 new tokens each, temperature 1, all requests at once.
+Each figure is the best of `--repeat` runs: other load on the machine only ever slows a run.
+
+    scheduler   the engine's own loop, in process
+    cb          transformers' ContinuousBatchingManager, per-request processors, log-probs on
+    http        the engine's server, plain responses        stream   the same, cumulative SSE
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PROMPT, NEW, VOCAB = 150, 128, 512
+
+
+def make_model(path: Path) -> None:
+    """A random model with a byte-level tokenizer, as a Hugging Face directory."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    extra = [a + b for a in alphabet[:16] for b in alphabet[:16]][: VOCAB - len(alphabet) - 1]
+    vocab = {token: i for i, token in enumerate(["<eos>", *alphabet, *extra])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    wrap: Any = PreTrainedTokenizerFast  # transformers is untyped
+    wrap(tokenizer_object=core, eos_token="<eos>").save_pretrained(path)
+    config = Qwen3Config(
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        vocab_size=VOCAB,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+
+
+def prompts(n: int) -> list[list[int]]:
+    return [[random.randrange(1, VOCAB) for _ in range(PROMPT)] for _ in range(n)]
+
+
+def scheduler_run(path: Path) -> Callable[[int], None]:
+    import torch
+
+    from backends.engines.embedded.model import ModelRunner
+    from backends.engines.embedded.request import Request, SamplingParams
+    from backends.engines.embedded.scheduler import Scheduler
+    from backends.engines.embedded.text import StopStrings
+
+    torch.set_num_threads(1)
+    scheduler = Scheduler(ModelRunner(str(path)), stop_strings=StopStrings(None))
+
+    def run(n: int) -> None:
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+        for i, prompt in enumerate(prompts(n)):
+            request = Request(f"r{i}", prompt, params, return_logprob=True)
+            scheduler.validate(request)
+            scheduler.submit(request)
+        while scheduler.has_work:
+            scheduler.step()
+            scheduler.take_changed()
+
+    return run
+
+
+def cb_run(path: Path) -> Callable[[int], None]:
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        ContinuousBatchingConfig,
+        GenerationConfig,
+    )
+
+    torch.set_num_threads(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(path)
+    # Any id outside the vocabulary: nothing ends a request before NEW tokens.
+    options: Any = GenerationConfig  # transformers is untyped
+    sampling = options(max_new_tokens=NEW, do_sample=True, eos_token_id=-1, pad_token_id=0)
+    config = ContinuousBatchingConfig(
+        num_blocks=256,
+        max_batch_tokens=2048,
+        page_size=64,
+        return_logprobs=True,
+        per_request_processors=True,
+    )
+
+    def run(n: int) -> None:
+        out = model.generate_batch(
+            inputs=prompts(n),
+            generation_config=sampling,
+            continuous_batching_config=config,
+            progress_bar=False,
+        )
+        lengths = {len(o.generated_tokens) for o in out.values()}
+        if lengths != {NEW} or len(out) != n:
+            raise RuntimeError(f"continuous batching returned {len(out)} outputs of {lengths}")
+
+    return run
+
+
+def http_run(url: str, *, stream: bool) -> Callable[[int], None]:
+    import aiohttp
+
+    async def one(session: aiohttp.ClientSession, prompt: list[int]) -> None:
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"max_new_tokens": NEW, "ignore_eos": True},
+            "return_logprob": True,
+            "stream": stream,
+        }
+        async with session.post(f"{url}/generate", json=body) as response:
+            response.raise_for_status()
+            await response.read()
+
+    async def all_of(n: int) -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await asyncio.gather(*(one(session, p) for p in prompts(n)))
+
+    return lambda n: asyncio.run(all_of(n))
+
+
+def measure(run: Callable[[int], None], n: int, repeat: int) -> float:
+    """Best tokens/s of `repeat` runs."""
+    best = 0.0
+    for _ in range(repeat):
+        start = time.perf_counter()
+        run(n)
+        best = max(best, n * NEW / (time.perf_counter() - start))
+    return best
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--stream-interval", type=int, default=1)
+    parser.add_argument("--via", nargs="+", default=["scheduler", "cb", "http", "stream"])
+    args = parser.parse_args()
+    results: dict[str, dict[int, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        make_model(path)
+        server = None
+        url = ""
+        try:
+            if {"http", "stream"} & set(args.via):
+                command = [sys.executable, "-m", "backends.engines.embedded", "--port", "0"]
+                command += ["--model-path", folder, "--stream-interval", str(args.stream_interval)]
+                server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+                if server.stdout is None:
+                    raise RuntimeError("the engine has no stdout")
+                line = server.stdout.readline()
+                if "http" not in line:
+                    raise RuntimeError(f"the engine did not start: {line!r}")
+                url = line.split()[-1]
+            makers: dict[str, Callable[[], Callable[[int], None]]] = {
+                "scheduler": lambda: scheduler_run(path),
+                "cb": lambda: cb_run(path),
+                "http": lambda: http_run(url, stream=False),
+                "stream": lambda: http_run(url, stream=True),
+            }
+            for via in args.via:
+                run = makers[via]()
+                run(2)
+                results[via] = {n: measure(run, n, args.repeat) for n in args.requests}
+        finally:
+            if server is not None:
+                server.terminate()
+                server.wait(timeout=20)
+    if args.json:
+        print(json.dumps(results))
+        return 0
+    print("tokens/s".ljust(12) + "".join(f"{n:>9}" for n in args.requests))
+    for via, row in results.items():
+        print(via.ljust(12) + "".join(f"{v:>9.0f}" for v in row.values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Agents and presets to copy from. Nothing in Stepwell imports this package."""

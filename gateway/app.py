@@ -1,0 +1,171 @@
+"""The gateway's HTTP application.
+
+    create_app(config, pool) ── lifespan ──► Gateway: EngineClient, CallService, TrajectoryStore
+                                               ▲
+    routes/dialects ── request.app.state ──────┘
+
+Everything is owned by the lifespan and closed with it; there are no globals. Routes are in
+`routes.py`, one wire format per file in `dialects/`. Does not own: the socket (`server.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from datapool.errors import DataPoolError
+from gateway.calls import CallService
+from gateway.config import GatewayConfig
+from gateway.engine import EngineClient
+from gateway.errors import GatewayError, RequestError
+from gateway.pool_port import PoolPort
+from gateway.render import ChatRenderer
+from gateway.reply import ReplyFormat
+from gateway.rewards import RewardFunction, load_reward_function
+from gateway.routes import router
+from gateway.tokenization import ChatTokenizer
+from gateway.trajectories import TrajectoryStore
+from gateway.web import OrjsonResponse, error_response
+
+log = logging.getLogger(__name__)
+
+
+class Gateway:
+    """What the routes share, for as long as the application runs."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        pool: PoolPort,
+        tokenizer: ChatTokenizer,
+        session: aiohttp.ClientSession,
+        threads: ThreadPoolExecutor,
+        reward: RewardFunction | None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.tokenizer = tokenizer
+        self.engine = EngineClient(session, config)
+        renderer = ChatRenderer(
+            tokenizer, thinking=config.thinking, cache_tokens=config.prompt_cache_tokens
+        )
+        if renderer.turn_close_id is None:
+            log.warning(
+                "the chat template ends assistant turns with no special token: every later turn "
+                "of a conversation becomes a branch"
+            )
+        self.calls = CallService(
+            config, renderer, ReplyFormat(tokenizer, config), self.engine, threads
+        )
+        self.trajectories = TrajectoryStore(
+            pool,
+            channel=config.channel,
+            pool_timeout_s=config.pool_timeout_s,
+            remembered=config.remembered_trajectories,
+        )
+        self.reward = reward
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "open_trajectories": len(self.trajectories),
+            "calls": dict(self.calls.counts),
+            "branches": dict(self.calls.branches),
+            "engine": {"resumes": self.engine.resumes, "retries": self.engine.retries},
+        }
+
+    async def close(self) -> None:
+        """Abort what is being generated; let commits finish."""
+        calls = [c for t in self.trajectories for c in t.in_flight]
+        for call in calls:
+            call.shut_down()
+        await asyncio.gather(*(c.wait() for c in calls))
+        await self.engine.close()
+
+
+def create_app(
+    config: GatewayConfig, pool: PoolPort, tokenizer: ChatTokenizer | None = None
+) -> FastAPI:
+    """The application. The tokenizer is loaded here, so that a wrong path fails before it serves.
+
+    Raises:
+        GatewayConfigError: the tokenizer or `reward_fn` cannot be loaded.
+    """
+    chat_tokenizer = tokenizer or ChatTokenizer.load(
+        config.tokenizer_path, sanitize=config.sanitize_control_tokens
+    )
+    reward = load_reward_function(config.reward_fn) if config.reward_fn else None
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # No limit: a call waits in the engine's queue, which schedules it, and not in ours.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        with ThreadPoolExecutor(config.render_threads, "gateway-render") as threads:
+            async with aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None),
+                read_bufsize=2**20,
+            ) as session:
+                gateway = Gateway(config, pool, chat_tokenizer, session, threads, reward)
+                app.state.gateway = gateway
+                try:
+                    yield
+                finally:
+                    await gateway.close()
+
+    app = FastAPI(title="Stepwell gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.include_router(router)
+    app.add_exception_handler(GatewayError, _gateway_error)
+    app.add_exception_handler(DataPoolError, _pool_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+def _gateway_error(request: Request, e: Exception) -> Response:
+    if not isinstance(e, GatewayError):
+        raise e
+    return error_response(e)
+
+
+def _pool_error(request: Request, e: Exception) -> Response:
+    """The pool refused what a client sent."""
+    return error_response(RequestError(str(e), None))
+
+
+def _validation_error(request: Request, e: Exception) -> Response:
+    if not isinstance(e, RequestValidationError):
+        raise e
+    first = e.errors()[0]
+    name = ".".join(str(p) for p in first["loc"] if p != "body") or None
+    return error_response(
+        RequestError(f"{name or 'the body'}: {first['msg']} (got {first.get('input')!r:.80})", name)
+    )
+
+
+def _http_error(request: Request, e: Exception) -> Response:
+    if not isinstance(e, HTTPException):
+        raise e
+    known = "see /openapi.json for what this gateway serves"
+    return OrjsonResponse(
+        {
+            "error": {
+                "message": f"{request.method} {request.url.path}: {e.detail}; {known}",
+                "type": "invalid_request_error",
+                "param": None,
+                "code": None,
+            }
+        },
+        status_code=e.status_code,
+        headers=e.headers,
+    )

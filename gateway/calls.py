@@ -1,0 +1,466 @@
+"""One LLM call from request to stored Step, in whatever dialect it came.
+
+Life cycle of a `Call`; it runs as its own task, so that a client's retry can join it::
+
+    preparing ──► generating ──► committing ──► done        (the Step is in the pool)
+        │             │              └────────► unstored    (pool failed; a retry commits again)
+        └─────────────┴──► failed                           (refused, engine failed, aborted)
+
+- preparing: attach to the turn graph, render and tokenise what is new, check that it fits.
+- generating: ids from the engine become deltas for whoever listens.
+- committing: the Step takes the next `step_index`. No longer cancelled.
+- The terminal event of the reply exists only once the call is done.
+
+A call without listeners (every client went away) is aborted unless it is committing. Retries: a
+request with a retry mark (`RetryKey.is_retry`) and the bytes of an earlier one is that call: it
+joins it while in flight and gets its recorded reply afterwards. The same bytes without the mark are
+another sample.
+
+Owns: this life cycle. Does not own: wire formats (`dialects/`), order and closing
+(`trajectories.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, TypeVar
+
+from datapool.errors import DataPoolError
+from datapool.types import Step, TokenIds
+from gateway.config import GatewayConfig
+from gateway.engine import EngineClient, Generation, Sampling
+from gateway.errors import (
+    ContextLengthError,
+    EngineError,
+    GatewayError,
+    PoolUnavailableError,
+    RequestError,
+)
+from gateway.graph import Attachment, BranchCause, Turn, join
+from gateway.messages import Key, Message, Tool, root_key
+from gateway.parsing import Delta, ReplyText
+from gateway.render import ChatRenderer, CutError
+from gateway.reply import ReplyFormat, ReplyReader
+from gateway.trajectories import LiveTrajectory, closed_error
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+State: TypeAlias = Literal["preparing", "generating", "committing", "done", "unstored", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A call in no dialect. Sampling parameters are as asked; None takes the gateway's default."""
+
+    messages: list[Message]
+    tools: list[Tool] | None = None
+    template_args: Mapping[str, Any] | None = None
+    prompt_ids: TokenIds | None = None
+    """White-box: the exact prompt; messages are then empty."""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    stream: bool = False
+    parse_tools: bool = True
+    stores_step: bool = True
+    """False: white-box, the agent submits its own Steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryKey:
+    """Which earlier call a request may be a repetition of."""
+
+    key: str
+    body: str
+    """Digest of the request's bytes."""
+    is_retry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: TokenIds
+    new_ids: TokenIds
+    """What `ids` adds to the parent's tokens; all of `ids` without a parent."""
+    parent: Turn | None
+    attachment: Attachment | None
+    """None: the prompt came as ids and is no part of the graph."""
+    root: Key
+    cause: BranchCause | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A finished call."""
+
+    text: ReplyText
+    has_reasoning: bool
+    prompt: Prompt
+    generation: Generation
+    sampling: Sampling
+    n_prompt: int
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        if self.generation.finish_reason == "stop" and self.text.tool_calls:
+            return "tool_calls"
+        return self.generation.finish_reason
+
+
+class Call:
+    """See the module's life cycle. Made by `CallService.start`."""
+
+    def __init__(
+        self, service: CallService, trajectory: LiveTrajectory, request: ChatRequest, body: str
+    ) -> None:
+        self.uid = uuid.uuid4().hex
+        self.created = int(time.time())
+        self.request = request
+        self.body = body
+        self.state: State = "preparing"
+        self.deltas: list[Delta] = []
+        self.reply: Reply | None = None
+        """Set once generated; final (its Step stored) when the state is `done`."""
+        self.step_index: int | None = None
+        self.error: GatewayError | None = None
+        self.delivered = False
+        """The terminal event was handed to some client's connection."""
+        self._service = service
+        self._trajectory = trajectory
+        self._listeners: set[Listener] = set()
+        self._news = asyncio.Event()
+        self._why_cancelled: GatewayError | None = None
+        self._reader: ReplyReader | None = None
+        self._task = self._start()
+
+    def listen(self) -> Listener:
+        listener = Listener(self)
+        self._listeners.add(listener)
+        return listener
+
+    def commit_again(self) -> None:
+        """A retry of a call whose Step could not be stored: submit the very same Step."""
+        self.error = None
+        self.state = "committing"
+        self._task = self._start()
+
+    def trajectory_closed(self) -> None:
+        """The trajectory was completed or aborted while this call was in flight."""
+        self._cancel(closed_error(self._trajectory.uid, self._trajectory.closed or "closed"))
+
+    async def wait(self) -> None:
+        await asyncio.wait([self._task])
+
+    def shut_down(self) -> None:
+        self._cancel(GatewayError("the gateway is shutting down"))
+
+    def _start(self) -> asyncio.Task[None]:
+        self._trajectory.in_flight.add(self)
+        return asyncio.create_task(self._run())
+
+    def _cancel(self, why: GatewayError) -> None:
+        if self.state in ("preparing", "generating"):
+            self._why_cancelled = why
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        try:
+            if self.reply is None:
+                self.reply = await self._generate()
+            self.state = "committing"
+            if self.request.stores_step:
+                await self._trajectory.commit(self._step, self._stored)
+            else:
+                self._stored(None)
+        except asyncio.CancelledError:
+            self._fail(self._why_cancelled or GatewayError("the gateway is shutting down"))
+        except PoolUnavailableError as e:
+            self._fail(e, "unstored" if self.reply is not None else "failed")
+        except GatewayError as e:
+            self._fail(e)
+        except DataPoolError as e:
+            self._fail(EngineError(f"the engine's answer makes no Step: {e}"))
+        except Exception as e:
+            log.exception("call %s on trajectory %s failed", self.uid, self._trajectory.uid)
+            self._fail(GatewayError(f"the gateway failed ({type(e).__name__}); see its log"))
+        finally:
+            self._trajectory.in_flight.discard(self)
+
+    async def _generate(self) -> Reply:
+        service, request = self._service, self.request
+        prompt = await service.prepare(self._trajectory, request)
+        sampling = await service.sampling(request, len(prompt.ids))
+        self._reader = reader = service.format.reader(
+            prompt.ids, tools=request.tools, parse_tools=request.parse_tools, stop=request.stop
+        )
+        self.state = "generating"
+        generation = await service.engine.generate(
+            prompt.ids,
+            sampling,
+            affinity=self._trajectory.uid,
+            on_tokens=self._on_tokens if request.stream else None,
+        )
+        if not request.stream:
+            self._on_tokens(generation.response_ids.tolist())
+        self._publish(reader.finish())
+        return Reply(
+            reader.text, reader.has_reasoning, prompt, generation, sampling, len(prompt.ids)
+        )
+
+    def _on_tokens(self, ids: Sequence[int]) -> None:
+        if self._reader is not None:
+            self._publish(self._reader.feed(ids))
+
+    def _step(self, index: int) -> Step:
+        if self.reply is None:
+            raise RuntimeError("a call is committed only after its generation")
+        prompt, generation = self.reply.prompt, self.reply.generation
+        metadata: dict[str, Any] = {
+            "sampling_params": {
+                "temperature": self.reply.sampling.temperature,
+                "top_p": self.reply.sampling.top_p,
+                "top_k": self.reply.sampling.top_k,
+            },
+            "call_id": self.uid,
+        }
+        if prompt.cause is not None:
+            metadata["branch"] = prompt.cause
+        return Step(
+            prompt_ids=prompt.ids,
+            response_ids=generation.response_ids,
+            trajectory_uid=self._trajectory.uid,
+            prompt_uid=self._trajectory.prompt_uid,
+            step_index=index,
+            policy_version=generation.policy_version,
+            metadata=metadata,
+            rollout_log_probs=generation.log_probs,
+            finish_reason=generation.finish_reason,
+            parent_index=prompt.parent.nearest_step() if prompt.parent is not None else None,
+            version_spans=generation.spans if len(generation.spans) > 1 else (),
+        )
+
+    def _stored(self, index: int | None) -> None:
+        """Runs under the trajectory's lock, in the same loop turn as the pool's answer."""
+        reply = self.reply
+        if reply is None:
+            raise RuntimeError("a call is stored only after its generation")
+        if reply.prompt.attachment is not None:
+            self._trajectory.graph.add(
+                reply.prompt.root,
+                reply.prompt.attachment,
+                parent=reply.prompt.parent,
+                new_prompt_ids=reply.prompt.new_ids,
+                response_ids=reply.generation.response_ids,
+                reply=reply.text.message(),
+                has_reasoning=reply.has_reasoning,
+                step_index=index,
+            )
+        self._service.count_stored(reply)
+        if self.request.stores_step:
+            # Kept for retries: what a client is told, and not the prompt once more.
+            slim = replace(reply.prompt, ids=reply.prompt.ids[:0].copy())
+            self.reply = replace(reply, prompt=slim)
+        self.step_index = index
+        self.state, self.error = "done", None
+        self._announce()
+
+    def _fail(self, error: GatewayError, state: State = "failed") -> None:
+        if self.state != "done":
+            self.state, self.error = state, error
+            self._service.counts["failed"] += 1
+        self._announce()
+
+    def _publish(self, deltas: Sequence[Delta]) -> None:
+        if deltas:
+            self.deltas += deltas
+            self._announce()
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _left(self, listener: Listener) -> None:
+        self._listeners.discard(listener)
+        if not self._listeners and self.state in ("preparing", "generating"):
+            self._service.counts["disconnected"] += 1
+            self._cancel(GatewayError("the client went away"))
+
+
+class Listener:
+    """One client's view of a call: every delta from the first on, then the reply or the error."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._read = 0
+
+    async def next(self) -> Delta | Reply:
+        """The next delta, or the reply when its Step is stored.
+
+        Raises:
+            GatewayError: the call failed.
+        """
+        call = self.call
+        while True:
+            if self._read < len(call.deltas):
+                self._read += 1
+                return call.deltas[self._read - 1]
+            if (ended := self._end()) is not None:
+                return ended
+            await call._news.wait()
+
+    async def result(self) -> Reply:
+        """The reply, deltas skipped."""
+        while (ended := self._end()) is None:
+            await self.call._news.wait()
+        return ended
+
+    def close(self) -> None:
+        self.call._left(self)
+
+    def _end(self) -> Reply | None:
+        if self.call.error is not None:
+            raise self.call.error
+        return self.call.reply if self.call.state == "done" else None
+
+
+class CallService:
+    """Makes calls. Owned by the app's lifespan."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        renderer: ChatRenderer,
+        reply_format: ReplyFormat,
+        engine: EngineClient,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        self.config = config
+        self.renderer = renderer
+        self.format = reply_format
+        self.engine = engine
+        self.counts: Counter[str] = Counter()
+        self.branches: Counter[str] = Counter()
+        self._threads = threads
+
+    async def start(
+        self, trajectory: LiveTrajectory, request: ChatRequest, retry: RetryKey
+    ) -> Listener:
+        """Begin a call, or find the one that this request repeats."""
+        if (call := self._repeated(trajectory, retry)) is not None:
+            return call.listen()
+        await trajectory.open()
+        # Another try of the same request may have begun while the trajectory was being opened.
+        if (call := self._repeated(trajectory, retry)) is not None:
+            return call.listen()
+        self.counts["calls"] += 1
+        call = Call(self, trajectory, request, retry.body)
+        records = trajectory.records
+        records.setdefault(retry.key, []).append(call)
+        records.move_to_end(retry.key)
+        while len(records) > self.config.remembered_calls:
+            records.popitem(last=False)
+        return call.listen()
+
+    def _repeated(self, trajectory: LiveTrajectory, retry: RetryKey) -> Call | None:
+        if not retry.is_retry:
+            return None
+        calls = trajectory.records.get(retry.key, ())
+        calls = [c for c in calls if c.state != "failed"]
+        if not calls:
+            return None
+        # Of several samples of one request, the retry is for one that did not get through.
+        call = next((c for c in calls if not c.delivered), calls[-1])
+        if call.body != retry.body:
+            raise RequestError(
+                "this Idempotency-Key came with another request body before; use a new key",
+                "Idempotency-Key",
+            )
+        if call.state == "unstored":
+            call.commit_again()
+        self.counts["retries"] += 1
+        return call
+
+    async def prepare(self, trajectory: LiveTrajectory, request: ChatRequest) -> Prompt:
+        """The exact prompt of a request and the turn it extends."""
+        template_args = {**self.config.chat_template_args, **(request.template_args or {})}
+        root = root_key(request.tools, template_args)
+        if request.prompt_ids is not None:
+            return Prompt(request.prompt_ids, request.prompt_ids, None, None, root, None)
+        messages = request.messages
+        attachment = trajectory.graph.attach(root, messages)
+        parent, cause = attachment.turn, attachment.cause
+        new_ids: TokenIds | None = None
+        if attachment.twin is not None:
+            new_ids = attachment.twin.new_prompt_ids
+        elif parent is not None:
+            known, new = messages[: attachment.n_known], messages[attachment.n_known :]
+            try:
+                new_ids = await self._offload(
+                    new, self.renderer.suffix, parent, known, new, request.tools, template_args
+                )
+            except CutError as e:
+                parent, cause = None, e.cause
+        if new_ids is None:
+            key = attachment.prompt_key
+            new_ids = self.renderer.cached(key)
+            if new_ids is None:
+                new_ids = await self._offload(
+                    messages, self.renderer.whole, messages, request.tools, template_args
+                )
+                self.renderer.remember(key, new_ids)
+        ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
+        return Prompt(ids, new_ids, parent, attachment, root, cause)
+
+    async def sampling(self, request: ChatRequest, n_prompt: int) -> Sampling:
+        """Parameters as they will be used: overrides over the request's over the defaults.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for one token.
+        """
+        config, forced = self.config, self.config.sampling_overrides
+        context = await self.engine.context_length()
+        # Engines refuse a request whose prompt and response reach the context length.
+        room = context - n_prompt - 1
+        if room < 1:
+            raise ContextLengthError(
+                f"This model's maximum context length is {context} tokens. However, your messages "
+                f"resulted in {n_prompt} tokens. Please reduce the length of the messages.",
+                "messages",
+            )
+        wanted = request.max_tokens or config.default_max_tokens or room
+        return Sampling(
+            max_new_tokens=min(wanted, room),
+            temperature=_first(forced.temperature, request.temperature, config.default_temperature),
+            top_p=_first(forced.top_p, request.top_p, 1.0),
+            top_k=_first(forced.top_k, request.top_k, -1),
+            stop=request.stop,
+            seed=request.seed,
+        )
+
+    def count_stored(self, reply: Reply) -> None:
+        self.counts["stored"] += 1
+        self.counts["response_tokens"] += len(reply.generation.response_ids)
+        if reply.prompt.cause is not None:
+            self.branches[reply.prompt.cause] += 1
+
+    async def _offload(self, messages: Sequence[Message], work: Any, *args: Any) -> TokenIds:
+        """Render and tokenise, in a thread if it is long enough to hold the event loop up."""
+        n_chars = sum(len(m.get("content") or "") for m in messages)
+        if n_chars <= self.config.offload_chars:
+            ids: TokenIds = work(*args)
+            return ids
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+
+def _first(*choices: T | None) -> T:
+    return next(c for c in choices if c is not None)

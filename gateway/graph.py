@@ -1,0 +1,169 @@
+"""The turn graph of one trajectory: which stored turn a request extends, and with which ids.
+
+One turn is one LLM call. Its prompt is its parent's tokens plus `new_prompt_ids`; nothing is stored
+twice, and prompt(child) strictly extends prompt(parent) + response(parent) by construction::
+
+    turn 0   [system, user]                      ──► reply 0        (root: rendered whole)
+    turn 1     └─ + [tool result]                ──► reply 1        extends turn 0
+    turn 2     └─ + [tool result']               ──► reply 2        a fork: extends turn 0 too
+    turn 3   [system, summary of the above]      ──► reply 3        a branch: extends nothing
+
+A request attaches to the deepest stored turn whose conversation (prompt messages and reply, in
+canonical form, under the same tools and template arguments) it begins with. A request that attaches
+to none starts a branch, and the cause says why. Pure: no I/O, no tokenizer, no lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from datapool.types import TokenIds
+from gateway.messages import Key, Message, extend_key
+
+BranchCause: TypeAlias = Literal[
+    "resampled",  # the same first prompt again
+    "tools_changed",  # a known conversation under other tools or template arguments
+    "history_edited",  # holds assistant turns, but none that was generated here
+    "new_conversation",  # no assistant turn yet: a side call, a title, a sub-agent
+    "thinking_stripped",  # the chat template drops past thinking (`thinking: template`)
+    "no_turn_close",  # the template writes no token after an assistant turn to cut at
+    "cut_failed",  # the template renders the turn otherwise in this conversation
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One generated turn. Arrays are read-only."""
+
+    parent: Turn | None
+    new_prompt_ids: TokenIds
+    """What the prompt adds to the parent's prompt and response."""
+    response_ids: TokenIds
+    n_tokens: int
+    """Prompt plus response."""
+    prompt_key: Key
+    """Key of the conversation the model was shown."""
+    key: Key
+    """Key of that conversation plus the reply."""
+    reply: Message
+    has_reasoning: bool
+    """This turn, or one that its prompt holds token for token, has thinking in it."""
+    step_index: int | None
+    """None: white-box, its Step is submitted by the agent itself."""
+
+    def arrays(self) -> list[TokenIds]:
+        """Prompt and response, from the root on, in pieces."""
+        pieces: list[TokenIds] = []
+        turn: Turn | None = self
+        while turn is not None:
+            pieces += (turn.response_ids, turn.new_prompt_ids)
+            turn = turn.parent
+        return pieces[::-1]
+
+    def nearest_step(self) -> int | None:
+        """The deepest Step that this turn's tokens extend or are."""
+        turn: Turn | None = self
+        while turn is not None:
+            if turn.step_index is not None:
+                return turn.step_index
+            turn = turn.parent
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """Where a request goes on. `turn` is None for the first call and for branches."""
+
+    turn: Turn | None
+    n_known: int
+    """Messages that `turn` covers; the rest are new."""
+    prompt_key: Key
+    cause: BranchCause | None
+    """Why nothing was extended; None for the first call and for extensions."""
+    twin: Turn | None
+    """A turn with this very prompt: its `new_prompt_ids` can be used again."""
+
+
+class TurnGraph:
+    """Turns of one trajectory by the key of their conversation; the latest of equal ones wins."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, Turn] = {}
+        self._by_prompt: dict[Key, Turn] = {}
+        self._roots: dict[Key, None] = {}
+
+    def attach(self, root: Key, messages: Sequence[Mapping[str, Any]]) -> Attachment:
+        deepest, n_known = None, 0
+        key = root
+        for i, (key, role) in enumerate(_chain(root, messages)):
+            if role == "assistant" and (turn := self._by_key.get(key)) is not None:
+                deepest, n_known = turn, i + 1
+        twin = self._by_prompt.get(key)
+        if twin is not None and twin.parent is not deepest:
+            twin = None
+        cause = None
+        if deepest is None and self._by_prompt:
+            cause = self._why(root, messages, twin)
+        return Attachment(deepest, n_known, key, cause, twin)
+
+    def add(
+        self,
+        root: Key,
+        attachment: Attachment,
+        *,
+        parent: Turn | None,
+        new_prompt_ids: TokenIds,
+        response_ids: TokenIds,
+        reply: Message,
+        has_reasoning: bool,
+        step_index: int | None,
+    ) -> Turn:
+        """Store a finished call. `parent` is `attachment.turn`, or None if it became a branch."""
+        before = parent.n_tokens if parent is not None else 0
+        turn = Turn(
+            parent=parent,
+            new_prompt_ids=new_prompt_ids,
+            response_ids=response_ids,
+            n_tokens=before + len(new_prompt_ids) + len(response_ids),
+            prompt_key=attachment.prompt_key,
+            key=extend_key(attachment.prompt_key, reply),
+            reply=reply,
+            has_reasoning=has_reasoning or (parent is not None and parent.has_reasoning),
+            step_index=step_index,
+        )
+        self._by_key[turn.key] = turn
+        self._by_prompt[turn.prompt_key] = turn
+        self._roots[root] = None
+        return turn
+
+    def _why(
+        self, root: Key, messages: Sequence[Mapping[str, Any]], twin: Turn | None
+    ) -> BranchCause:
+        if twin is not None:
+            return "resampled"
+        for other in self._roots:
+            if other != root and any(
+                key in self._by_key or key in self._by_prompt for key, _ in _chain(other, messages)
+            ):
+                return "tools_changed"
+        if any(m["role"] == "assistant" for m in messages):
+            return "history_edited"
+        return "new_conversation"
+
+
+def _chain(root: Key, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Key, str]]:
+    key = root
+    for message in messages:
+        key = extend_key(key, message)
+        yield key, message["role"]
+
+
+def join(pieces: Sequence[TokenIds]) -> TokenIds:
+    """Pieces as one read-only array."""
+    ids = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+    ids.flags.writeable = False
+    return ids

@@ -1,0 +1,83 @@
+"""The gateway's own form of a conversation, and when two messages are the same.
+
+Dialects translate their wire format to these messages; chat templates are fed with them; the turn
+graph compares them. A message is a plain dict as chat templates expect it::
+
+    {"role": "system" | "user" | "tool", "content": str, "tool_call_id"?: str, "name"?: str}
+    {"role": "assistant", "content": str, "reasoning_content"?: str, "tool_calls"?: [
+        {"id": str, "type": "function", "function": {"name": str, "arguments": dict | str}}]}
+
+Canonical form (what agents change when they send a reply back, and what must not matter): arguments
+compare as parsed values, assistant text without surrounding white space and without its reasoning,
+and null, "", "\\n", a missing field and an empty list of parts are one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import orjson
+
+Message: TypeAlias = dict[str, Any]
+Tool: TypeAlias = dict[str, Any]
+Key: TypeAlias = bytes
+
+_SORTED = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+
+
+def parse_arguments(arguments: Any) -> Any:
+    """Tool-call arguments as a value: a JSON object's text becomes a dict, all else stays."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments, parse_constant=_refuse_constant)
+        if "\\ud" in arguments.lower():
+            # Escaped half surrogates parse, but no tokenizer takes them.
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _dumps(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value, option=_SORTED)
+    except TypeError:
+        # Integers beyond 64 bits, which a sampled tool call may well hold.
+        return json.dumps(value, sort_keys=True).encode()
+
+
+def visible_text(content: str) -> str:
+    """Assistant text as compared: reasoning and surrounding white space removed."""
+    if "</think>" in content:
+        content = content.rpartition("</think>")[2]
+    return content.strip()
+
+
+def canonical(message: Mapping[str, Any]) -> bytes:
+    """Bytes that are equal for messages that mean the same."""
+    content = message.get("content") or ""
+    if message["role"] != "assistant":
+        return _dumps([message["role"], content, message.get("tool_call_id"), message.get("name")])
+    calls = [
+        [c.get("id"), c["function"]["name"], parse_arguments(c["function"]["arguments"])]
+        for c in message.get("tool_calls") or ()
+    ]
+    return _dumps(["assistant", visible_text(content), calls])
+
+
+def root_key(tools: Sequence[Tool] | None, template_args: Mapping[str, Any]) -> Key:
+    """Key of the empty conversation: what shapes the prompt besides the messages."""
+    return hashlib.blake2b(_dumps([tools or None, template_args]), digest_size=16).digest()
+
+
+def extend_key(key: Key, message: Mapping[str, Any]) -> Key:
+    """Key of a conversation with one more message: a hash chain, so a turn costs what it adds."""
+    return hashlib.blake2b(key + canonical(message), digest_size=16).digest()

@@ -1,0 +1,331 @@
+"""Response text → assistant message: visible content, reasoning, tool calls. Incremental.
+
+A `ReplyParser` is fed the text as it arrives and returns deltas that are never taken back::
+
+    text ──► stop strings cut ──► <think>…</think> ──► tool calls ──► ContentDelta | ReasoningDelta
+                                                                      | ToolCall
+
+Text that may still become a marker is held back until it is decided. A marked tool call that is no
+valid JSON, or is cut off, becomes content, character for character. Replies without streaming go
+through the same parser, so that both agree. Does not own: ids, or what a dialect makes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from gateway.messages import Message, Tool
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    id: str
+    name: str
+    arguments: str
+    """JSON text of an object."""
+
+
+Delta: TypeAlias = ContentDelta | ReasoningDelta | ToolCall
+
+
+@dataclass(slots=True)
+class ReplyText:
+    """What the deltas of a reply add up to."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        if isinstance(delta, ContentDelta):
+            self.content += delta.text
+        elif isinstance(delta, ReasoningDelta):
+            self.reasoning += delta.text
+        else:
+            self.tool_calls.append(delta)
+
+    def message(self) -> Message:
+        """The reply as a message of the conversation."""
+        message: Message = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": c.id,
+                    "type": "function",
+                    "function": {"name": c.name, "arguments": c.arguments},
+                }
+                for c in self.tool_calls
+            ]
+        return message
+
+
+class ReplyParser(Protocol):
+    def feed(self, text: str) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` that may be the beginning of a marker."""
+    longest = min(len(text), max(map(len, markers), default=1) - 1)
+    for n in range(longest, 0, -1):
+        if any(m.startswith(text[-n:]) for m in markers if len(m) > n):
+            return n
+    return 0
+
+
+def parse_call(body: str) -> ToolCall | None:
+    """The call in `{"name": …, "arguments": {…}}`, or None if it is none."""
+    try:
+        call = json.loads(body, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict):
+        return None
+    return _as_call(call.get("name"), call.get("arguments", call.get("parameters", {})))
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _as_call(name: Any, arguments: Any) -> ToolCall | None:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    text = json.dumps(arguments, ensure_ascii=False)
+    try:
+        (name + text).encode()
+    except UnicodeEncodeError:  # half a surrogate pair cannot be sent on
+        return None
+    return ToolCall(new_call_id(), name, text)
+
+
+class StopCutter:
+    """Drops a stop string and all after it; it may arrive in pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(s for s in stops if s)
+        self._held = ""
+        self.stopped = False
+
+    def feed(self, text: str) -> str:
+        if not self._stops or self.stopped:
+            return "" if self.stopped else text
+        text = self._held + text
+        at = min((i for i in (text.find(s) for s in self._stops) if i >= 0), default=-1)
+        if at >= 0:
+            self.stopped, self._held = True, ""
+            return text[:at]
+        n = held_back(text, self._stops)
+        self._held = text[len(text) - n :]
+        return text[: len(text) - n]
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class MarkupParser:
+    """`<think>` and hermes-style `<tool_call>` markup, each if wanted."""
+
+    def __init__(self, *, tools: bool, reasoning: bool, starts_in_reasoning: bool = False) -> None:
+        self._tools = tools
+        self._reasoning = reasoning
+        self._state = "reasoning" if reasoning and starts_in_reasoning else "start"
+        self._buffer = ""
+        self._had_call = False
+
+    def feed(self, text: str) -> list[Delta]:
+        self._buffer += text
+        return self._run(final=False)
+
+    def finish(self) -> list[Delta]:
+        return self._run(final=True)
+
+    def _run(self, *, final: bool) -> list[Delta]:
+        deltas: list[Delta] = []
+        steps: dict[str, Callable[[list[Delta], bool], bool]] = {
+            "start": self._start,
+            "reasoning": self._in_reasoning,
+            "after_reasoning": self._after_reasoning,
+            "content": self._in_content,
+            "call": self._in_call,
+        }
+        while steps[self._state](deltas, final):
+            pass
+        return deltas
+
+    def _start(self, deltas: list[Delta], final: bool) -> bool:
+        """Decide whether the reply opens with a thought; leading white space may precede it."""
+        if not self._reasoning:
+            self._state = "content"
+            return True
+        body = self._buffer.lstrip()
+        if body.startswith(THINK_OPEN):
+            self._buffer = body[len(THINK_OPEN) :]
+            self._state = "reasoning"
+            return True
+        if not final and (not body or THINK_OPEN.startswith(body)):
+            return False
+        self._state = "content"
+        return True
+
+    def _in_reasoning(self, deltas: list[Delta], final: bool) -> bool:
+        before, close, after = self._buffer.partition(THINK_CLOSE)
+        if close:
+            self._put(deltas, ReasoningDelta(before))
+            self._buffer, self._state = after, "after_reasoning"
+            return True
+        n = 0 if final else held_back(self._buffer, (THINK_CLOSE,))
+        self._put(deltas, ReasoningDelta(self._buffer[: len(self._buffer) - n]))
+        self._buffer = self._buffer[len(self._buffer) - n :]
+        return False
+
+    def _after_reasoning(self, deltas: list[Delta], final: bool) -> bool:
+        self._buffer = self._buffer.lstrip("\n")
+        if not self._buffer and not final:
+            return False
+        self._state = "content"
+        return True
+
+    def _in_content(self, deltas: list[Delta], final: bool) -> bool:
+        if self._tools:
+            before, opened, after = self._buffer.partition(CALL_OPEN)
+            if opened:
+                self._content(deltas, before)
+                self._buffer, self._state = after, "call"
+                return True
+        n = held_back(self._buffer, (CALL_OPEN,)) if self._tools and not final else 0
+        text = self._buffer[: len(self._buffer) - n]
+        if self._had_call and not final and not text.strip():
+            return False  # white space between calls is markup, at the end it is dropped
+        self._content(deltas, text)
+        self._buffer = self._buffer[len(self._buffer) - n :]
+        return False
+
+    def _in_call(self, deltas: list[Delta], final: bool) -> bool:
+        body, closed, after = self._buffer.partition(CALL_CLOSE)
+        if not closed:
+            if not final:
+                return False
+            self._put(deltas, ContentDelta(CALL_OPEN + body))
+            self._buffer = ""
+            return False
+        call = parse_call(body)
+        if call is None:
+            self._put(deltas, ContentDelta(CALL_OPEN + body + CALL_CLOSE))
+        else:
+            deltas.append(call)
+            self._had_call = True
+        self._buffer, self._state = after, "content"
+        return True
+
+    def _content(self, deltas: list[Delta], text: str) -> None:
+        if not (self._had_call and not text.strip()):
+            self._put(deltas, ContentDelta(text))
+
+    @staticmethod
+    def _put(deltas: list[Delta], delta: ContentDelta | ReasoningDelta) -> None:
+        if delta.text:
+            deltas.append(delta)
+
+
+class ResponseTemplateParser:
+    """The tokenizer's own `response_template`, through transformers' streaming parser.
+
+    That parser raises ValueError on a malformed or truncated call; the text from the last delta on
+    is then content.
+    """
+
+    _REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})
+
+    def __init__(
+        self, hf_tokenizer: Any, prefix: str, tools: Sequence[Tool] | None, ends: Sequence[str]
+    ) -> None:
+        self._parser = hf_tokenizer.get_response_parser(
+            prefix=prefix, tools=list(tools) if tools else None
+        )
+        self._ends = tuple(ends)
+        self._raw = ""
+        self._given = 0
+        """How much of the raw text is in deltas already."""
+        self._read = 0
+        """How much of it the parser has reported, an open call included."""
+        self._failed = False
+
+    def feed(self, text: str) -> list[Delta]:
+        self._raw += text
+        if self._failed:
+            return []
+        return self._advance(lambda: self._parser.feed(text))
+
+    def finish(self) -> list[Delta]:
+        deltas = [] if self._failed else self._advance(lambda: self._parser.finalize()[1])
+        if self._failed:
+            rest = self._raw[self._given :]
+            for end in self._ends:
+                rest = rest.removesuffix(end)
+            deltas += [ContentDelta(rest)] if rest else []
+        return deltas
+
+    def _advance(self, step: Callable[[], list[dict[str, Any]]]) -> list[Delta]:
+        try:
+            events = step()
+        except ValueError:
+            self._failed = True
+            return []
+        deltas: list[Delta] = []
+        for event in events:
+            name, kind = event["field"], event["type"]
+            if kind == "region_chunk":
+                at = self._raw.find(event["text"], self._read)
+                self._read = max(self._read, at + len(event["text"]))
+                if name == "content":
+                    deltas.append(ContentDelta(event["text"]))
+                elif name in self._REASONING:
+                    deltas.append(ReasoningDelta(event["text"]))
+                else:
+                    continue
+                self._given = self._read
+            elif kind == "region_close" and name == "tool_calls":
+                value = event["value"]
+                calls = [_template_call(v) for v in (value if isinstance(value, list) else [value])]
+                if None in calls:
+                    self._failed = True
+                    return deltas
+                deltas += [c for c in calls if c is not None]
+                self._given = self._read
+        return deltas
+
+
+def _template_call(value: Any) -> ToolCall | None:
+    function = value.get("function", value) if isinstance(value, dict) else {}
+    return _as_call(function.get("name"), function.get("arguments", {}))

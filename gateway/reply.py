@@ -1,0 +1,121 @@
+"""Sampled ids → reply, while they arrive: which ids are text, and which parser reads that text.
+
+Control tokens are no text: the turn close and other special tokens are hidden, except those that a
+parser reads (<tool_call>, <think>, whatever the tokenizer's `response_template` names).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from datapool.types import TokenIds
+from gateway.config import GatewayConfig
+from gateway.messages import Tool
+from gateway.parsing import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    THINK_CLOSE,
+    THINK_OPEN,
+    Delta,
+    MarkupParser,
+    ReplyParser,
+    ReplyText,
+    ResponseTemplateParser,
+    StopCutter,
+)
+from gateway.tokenization import ChatTokenizer
+
+_TAIL = 64
+"""Prompt tokens decoded to see what the generation prompt already opened."""
+
+
+class ReplyFormat:
+    """How replies of the served model read. One per app."""
+
+    def __init__(self, tokenizer: ChatTokenizer, config: GatewayConfig) -> None:
+        self._tokenizer = tokenizer
+        template = getattr(tokenizer.hf, "response_template", None)
+        usable = template is not None and hasattr(tokenizer.hf, "get_response_parser")
+        self._by_template = config.tool_parser == "auto" and usable
+        self._tools = config.tool_parser != "none"
+        chat_template = json.dumps(tokenizer.hf.chat_template)
+        self._reasoning = config.reasoning_parser == "think" or (
+            config.reasoning_parser == "auto" and THINK_OPEN in chat_template
+        )
+        if self._by_template:
+            wanted = json.dumps(template, ensure_ascii=False)
+            shown = {t for t in tokenizer.special if t in wanted or re.escape(t) in wanted}
+        else:
+            shown = {THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE}
+        self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in shown)
+
+    def reader(
+        self,
+        prompt_ids: TokenIds,
+        *,
+        tools: Sequence[Tool] | None,
+        parse_tools: bool,
+        stop: Sequence[str],
+    ) -> ReplyReader:
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist())
+        parser: ReplyParser
+        if self._by_template:
+            parser = ResponseTemplateParser(
+                self._tokenizer.hf, tail, tools if parse_tools else None, [*self._tokenizer.special]
+            )
+        else:
+            parser = MarkupParser(
+                tools=self._tools and parse_tools,
+                reasoning=self._reasoning,
+                starts_in_reasoning=tail.rstrip().endswith(THINK_OPEN),
+            )
+        return ReplyReader(self._tokenizer, self._hidden, parser, stop)
+
+
+class ReplyReader:
+    """Reads one reply. `text` holds all deltas so far."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        hidden: frozenset[int],
+        parser: ReplyParser,
+        stop: Sequence[str],
+    ) -> None:
+        self.text = ReplyText()
+        self.has_reasoning = False
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._parser = parser
+        self._stop = StopCutter(stop)
+        self._stream = tokenizer.stream()
+        self._ids: list[int] = []
+        self._decoded = ""
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        shown = [i for i in ids if i not in self._hidden]
+        self._ids += shown
+        return self._read(self._stream.feed(shown))
+
+    def finish(self) -> list[Delta]:
+        # The stream keeps back bytes that are no character yet; at the end they show as U+FFFD.
+        whole = self._tokenizer.decode(self._ids)
+        rest = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
+        deltas = self._read(rest)
+        deltas += self._note(self._parser.feed(self._stop.finish()))
+        deltas += self._note(self._parser.finish())
+        self.has_reasoning = bool(self.text.reasoning) or THINK_CLOSE in self._decoded
+        return deltas
+
+    def _read(self, text: str) -> list[Delta]:
+        if not text:
+            return []
+        self._decoded += text
+        return self._note(self._parser.feed(self._stop.feed(text)))
+
+    def _note(self, deltas: list[Delta]) -> list[Delta]:
+        for delta in deltas:
+            self.text.add(delta)
+        return deltas

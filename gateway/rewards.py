@@ -1,0 +1,81 @@
+"""The function behind `/compute_reward`, for white-box agents that score themselves.
+
+`gateway.reward_fn` names it by dotted path. It is called with the request's fields (by convention
+`data_source, solution_str, ground_truth, extra_info`), may be async, and returns a number, None
+(not scored), or a dict with the number under "score" and details beside it. A function that raises
+gives an error and no reward: missing is not zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from gateway.errors import GatewayConfigError, GatewayError, RequestError
+
+RewardFunction: TypeAlias = Callable[..., Any]
+
+
+class RewardError(GatewayError, RuntimeError):
+    """The reward function failed or returned no reward."""
+
+    code = "reward_failed"
+
+
+def load_reward_function(path: str) -> RewardFunction:
+    """The function at `package.module:name` (or `package.module.name`).
+
+    Raises:
+        GatewayConfigError
+    """
+    module_name, sep, name = path.partition(":")
+    if not sep:
+        module_name, _, name = path.rpartition(".")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise GatewayConfigError(
+            f"gateway.reward_fn is {path!r}, which cannot be imported ({e}); "
+            "name a function as package.module:function"
+        ) from e
+    if not callable(function):
+        raise GatewayConfigError(f"gateway.reward_fn is {path!r}, which cannot be called")
+    loaded: RewardFunction = function
+    return loaded
+
+
+async def compute_reward(function: RewardFunction, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"reward": number | None, "details": {…}}`.
+
+    Raises:
+        RequestError: the fields do not fit the function.
+        RewardError: it failed.
+    """
+    try:
+        inspect.signature(function).bind(**fields)
+    except TypeError as e:
+        raise RequestError(f"the body does not fit gateway.reward_fn: {e}", None) from e
+    try:
+        if inspect.iscoroutinefunction(function):
+            result = await function(**fields)
+        else:
+            result = await asyncio.to_thread(function, **fields)
+    except Exception as e:
+        raise RewardError(f"gateway.reward_fn failed ({type(e).__name__}: {e!s:.200})") from e
+    details: dict[str, Any] = {}
+    reward = result
+    if isinstance(result, Mapping):
+        details = {k: v for k, v in result.items() if k != "score"}
+        reward = result.get("score")
+    if reward is not None:
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise RewardError(
+                f"gateway.reward_fn returned {result!r:.80}; return a finite number, None, or a "
+                "dict with the number under 'score'"
+            )
+        reward = float(reward)
+    return {"reward": reward, "details": details}

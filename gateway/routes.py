@@ -1,0 +1,344 @@
+"""The gateway's routes: trajectories, the dialects under their URL, white-box, health.
+
+The hot path (`/v1/chat/completions`) takes the bare request and answers bytes; only the small
+lifecycle bodies go through pydantic.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from datapool.errors import StepConflictError, StepIndexError
+from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from datapool.types import Step, VersionSpan
+from gateway.calls import ChatRequest
+from gateway.dialects import openai_chat
+from gateway.errors import GatewayError, RequestError, TrajectoryConflictError
+from gateway.pool_port import ask
+from gateway.rewards import compute_reward
+from gateway.web import (
+    EventStream,
+    OrjsonResponse,
+    aborts_on_disconnect,
+    error_response,
+    field,
+    parse_object,
+    read_body,
+    retry_key,
+)
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+
+router = APIRouter()
+
+_STEP_FIELDS = frozenset(f.name for f in fields(Step))
+_UNDER = "/{trajectory_uid}/{prompt_uid}/v1"
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class InitTrajectory(Body):
+    prompt_uid: str | None = Field(default=None, min_length=1)
+    """Group of the rollout; null: a group of its own."""
+    trajectory_uid: str | None = Field(default=None, min_length=1)
+    """null: made here. Given, a repeated request is the same trajectory."""
+    channel: str | None = Field(default=None, min_length=1)
+    metadata: dict[str, Any] = {}
+    attempt: int = Field(default=0, ge=0)
+
+
+class RegisterTrajectory(Body):
+    channel: str | None = Field(default=None, min_length=1)
+    metadata: dict[str, Any] = {}
+
+
+class CompleteTrajectory(Body):
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    metadata: dict[str, Any] = {}
+
+
+class AbortTrajectory(Body):
+    reason: str = Field(min_length=1)
+    will_retry: bool = False
+
+
+def _gateway(request: Request) -> Gateway:
+    return cast("Gateway", request.app.state.gateway)
+
+
+# -- trajectories ----------------------------------------------------------------------------
+
+
+@router.post("/init_trajectory")
+async def init_trajectory(request: Request, body: InitTrajectory) -> Response:
+    gateway = _gateway(request)
+    uid = body.trajectory_uid or uuid.uuid4().hex
+    prompt_uid = body.prompt_uid or f"prompt-{uid}"
+    for name, value in (("trajectory_uid", uid), ("prompt_uid", prompt_uid)):
+        if "/" in value:
+            raise RequestError(f"{name} is {value!r}; it is part of a URL, so use no slash", name)
+    trajectory = gateway.trajectories.get(uid, prompt_uid)
+    await trajectory.open(channel=body.channel, attempt=body.attempt, metadata=body.metadata)
+    origin = gateway.config.public_url or str(request.base_url)
+    return OrjsonResponse(
+        {
+            "trajectory_uid": uid,
+            "prompt_uid": prompt_uid,
+            "base_url": f"{origin.rstrip('/')}/{uid}/{prompt_uid}",
+        }
+    )
+
+
+@router.post(f"{_UNDER}/register_trajectory")
+async def register_trajectory(
+    request: Request, trajectory_uid: str, prompt_uid: str, body: RegisterTrajectory
+) -> Response:
+    trajectory = _gateway(request).trajectories.get(trajectory_uid, prompt_uid)
+    await trajectory.open(channel=body.channel, metadata=body.metadata)
+    return OrjsonResponse(
+        {
+            "trajectory_uid": trajectory_uid,
+            "prompt_uid": prompt_uid,
+            "channel": trajectory.channel,
+        }
+    )
+
+
+@router.post(f"{_UNDER}/complete_trajectory")
+async def complete_trajectory(
+    request: Request, trajectory_uid: str, prompt_uid: str, body: CompleteTrajectory
+) -> Response:
+    trajectory = _gateway(request).trajectories.find(trajectory_uid, prompt_uid)
+    outcome = await trajectory.complete(body.reward, body.metadata)
+    return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
+
+
+@router.post(f"{_UNDER}/abort_trajectory")
+async def abort_trajectory(
+    request: Request, trajectory_uid: str, prompt_uid: str, body: AbortTrajectory
+) -> Response:
+    trajectory = _gateway(request).trajectories.find(trajectory_uid, prompt_uid)
+    outcome = await trajectory.abort(body.reason, will_retry=body.will_retry)
+    return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
+
+
+# -- OpenAI ----------------------------------------------------------------------------------
+
+
+@router.post(f"{_UNDER}/chat/completions")
+async def chat_completions(request: Request, trajectory_uid: str, prompt_uid: str) -> Response:
+    gateway = _gateway(request)
+    config = gateway.config
+    body = await read_body(request, config.max_body_bytes)
+    chat, options = openai_chat.parse(parse_object(body))
+    trajectory = gateway.trajectories.get(trajectory_uid, prompt_uid)
+    listener = await gateway.calls.start(
+        trajectory, chat, retry_key(request.headers, body, "openai_chat")
+    )
+    model = config.served_model_name
+    if options.stream:
+        with aborts_on_disconnect(request.receive, listener):
+            first = await openai_chat.first_event(listener, config.keepalive_s)
+        events = openai_chat.frames(listener, first, options, model, config.keepalive_s)
+        return EventStream(events, listener)
+    with aborts_on_disconnect(request.receive, listener):
+        reply = await listener.result()
+    listener.call.delivered = True
+    return OrjsonResponse(
+        openai_chat.completion(listener.call, reply, options, model, gateway.tokenizer)
+    )
+
+
+@router.get(f"{_UNDER}/models")
+async def trajectory_models(request: Request, trajectory_uid: str, prompt_uid: str) -> Response:
+    return await models(request)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    gateway = _gateway(request)
+    model = {
+        "id": gateway.config.served_model_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "stepwell",
+        "max_model_len": await gateway.engine.context_length(),
+    }
+    return OrjsonResponse({"object": "list", "data": [model]})
+
+
+@router.post("/v1/chat/completions")
+async def chat_without_trajectory(request: Request) -> Response:
+    raise RequestError(
+        "this URL names no trajectory; POST /init_trajectory and use its base_url + '/v1' as the "
+        "client's base_url (or any http://host:port/{trajectory_uid}/{prompt_uid}/v1)",
+        None,
+    )
+
+
+# -- white-box -------------------------------------------------------------------------------
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """Sample without storing a Step; the agent sends its own to `/submit_steps`."""
+    gateway = _gateway(request)
+    raw = await read_body(request, gateway.config.max_body_bytes)
+    body = parse_object(raw)
+    uid = field(body, "trajectory_uid", str, "a string") or uuid.uuid4().hex
+    prompt_uid = field(body, "prompt_uid", str, "a string") or f"prompt-{uid}"
+    chat = _white_box(body)
+    listener = await gateway.calls.start(
+        gateway.trajectories.get(uid, prompt_uid), chat, retry_key(request.headers, raw, "generate")
+    )
+    with aborts_on_disconnect(request.receive, listener):
+        reply = await listener.result()
+    generation = reply.generation
+    return OrjsonResponse(
+        {
+            "trajectory_uid": uid,
+            "prompt_uid": prompt_uid,
+            "response_text": gateway.tokenizer.decode(generation.response_ids.tolist()),
+            "message": reply.text.message(),
+            "response_ids": generation.response_ids.tolist(),
+            "prompt_ids": reply.prompt.ids.tolist(),
+            "rollout_log_probs": generation.log_probs.tolist(),
+            "policy_version": generation.policy_version,
+            "version_spans": [
+                {"version": s.version, "start": s.start, "end": s.end} for s in generation.spans
+            ],
+            "finish_reason": generation.finish_reason,
+            "sampling_params": {
+                "temperature": reply.sampling.temperature,
+                "top_p": reply.sampling.top_p,
+                "top_k": reply.sampling.top_k,
+            },
+        }
+    )
+
+
+def _white_box(body: dict[str, Any]) -> ChatRequest:
+    ids = body.pop("prompt_ids", None)
+    other_ids = body.pop("input_ids", None)
+    ids = other_ids if ids is None else ids
+    asked = {k: v for k, v in body.items() if k not in ("trajectory_uid", "prompt_uid")}
+    if ids is None:
+        chat, options = openai_chat.parse(asked)
+    else:
+        if "messages" in asked:
+            raise RequestError("messages and prompt_ids exclude each other; send one", "messages")
+        # The messages stand in for what the parser requires; the prompt is the ids.
+        asked["messages"] = [{"role": "user", "content": ""}]
+        chat, options = openai_chat.parse(asked)
+    if options.stream:
+        raise RequestError("/generate does not stream; leave stream out", "stream")
+    prompt_ids = None
+    if ids is not None:
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+            raise RequestError(f"prompt_ids is {ids!r:.80}; send a list of token ids", "prompt_ids")
+        if min(ids) < 0 or max(ids) >= 2**31:
+            raise RequestError("prompt_ids holds ids outside [0, 2**31)", "prompt_ids")
+        prompt_ids = np.asarray(ids, np.int32)
+        prompt_ids.flags.writeable = False
+    return ChatRequest(
+        messages=[] if prompt_ids is not None else chat.messages,
+        tools=chat.tools,
+        template_args=chat.template_args,
+        prompt_ids=prompt_ids,
+        max_tokens=chat.max_tokens,
+        temperature=chat.temperature,
+        top_p=chat.top_p,
+        top_k=chat.top_k,
+        stop=chat.stop,
+        seed=chat.seed,
+        parse_tools=chat.parse_tools,
+        stores_step=False,
+    )
+
+
+@router.post("/submit_steps")
+async def submit_steps(request: Request) -> Response:
+    """Store a white-box agent's Steps; counts what became of them."""
+    gateway = _gateway(request)
+    body = parse_object(await read_body(request, gateway.config.max_body_bytes))
+    raw = field(body, "steps", list, "a list of steps")
+    if not raw:
+        raise RequestError("steps is empty; send at least one step", "steps")
+    channel = field(body, "channel", str, "a channel's name") or gateway.config.channel
+    steps = [_step(s, f"steps[{i}]") for i, s in enumerate(raw)]
+    try:
+        outcomes = await ask(
+            gateway.pool.submit_steps(steps, channel=channel), gateway.config.pool_timeout_s
+        )
+    except (StepConflictError, StepIndexError, PoolTrajectoryConflictError) as e:
+        raise TrajectoryConflictError(str(e)) from e
+    for step in steps:
+        gateway.trajectories.note_step(step.trajectory_uid, step.step_index)
+    counts = Counter(outcomes)
+    return OrjsonResponse({o: counts[o] for o in ("accepted", "duplicate", "late")})
+
+
+def _step(raw: Any, where: str) -> Step:
+    if not isinstance(raw, dict):
+        raise RequestError(f"{where} is {raw!r:.80}; send an object", where)
+    unknown = raw.keys() - _STEP_FIELDS
+    if unknown:
+        name = min(unknown)
+        raise RequestError(f"{where}.{name} is no field of a Step", f"{where}.{name}")
+    values = dict(raw)
+    try:
+        values["version_spans"] = tuple(VersionSpan(**s) for s in raw.get("version_spans") or ())
+        if raw.get("routed_experts") is not None:
+            values["routed_experts"] = np.asarray(raw["routed_experts"])
+        return Step(**values)
+    except (TypeError, ValueError) as e:
+        raise RequestError(f"{where}: {e}", where) from e
+
+
+@router.post("/compute_reward")
+async def reward(request: Request) -> Response:
+    gateway = _gateway(request)
+    body = parse_object(await read_body(request, gateway.config.max_body_bytes))
+    if gateway.reward is None:
+        raise RequestError(
+            "gateway.reward_fn is null; set it to the dotted path of a reward function", None
+        )
+    return OrjsonResponse(await compute_reward(gateway.reward, body))
+
+
+# -- health ----------------------------------------------------------------------------------
+
+
+@router.get("/health")
+async def health() -> Response:
+    """The process is alive."""
+    return OrjsonResponse({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """The tokenizer is loaded and an engine is healthy."""
+    gateway = _gateway(request)
+    try:
+        await gateway.engine.ready()
+        context = await gateway.engine.context_length()
+    except GatewayError as e:
+        return error_response(e)
+    return OrjsonResponse({"status": "ready", "context_length": context})
+
+
+@router.get("/statistics")
+async def statistics(request: Request) -> Response:
+    return OrjsonResponse(_gateway(request).statistics())

@@ -1,0 +1,179 @@
+"""Runs the gateway: uvicorn in a thread with an event loop of its own, and the Ray actor around it.
+
+    HttpServer     bind ──► start ──► serving ──► stop        in this process (tests, embedding)
+    GatewayServer  the same inside a Ray actor                (`stepwell train`)
+
+The socket is bound before anything else starts, so that a taken port is one clear line and port 0
+is known. Does not own: the application (`app.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import threading
+from typing import Any
+
+import uvicorn
+
+from gateway.config import GatewayConfig
+from gateway.errors import GatewayError, PortInUseError
+from gateway.pool_port import PoolPort
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 30.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening address.
+
+    Raises:
+        PortInUseError: names `gateway.port`, its value and the remedy.
+        GatewayError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as e:
+        listening.close()
+        if e.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"gateway.port is {port}, which another process uses on {host}; "
+                "stop it, choose another port, or set gateway.port=0 for a free one"
+            ) from e
+        raise GatewayError(
+            f"gateway.host is {host!r} and gateway.port is {port}: {e.strerror}"
+        ) from e
+    return listening
+
+
+class HttpServer:
+    """One gateway on its own event loop in a thread. `start` and `stop` are called once each."""
+
+    def __init__(self, config: GatewayConfig, pool: PoolPort) -> None:
+        self._config = config
+        self._pool = pool
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(self) -> str:
+        """Serve; returns the origin, e.g. `http://127.0.0.1:8100`.
+
+        Raises:
+            PortInUseError, GatewayConfigError, GatewayError
+        """
+        # Loads the tokenizer (and with it transformers), which importing this module does not.
+        from gateway.app import create_app
+
+        config = self._config
+        listening = bind(config.host, config.port)
+        try:
+            app = create_app(config, self._pool)
+        except BaseException:
+            listening.close()
+            raise
+        port = listening.getsockname()[1]
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level=config.log_level,
+                access_log=False,
+                lifespan="on",
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=int(STOP_TIMEOUT_S) - 5,
+                server_header=False,
+                date_header=False,
+            )
+        )
+        self._thread = threading.Thread(
+            target=self._serve, args=(self._server, listening), name="gateway", daemon=True
+        )
+        started = threading.Event()
+        self._watch_start(self._server, started)
+        self._thread.start()
+        if not started.wait(START_TIMEOUT_S) or not self._server.started:
+            raise GatewayError(f"the gateway did not start: {self._failure or 'see its log'}")
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        return f"http://{host}:{port}"
+
+    def stop(self) -> None:
+        """Stop accepting, abort generations, let commits finish, end the thread."""
+        if self._server is None or self._thread is None:
+            return
+        self._server.should_exit = True
+        self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._server.force_exit = True
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def _watch_start(self, server: uvicorn.Server, started: threading.Event) -> None:
+        startup = server.startup
+
+        async def startup_then_tell(sockets: list[socket.socket] | None = None) -> None:
+            try:
+                await startup(sockets=sockets)
+            finally:
+                started.set()
+
+        server.startup = startup_then_tell  # type: ignore[method-assign]  # uvicorn has no hook for "now serving"
+
+    def _serve(self, server: uvicorn.Server, listening: socket.socket) -> None:
+        try:
+            with asyncio.Runner(loop_factory=_new_loop) as runner:
+                runner.run(server.serve(sockets=[listening]))
+        except BaseException as e:  # noqa: BLE001 - a thread has nobody else to tell
+            self._failure = e
+        finally:
+            listening.close()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def start_gateway(config: GatewayConfig, pool: PoolPort | str, **ray_options: Any) -> Any:
+    """Handle of a new `GatewayServer` actor; it serves after `await handle.start.remote()`.
+
+    Args:
+        pool: a `DataPoolClient`, or the name of the pool's actor in the current namespace.
+        ray_options: over the default `num_cpus=0` (waiting for the engine takes no core).
+    """
+    import ray
+
+    if config.tokenizer_path is not None and os.path.isdir(config.tokenizer_path):
+        # The actor may run with another working directory.
+        absolute = os.path.abspath(config.tokenizer_path)
+        config = config.model_copy(update={"tokenizer_path": absolute})
+    actor = ray.remote(**{"num_cpus": 0, **ray_options})(GatewayServer)
+    return actor.remote(config, pool)
+
+
+class GatewayServer:
+    """A gateway as a Ray actor (see `start_gateway`). Methods are async so that Ray's own loop
+    stays free while the server's thread starts and stops."""
+
+    def __init__(self, config: GatewayConfig, pool: PoolPort | str) -> None:
+        if isinstance(pool, str):
+            from datapool.client import DataPoolClient
+
+            pool = DataPoolClient.connect(pool)
+        self._http = HttpServer(config, pool)
+        self._origin: str | None = None
+
+    async def start(self) -> str:
+        """Serve; returns the origin. Repeating it is harmless."""
+        if self._origin is None:
+            self._origin = await asyncio.to_thread(self._http.start)
+        return self._origin
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._http.stop)

@@ -1,0 +1,273 @@
+"""The trajectories this gateway serves: identity, order of commits, closing.
+
+Life cycle (the pool has the last word; `late` from it closes a trajectory here too)::
+
+    URL seen, init, register ──► open ──► complete
+                                   └────► aborted | closed by the pool
+
+Commits of one trajectory run one at a time under its lock: a Step takes the next `step_index` only
+when the pool has stored it, so a failed submit leaves no hole. Worked example: index 3 is submitted
+and the pool's answer is lost. The call answers 503 and stays `uncertain`. The next commit offers
+index 3 again; if the pool refuses it as a conflict, the lost Step was stored after all: it keeps
+index 3, and the new one takes 4.
+
+Owns: the turn graph of each trajectory, the calls in flight, the records that answer retries.
+Does not own: generation (`calls.py`), storage (the pool).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from datapool.errors import (
+    StepConflictError,
+    UnknownTrajectoryError,
+)
+from datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
+from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from datapool.records import TrajectoryOutcome
+from datapool.types import Step
+from gateway.errors import PoolUnavailableError, TrajectoryClosedError, TrajectoryConflictError
+from gateway.graph import TurnGraph
+from gateway.pool_port import PoolPort, ask
+
+if TYPE_CHECKING:
+    from gateway.calls import Call
+
+
+class Identity(NamedTuple):
+    uid: str
+    prompt_uid: str
+    channel: str
+
+
+class LiveTrajectory:
+    """One open trajectory. Only `TrajectoryStore` makes them."""
+
+    def __init__(
+        self,
+        pool: PoolPort,
+        timeout_s: float,
+        identity: Identity,
+        on_closed: Callable[[LiveTrajectory], None],
+        closed: str | None = None,
+    ) -> None:
+        self.uid, self.prompt_uid, self.channel = identity
+        self.graph = TurnGraph()
+        self.in_flight: set[Call] = set()
+        self.records: OrderedDict[str, list[Call]] = OrderedDict()
+        """Calls by the key of their request, oldest first; see `calls.RetryKey`."""
+        self.closed = closed
+        """How the trajectory was closed, in words; None while open."""
+        self.steps = 0
+        """Steps stored through this gateway; the next commit's `step_index`."""
+        self._pool = pool
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+        self._on_closed = on_closed
+        self._opened = closed is not None
+        self._uncertain: tuple[int, Callable[[int], None]] | None = None
+
+    async def open(
+        self,
+        *,
+        channel: str | None = None,
+        attempt: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Register with the pool. Registering again merges metadata.
+
+        Raises:
+            TrajectoryConflictError: it is open in another channel.
+            TrajectoryClosedError: the pool has closed it.
+        """
+        if self._opened and channel is None and metadata is None:
+            return
+        async with self._lock:
+            self._check_open()
+            if channel is not None and channel != self.channel:
+                if self._opened:
+                    raise TrajectoryConflictError(
+                        f"trajectory {self.uid!r} is open in channel {self.channel!r}, not "
+                        f"{channel!r}; register it before its first call"
+                    )
+                self.channel = channel
+            try:
+                outcome = await ask(
+                    self._pool.open_trajectory(
+                        self.uid,
+                        self.prompt_uid,
+                        attempt=attempt,
+                        metadata=dict(metadata or {}),
+                        channel=self.channel,
+                    ),
+                    self._timeout_s,
+                )
+            except PoolTrajectoryConflictError as e:
+                raise TrajectoryConflictError(str(e)) from e
+            if outcome == "late":
+                self._close("closed before in the DataPool, or its group was")
+                self._check_open()
+            self._opened = True
+
+    async def commit(self, make_step: Callable[[int], Step], stored: Callable[[int], None]) -> None:
+        """Store the Step that `make_step(step_index)` builds; `stored(step_index)` follows at once.
+
+        Raises:
+            TrajectoryClosedError: closed meanwhile; no Step was stored.
+            PoolUnavailableError: not acknowledged; `stored` may still be called, by a later commit.
+        """
+        async with self._lock:
+            while True:
+                self._check_open()
+                index = self.steps
+                step = make_step(index)
+                try:
+                    outcome = await ask(
+                        self._pool.submit_step(step, channel=self.channel), self._timeout_s
+                    )
+                except StepConflictError:
+                    # The index is taken: by the commit whose answer was lost, or by Steps of a
+                    # gateway that served this trajectory before.
+                    self.steps = index + 1
+                    if self._uncertain is not None and self._uncertain[0] == index:
+                        self._uncertain[1](index)
+                        self._uncertain = None
+                    continue
+                except PoolTrajectoryConflictError as e:
+                    raise TrajectoryConflictError(str(e)) from e
+                except PoolUnavailableError:
+                    self._uncertain = (index, stored)
+                    raise
+                if outcome == "late":
+                    self._close("closed by the DataPool (its group was served or dropped)")
+                    continue
+                self._uncertain = None
+                self.steps = index + 1
+                stored(index)
+                return
+
+    async def complete(
+        self, reward: float | None, metadata: Mapping[str, Any] | None
+    ) -> TrajectoryOutcome:
+        """Close with an outcome reward. Calls in flight answer 410; repeating it is harmless."""
+        return await self._end(
+            f"completed with reward {reward}",
+            lambda: self._pool.complete_trajectory(
+                self.uid, reward=reward, metadata=dict(metadata or {}), channel=self.channel
+            ),
+        )
+
+    async def abort(self, reason: str, *, will_retry: bool) -> TrajectoryOutcome:
+        """Close without serving it. Calls in flight are aborted; repeating it is harmless."""
+        return await self._end(
+            f"aborted ({reason})",
+            lambda: self._pool.abort_trajectory(
+                self.uid, reason, will_retry=will_retry, channel=self.channel
+            ),
+        )
+
+    def note_steps(self, highest_index: int) -> None:
+        """Steps were submitted from outside (white-box); later commits go behind them."""
+        self.steps = max(self.steps, highest_index + 1)
+
+    async def _end(
+        self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]]
+    ) -> TrajectoryOutcome:
+        await self.open()
+        async with self._lock:
+            try:
+                outcome = await ask(end(), self._timeout_s)
+            except PoolTrajectoryClosedError as e:
+                self._close("closed before")
+                raise TrajectoryClosedError(str(e)) from e
+            except UnknownTrajectoryError as e:
+                raise TrajectoryConflictError(str(e)) from e
+            self._close("closed by the DataPool" if outcome == "late" else how)
+        return outcome
+
+    def _close(self, how: str) -> None:
+        if self.closed is not None:
+            return
+        self.closed = how
+        self._on_closed(self)
+        for call in tuple(self.in_flight):
+            call.trajectory_closed()
+
+    def _check_open(self) -> None:
+        if self.closed is not None:
+            raise closed_error(self.uid, self.closed)
+
+
+class TrajectoryStore:
+    """Open trajectories by uid, and a bounded memory of closed ones."""
+
+    def __init__(
+        self, pool: PoolPort, *, channel: str, pool_timeout_s: float, remembered: int
+    ) -> None:
+        self._pool = pool
+        self._channel = channel
+        self._timeout_s = pool_timeout_s
+        self._remembered = remembered
+        self._open: dict[str, LiveTrajectory] = {}
+        self._closed: OrderedDict[str, tuple[Identity, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[LiveTrajectory]:
+        return iter(tuple(self._open.values()))
+
+    def get(self, uid: str, prompt_uid: str) -> LiveTrajectory:
+        """The open trajectory of this URL; an unknown one begins here.
+
+        Raises:
+            TrajectoryClosedError, TrajectoryConflictError
+        """
+        trajectory = self.find(uid, prompt_uid)
+        if trajectory.closed is not None:
+            raise closed_error(uid, trajectory.closed)
+        return trajectory
+
+    def find(self, uid: str, prompt_uid: str) -> LiveTrajectory:
+        """As `get`, but closed ones are returned too: closing them again is the pool's to judge."""
+        trajectory = self._open.get(uid)
+        if trajectory is None:
+            identity, how = self._closed.get(uid) or (
+                Identity(uid, prompt_uid, self._channel),
+                None,
+            )
+            trajectory = LiveTrajectory(
+                self._pool, self._timeout_s, identity, self._forget, closed=how
+            )
+            if how is None:
+                self._open[uid] = trajectory
+        if trajectory.prompt_uid != prompt_uid:
+            raise TrajectoryConflictError(
+                f"trajectory {uid!r} belongs to prompt_uid {trajectory.prompt_uid!r}, not "
+                f"{prompt_uid!r}; use the base_url as it was handed out"
+            )
+        return trajectory
+
+    def note_step(self, uid: str, step_index: int) -> None:
+        """A Step was submitted from outside (white-box)."""
+        if (trajectory := self._open.get(uid)) is not None:
+            trajectory.note_steps(step_index)
+
+    def _forget(self, trajectory: LiveTrajectory) -> None:
+        """A trajectory was closed: keep only what answers 410."""
+        self._open.pop(trajectory.uid, None)
+        identity = Identity(trajectory.uid, trajectory.prompt_uid, trajectory.channel)
+        self._closed[trajectory.uid] = (identity, trajectory.closed or "closed")
+        while len(self._closed) > self._remembered:
+            self._closed.popitem(last=False)
+
+
+def closed_error(uid: str, how: str) -> TrajectoryClosedError:
+    return TrajectoryClosedError(
+        f"trajectory {uid!r} was {how} and takes no more calls; start another with "
+        "POST /init_trajectory"
+    )

@@ -1,0 +1,151 @@
+"""HTTP pieces that all dialects share: bodies, errors, streams, and noticing that a client left."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.calls import Listener, RetryKey
+from gateway.errors import BodyTooLargeError, GatewayError, RequestError
+
+
+class OrjsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+def error_body(e: GatewayError) -> dict[str, Any]:
+    """OpenAI's error shape, which the gateway's own endpoints use too."""
+    return {"error": {"message": str(e), "type": e.kind, "param": e.param, "code": e.code}}
+
+
+def error_response(e: GatewayError) -> Response:
+    return OrjsonResponse(error_body(e), status_code=e.status)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's bytes.
+
+    Raises:
+        BodyTooLargeError: more than `limit` of them; the rest is not read.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise BodyTooLargeError(
+                f"the request's body exceeds {limit} bytes (gateway.max_body_bytes)", None
+            )
+        chunks.append(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A body as a JSON object; an empty body is an empty object."""
+    if not body:
+        return {}
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as e:
+        raise RequestError(f"the request's body is no JSON: {e}", None) from e
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"the request's body is a JSON {type(value).__name__}; send an object", None
+        )
+    return value
+
+
+def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
+    """What makes a request a repetition: OpenAI's SDKs count retries, others send a key."""
+    digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+    if (key := headers.get("idempotency-key")) is not None:
+        return RetryKey(f"{scope}/key/{key}", digest, is_retry=True)
+    count = headers.get("x-stainless-retry-count", "0")
+    return RetryKey(f"{scope}/body/{digest}", digest, is_retry=count.isdigit() and int(count) > 0)
+
+
+@contextmanager
+def aborts_on_disconnect(receive: Receive, listener: Listener) -> Iterator[None]:
+    """Within the block, a client that goes away is no listener any more."""
+    watch = asyncio.create_task(_disconnected(receive))
+    watch.add_done_callback(lambda w: None if w.cancelled() else listener.close())
+    try:
+        yield
+    finally:
+        watch.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events of one call. Frames are written as they come; nothing is buffered."""
+
+    def __init__(self, frames: AsyncIterator[bytes], listener: Listener) -> None:
+        super().__init__(
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            media_type="text/event-stream",
+        )
+        del self.headers["content-length"]
+        self._frames = frames
+        self._listener = listener
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with aborts_on_disconnect(receive, self._listener):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                async for frame in self._frames:
+                    await send({"type": "http.response.body", "body": frame, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._listener.close()
+
+
+def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], wanted: str) -> Any:
+    """`body[name]` checked for its type; null and missing are None.
+
+    Raises:
+        RequestError
+    """
+    value = body.get(name)
+    if value is None:
+        return None
+    # A JSON true is a Python int.
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise RequestError(f"{name} is {value!r:.80}; send {wanted}", name)
+    return value
+
+
+def number(
+    body: Mapping[str, Any], name: str, low: float, high: float, *, integral: bool = False
+) -> Any:
+    """A number in [low, high], or None.
+
+    Raises:
+        RequestError
+    """
+    wanted = f"{'an integer' if integral else 'a number'} in [{low:g}, {high:g}]"
+    value = field(body, name, int if integral else (int, float), wanted)
+    if value is not None and not low <= value <= high:
+        raise RequestError(f"{name} is {value}; send {wanted}", name)
+    return value

@@ -1,0 +1,55 @@
+"""The control client's errors say what happened, and survive pickling."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from backends.engines.client import EngineClient, version_number
+from backends.errors import (
+    BackendError,
+    EngineRequestError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    WeightUpdateError,
+)
+
+
+async def test_nobody_at_the_url_is_unavailable() -> None:
+    async with EngineClient("http://127.0.0.1:9/") as client:
+        assert not await client.health()
+        with pytest.raises(EngineUnavailableError, match=r"no engine answers at .*:9/model_info"):
+            await client.model_info()
+        with pytest.raises(ConnectionError):
+            await client.generate([1])
+
+
+async def test_no_answer_in_time_is_a_timeout(client: EngineClient) -> None:
+    await client.pause("in_place")
+    with pytest.raises(EngineTimeoutError, match=r"did not answer within 0\.05 s"):
+        await client.generate([40], {"max_new_tokens": 1}, timeout_s=0.05)
+
+
+def test_versions_are_integers_and_default_is_zero() -> None:
+    assert (version_number("default"), version_number("12")) == (0, 12)
+    with pytest.raises(ValueError, match="'step-3'"):
+        version_number("step-3")
+
+
+def test_a_client_pickles_as_its_url() -> None:
+    assert pickle.loads(pickle.dumps(EngineClient("http://h:1"))).url == "http://h:1"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineRequestError("refused", status=422),
+        WeightUpdateError("no", replica="http://a", serving={"http://a": None}),
+    ],
+)
+def test_errors_survive_pickling_with_their_fields(error: BackendError) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)

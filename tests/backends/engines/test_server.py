@@ -1,0 +1,65 @@
+"""`EngineServer` as a Ray actor: starts, attaches, stops; nothing outlives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from backends.config import EngineConfig
+from backends.engines.client import EngineClient
+from backends.engines.server import start_engine
+from backends.errors import EngineStartError
+
+
+@pytest.fixture(scope="module")
+def _ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+def gone(pid: int, timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.usefixtures("_ray")
+async def test_the_actor_starts_an_engine_and_killing_it_leaves_none(
+    model_dirs: Any, make_engine_config: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    config = make_engine_config("embedded", model_dirs.base)
+    server = start_engine(config, log_dir=tmp_path)
+    [url] = await server.start.remote()
+    async with EngineClient(url) as client:
+        assert (await client.generate([40, 41], {"max_new_tokens": 1}))["output_ids"]
+    attached = start_engine(EngineConfig(kind="attach", urls=(url,)), log_dir=tmp_path)
+    assert await attached.start.remote() == [url]
+    await attached.stop.remote()
+    ray.kill(attached)
+    status = await server.status.remote()
+    assert status["state"] == "up"
+    ray.kill(server)
+    assert gone(status["pid"])
+
+
+@pytest.mark.usefixtures("_ray")
+async def test_a_failed_start_reaches_the_caller_as_itself(tmp_path: Path) -> None:
+    server = start_engine(EngineConfig(model_path=tmp_path / "absent"), log_dir=tmp_path)
+    with pytest.raises(EngineStartError, match=r"engine\.model_path"):
+        await server.start.remote()
+    ray.kill(server)
+    config = EngineConfig(kind="attach", urls=("http://127.0.0.1:9",), startup_timeout_s=0.1)
+    server = start_engine(config, log_dir=tmp_path)
+    with pytest.raises(EngineStartError, match=r"engine\.urls has 'http://127\.0\.0\.1:9'"):
+        await server.start.remote()
+    ray.kill(server)

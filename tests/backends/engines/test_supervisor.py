@@ -1,0 +1,191 @@
+"""An engine process lives exactly as long as its supervisor, at the current weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from backends.config import EngineConfig
+from backends.engines.client import EngineClient
+from backends.engines.supervisor import Supervisor
+from backends.errors import EngineStartError
+from backends.weights import WeightStore
+
+Launch = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def launch(
+    model_dirs: Any, make_engine_config: Callable[..., EngineConfig], tmp_path: Path
+) -> Iterator[Launch]:
+    started: list[Supervisor] = []
+
+    def make(weights_dir: Path | None = None, **fields: Any) -> Supervisor:
+        config = make_engine_config("embedded", model_dirs.base, **fields)
+        started.append(Supervisor(config, tmp_path / "logs", weights_dir))
+        return started[-1]
+
+    yield make
+    for supervisor in started:
+        supervisor.stop()
+
+
+def gone(pid: int, timeout_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_weights(
+    launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    supervisor = launch(store.folder)
+    url = supervisor.start()
+    async with EngineClient(url) as client:
+        assert await client.weight_version() == 0
+        store.commit(5, model_dirs.new)
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+
+        async def back() -> bool:
+            return supervisor.restarts == 1 and supervisor.state == "up"
+
+        await eventually(back)
+        info = await client.model_info()
+    assert (info["weight_version"], info["model_path"]) == ("5", str(model_dirs.new))
+    assert supervisor.url == url
+    pid = supervisor.pid
+    supervisor.stop()
+    assert pid is not None
+    assert gone(pid)
+    assert supervisor.status()["state"] == "stopped"
+
+
+def test_an_engine_that_keeps_crashing_is_given_up_with_its_last_words(
+    launch: Launch, tmp_path: Path
+) -> None:
+    supervisor = launch(max_restarts=0)
+    supervisor.start()
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 15
+    while supervisor.state != "failed":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert "crashed 1 times in a row (engine.max_restarts=0)" in supervisor.status()["error"]
+
+
+def test_an_engine_that_cannot_start_shows_the_end_of_its_log(launch: Launch) -> None:
+    supervisor = launch(extra_args=("--no-such-flag",))
+    with pytest.raises(EngineStartError) as e:
+        supervisor.start()
+    assert "exit code 2 before it was healthy" in str(e.value)
+    assert "unrecognized arguments: --no-such-flag" in str(e.value)
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
+
+
+def test_an_engine_that_is_too_slow_is_stopped_and_the_limit_named(launch: Launch) -> None:
+    supervisor = launch(startup_timeout_s=0.05)
+    with pytest.raises(EngineStartError, match=r"engine\.startup_timeout_s=0\.05"):
+        supervisor.start()
+    assert supervisor.status()["pid"] is None
+
+
+def test_a_port_in_use_is_one_clear_line(launch: Launch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineStartError) as e:
+            launch(port=port).start()
+    message = str(e.value)
+    assert message == (
+        f"engine.port is {port}, but something already listens on 127.0.0.1:{port}; "
+        "stop it, or set engine.port=0 to take a free port"
+    )
+
+
+def test_a_missing_model_and_a_missing_package_are_named(model_dirs: Any, tmp_path: Path) -> None:
+    config = EngineConfig(model_path=tmp_path / "absent")
+    with pytest.raises(EngineStartError, match=r"engine\.model_path is .*absent"):
+        Supervisor(config, tmp_path).start()
+    config = EngineConfig(kind="sglang", model_path=model_dirs.base)
+    with pytest.raises(EngineStartError, match=r"sglang is not installed.*stepwell\[sglang\]"):
+        Supervisor(config, tmp_path).start()
+
+
+def test_stop_before_start_is_harmless(launch: Launch) -> None:
+    supervisor = launch()
+    supervisor.stop()
+    supervisor.stop()
+    assert supervisor.status()["state"] == "stopped"
+
+
+def test_killing_the_supervisors_process_leaves_no_engine(model_dirs: Any, tmp_path: Path) -> None:
+    script = f"""
+        import sys, time
+        from pathlib import Path
+        from backends.config import EngineConfig
+        from backends.engines.supervisor import Supervisor
+        supervisor = Supervisor(EngineConfig(model_path=Path({str(model_dirs.base)!r})), {str(tmp_path)!r})
+        supervisor.start()
+        print(supervisor.pid, flush=True)
+        time.sleep(600)
+    """
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert not gone(pid, 0.1)
+    finally:
+        owner.kill()
+        owner.wait()
+    assert gone(pid)
+
+
+async def test_a_publication_during_a_restart_is_caught_up(
+    launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    """Committed after the restarting engine read the pointer and before it was healthy."""
+    store = WeightStore(tmp_path / "weights")
+    supervisor = launch(store.folder)
+    url = supervisor.start()
+    assert supervisor.pid is not None
+    old = supervisor.pid
+    os.kill(old, signal.SIGKILL)
+
+    async def relaunched() -> bool:
+        return supervisor.pid not in (None, old)
+
+    await eventually(relaunched)
+    store.commit(6, model_dirs.new)
+
+    async def current() -> bool:
+        return supervisor.state == "up"
+
+    await eventually(current)
+    async with EngineClient(url) as client:
+        assert await client.weight_version() == 6
+    await asyncio.sleep(0)

@@ -1,0 +1,92 @@
+"""The weight store: versions appear whole, one is committed, old ones go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from backends.weights import Published, WeightStore, read_current
+
+
+def save(content: str):  # type: ignore[no-untyped-def]  # a closure for `write`
+    def write(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(content)
+
+    return write
+
+
+def test_a_version_appears_under_its_name_only_when_it_is_complete(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+
+    def looking(folder: Path) -> None:
+        assert folder != store.path(1)
+        assert not store.path(1).exists()
+        save("one")(folder)
+
+    assert store.write(1, looking) == tmp_path / "v1"
+    assert (tmp_path / "v1" / "model.safetensors").read_text() == "one"
+    assert store.versions() == [1]
+
+
+def test_a_write_that_fails_leaves_nothing_and_the_old_version_stays(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    store.write(1, save("one"))
+
+    def failing(folder: Path) -> None:
+        save("half")(folder)
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        store.write(1, failing)
+    with pytest.raises(ValueError, match="save wrote nothing"):
+        store.write(2, lambda folder: None)
+    assert (store.path(1) / "model.safetensors").read_text() == "one"
+    assert [p.name for p in tmp_path.iterdir()] == ["v1"]
+
+
+def test_a_version_is_replaced_when_a_resumed_run_writes_it_again(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    store.write(3, save("first"))
+    store.write(3, save("second"))
+    assert (store.path(3) / "model.safetensors").read_text() == "second"
+    assert [p.name for p in tmp_path.iterdir()] == ["v3"]
+
+
+def test_commit_names_the_version_and_prunes_the_oldest(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, keep=2)
+    assert store.current() is None
+    for version in range(1, 5):
+        store.write(version, save(str(version)))
+        store.commit(version)
+    assert store.versions() == [3, 4]
+    assert read_current(tmp_path) == Published(4, str(tmp_path / "v4"))
+
+
+def test_the_committed_version_is_never_pruned(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path, keep=1)
+    for version in range(4):
+        store.write(version, save(str(version)))
+    store.commit(1)
+    assert 1 in store.versions()
+
+
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-v7-123").mkdir()
+    store = WeightStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert store.versions() == []
+
+
+def test_a_damaged_pointer_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "current.json").write_text('{"version": ')
+    with pytest.raises(ValueError, match=r"current\.json is damaged"):
+        read_current(tmp_path)
+
+
+def test_bounds_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        WeightStore(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="version is -1"):
+        WeightStore(tmp_path).write(-1, save(""))

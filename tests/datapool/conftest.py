@@ -1,0 +1,85 @@
+"""Builders for the DataPool's tests: small steps, and a pool whose clock the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from datapool import ChannelConfig, DataPool, PoolConfig, Step
+
+CHANGES = {
+    "open_group",
+    "open_trajectory",
+    "submit_step",
+    "submit_steps",
+    "apply_steps",
+    "complete_trajectory",
+    "abort_trajectory",
+    "drop_group",
+    "lease_batch",
+    "fetch_batch",
+    "ack",
+    "nack",
+    "renew",
+    "shutdown",
+    "get_statistics",
+}
+
+
+class ClockedPool:
+    """A DataPool that reads `now` from an attribute, plus shorthands for common histories."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.pool = DataPool(config)
+        self.now = 1000.0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.pool, name)
+        return partial(method, now=self.now) if name in CHANGES else method
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.pool.tick(self.now)
+
+    def finish(self, prompt_uid: str, *trajectory_uids: str, **kwargs: Any) -> None:
+        """One step and a completion for each trajectory."""
+        for uid in trajectory_uids:
+            self.submit_step(build_step(uid, prompt_uid), **kwargs)
+            self.complete_trajectory(uid, **kwargs)
+
+    def stats(self, channel: str = "train") -> dict[str, Any]:
+        stats: dict[str, Any] = self.get_statistics(channel)
+        return stats
+
+
+def build_step(trajectory_uid: str, prompt_uid: str = "p", index: int = 0, **fields: Any) -> Step:
+    return Step(
+        prompt_ids=fields.pop("prompt_ids", [1, 2, 3]),
+        response_ids=fields.pop("response_ids", [4, 5]),
+        rollout_log_probs=fields.pop("rollout_log_probs", [-0.5, -0.25]),
+        trajectory_uid=trajectory_uid,
+        prompt_uid=prompt_uid,
+        step_index=index,
+        **fields,
+    )
+
+
+@pytest.fixture
+def make_step() -> Callable[..., Step]:
+    return build_step
+
+
+@pytest.fixture
+def make_pool() -> Callable[..., ClockedPool]:
+    """`make_pool(n_rollouts=2, …)`: a pool whose channels have these limits."""
+    return lambda remembered_uids=1_000_000, **limits: ClockedPool(
+        PoolConfig(default=ChannelConfig(**limits), remembered_uids=remembered_uids)
+    )
+
+
+@pytest.fixture
+def pool(make_pool: Callable[..., ClockedPool]) -> ClockedPool:
+    return make_pool()

@@ -1,0 +1,52 @@
+"""Statistics: where everything is, and why open groups are open."""
+
+from __future__ import annotations
+
+
+def test_statistics_come_per_channel_and_asking_makes_none(pool):
+    assert set(pool.get_statistics()) == {"train", "val"}
+    assert pool.get_statistics("test")["groups"]["submitted"] == 0
+    assert set(pool.get_statistics()) == {"train", "val"}
+
+
+def test_the_oldest_open_groups_are_named_with_the_reason(pool, make_step):
+    pool.open_group("running", 3, deadline_s=60)
+    pool.finish("running", "a")
+    pool.submit_step(make_step("b", "running"))
+    pool.open_group("not started", 2)
+    pool.submit_step(make_step("c", "aborted"))
+    pool.abort_trajectory("c", "crash")
+    pool.now += 10
+    running, not_started, aborted = pool.stats()["oldest_open"]
+    assert running == {
+        "prompt_uid": "running",
+        "age_s": 10,
+        "declared": True,
+        "n_rollouts": 3,
+        "complete": 1,
+        "running": 1,
+        "aborted": 0,
+        "deadline_in_s": 50,
+        "why": "1 of 3 complete; 1 trajectories are running",
+    }
+    assert not_started["why"] == "0 of 2 complete; 2 trajectories were not started"
+    assert aborted["why"] == "0 of 1 complete; all trajectories were aborted"
+
+
+def test_the_oldest_version_among_ready_groups_is_known(pool, make_step):
+    for uid, version in (("a", 7), ("b", 3), ("c", 5)):
+        pool.submit_step(make_step(uid, f"p{uid}", policy_version=version))
+        pool.complete_trajectory(uid)
+    oldest = []
+    while (stats := pool.stats())["ready"]:
+        oldest.append(stats["oldest_policy_version_ready"])
+        pool.fetch_batch()
+    assert oldest == [3, 3, 5]
+    assert pool.stats()["oldest_policy_version_ready"] is None
+
+
+def test_stored_tokens_follow_the_stored_steps(pool, make_step):
+    pool.submit_steps([make_step("a"), make_step("b")])
+    assert pool.stats()["tokens"]["stored"] == 10
+    pool.abort_trajectory("a", "crash")
+    assert pool.stats()["tokens"]["stored"] == 5

@@ -1,0 +1,169 @@
+"""Submitting steps: what is stored, what is a duplicate, what is late, what contradicts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from datapool import (
+    InvalidStepError,
+    StepConflictError,
+    StepIndexError,
+    TrajectoryConflictError,
+)
+
+
+def test_a_step_comes_back_as_it_was_submitted(pool, make_step):
+    step = make_step("t", reward=0.5, metadata={"a": [1]}, finish_reason="stop", policy_version=3)
+    assert pool.submit_step(step) == "accepted"
+    pool.complete_trajectory("t")
+    (served,) = pool.fetch_batch()
+    assert served.is_last
+    for name in ("prompt_ids", "response_ids", "rollout_log_probs"):
+        np.testing.assert_array_equal(getattr(served, name), getattr(step, name))
+    assert (served.reward, served.metadata, served.finish_reason) == (0.5, {"a": [1]}, "stop")
+    assert served.policy_version == 3
+
+
+def test_steps_are_served_by_index_whatever_order_they_arrived_in(pool, make_step):
+    pool.submit_steps([make_step("t", index=i) for i in (2, 0, 1)])
+    pool.complete_trajectory("t")
+    served = pool.fetch_batch()
+    assert [s.step_index for s in served] == [0, 1, 2]
+    assert [s.is_last for s in served] == [False, False, True]
+
+
+def test_the_same_step_twice_is_stored_once(pool, make_step):
+    assert pool.submit_step(make_step("t")) == "accepted"
+    assert pool.submit_step(make_step("t")) == "duplicate"
+    pool.complete_trajectory("t")
+    assert pool.submit_step(make_step("t")) == "duplicate", "also while its group is ready"
+    lease = pool.lease_batch()
+    assert pool.submit_step(make_step("t")) == "duplicate", "also while its group is leased"
+    assert len(lease.steps) == 1
+
+
+def test_the_same_index_with_other_content_is_a_conflict_and_changes_nothing(pool, make_step):
+    pool.submit_step(make_step("t"))
+    with pytest.raises(
+        StepConflictError, match=r"step 't'\[0\] is already stored .* other content"
+    ):
+        pool.submit_step(make_step("t", response_ids=[9, 9]))
+    pool.complete_trajectory("t")
+    (served,) = pool.fetch_batch()
+    assert served.response_ids.tolist() == [4, 5]
+
+
+def test_content_is_compared_inside_nested_arrays_too(pool, make_step):
+    def image(pixel):
+        return {"images": [{"pixels": np.array([pixel, 2])}]}
+
+    pool.submit_step(make_step("t", multi_modal_data=image(1)))
+    assert pool.submit_step(make_step("t", multi_modal_data=image(1))) == "duplicate"
+    with pytest.raises(StepConflictError):
+        pool.submit_step(make_step("t", multi_modal_data=image(7)))
+
+
+def test_a_conflict_does_not_keep_the_rest_of_its_batch_from_being_stored(pool, make_step):
+    pool.submit_step(make_step("t"))
+    batch = [
+        make_step("t", response_ids=[9, 9]),
+        make_step("t", index=1),
+        make_step("u", index=0),
+        make_step("t", prompt_uid="other", index=5),
+    ]
+    with pytest.raises(StepConflictError, match="2 of 4 steps refused; the others are applied"):
+        pool.submit_steps(batch)
+    assert pool.stats()["steps"] == {
+        "submitted": 5,
+        "accepted": 3,
+        "duplicate": 0,
+        "late": 0,
+        "conflict": 1,
+        "rejected": 1,
+        "stored": 3,
+        "acked": 0,
+        "dropped": 0,
+        "missing": 0,
+    }
+
+
+def test_apply_steps_tells_each_step_its_own_answer(pool, make_step):
+    pool.submit_step(make_step("t"))
+    results = pool.apply_steps(
+        [make_step("t", response_ids=[9, 9]), make_step("t"), make_step("t", index=1), "step"]
+    )
+    assert isinstance(results[0], StepConflictError)
+    assert results[1:3] == ["duplicate", "accepted"]
+    assert isinstance(results[3], InvalidStepError)
+
+
+def test_steps_after_the_group_was_served_or_dropped_are_late(pool, make_step):
+    pool.finish("served", "a")
+    pool.fetch_batch()
+    pool.submit_step(make_step("b", "dropped"))
+    pool.drop_group("dropped", "test")
+    for uid, prompt_uid in (("a", "served"), ("b", "dropped"), ("new", "served")):
+        assert pool.submit_step(make_step(uid, prompt_uid, 1)) == "late"
+    assert pool.stats()["groups"]["open"] == 0
+    assert pool.stats()["steps"]["stored"] == 0
+
+
+def test_steps_after_their_trajectory_was_closed_are_late(pool, make_step):
+    pool.open_group("p", 3)
+    pool.finish("p", "done")
+    pool.submit_step(make_step("aborted"))
+    pool.abort_trajectory("aborted", "crash")
+    assert pool.submit_step(make_step("done", index=1)) == "late"
+    assert pool.submit_step(make_step("aborted", index=0)) == "late"
+    assert pool.stats()["steps"]["late"] == 2
+
+
+def test_is_last_completes_once_every_step_before_it_has_arrived(pool, make_step):
+    pool.submit_step(make_step("t", index=2, is_last=True))
+    pool.submit_step(make_step("t", index=0))
+    assert pool.fetch_batch() is None
+    pool.submit_step(make_step("t", index=1))
+    assert [s.step_index for s in pool.fetch_batch()] == [0, 1, 2]
+
+
+def test_a_step_beyond_is_last_is_refused(pool, make_step):
+    pool.submit_step(make_step("t", index=1, is_last=True))
+    with pytest.raises(StepIndexError, match="beyond the step marked is_last, 1"):
+        pool.submit_step(make_step("t", index=2))
+
+
+def test_a_second_is_last_is_refused(pool, make_step):
+    pool.submit_step(make_step("t", index=2, is_last=True))
+    with pytest.raises(StepIndexError, match="and so is step 2; mark one"):
+        pool.submit_step(make_step("t", index=1, is_last=True))
+
+
+def test_is_last_below_a_stored_step_is_refused(pool, make_step):
+    pool.submit_step(make_step("t", index=3))
+    with pytest.raises(StepIndexError, match="but step 3 is stored"):
+        pool.submit_step(make_step("t", index=1, is_last=True))
+
+
+def test_a_trajectory_uid_belongs_to_one_prompt_for_good(pool, make_step):
+    pool.finish("p", "t")
+    with pytest.raises(TrajectoryConflictError, match="belongs to prompt 'p', not 'q'"):
+        pool.submit_step(make_step("t", "q"))
+    pool.fetch_batch()
+    with pytest.raises(TrajectoryConflictError):
+        pool.submit_step(make_step("t", "q"))
+    assert pool.stats()["groups"]["submitted"] == 1, "a refused step opens no group"
+
+
+def test_channels_do_not_know_each_other(pool, make_step):
+    pool.submit_step(make_step("t", "p"), "train")
+    pool.submit_step(make_step("t", "q"), "val")
+    pool.complete_trajectory("t", channel="val")
+    assert pool.fetch_batch(channel="train") is None
+    assert [s.prompt_uid for s in pool.fetch_batch(channel="val")] == ["q"]
+    assert pool.fetch_batch(channel="never seen") is None
+
+
+def test_a_bad_channel_name_is_refused(pool, make_step):
+    with pytest.raises(ValueError, match="channel is ''; pass a non-empty string"):
+        pool.submit_step(make_step("t"), "")

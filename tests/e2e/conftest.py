@@ -1,0 +1,119 @@
+"""The main job in small: real Ray, real engine, real gateway, the quickstart's agent and model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from trainer.config import RunConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "logging.wandb=disabled",
+    "logging.console=plain",
+    "trainer.groups_per_step=2",
+    "rollout.n=4",
+    "rollout.max_outstanding_groups=4",
+    "data.val.size=8",
+]
+"""The quickstart with small batches."""
+
+
+@pytest.fixture(autouse=True)
+def _from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def small_config(folder: Path, *overrides: str) -> RunConfig:
+    return load_config("quickstart", [*SMALL, f"run.dir={folder}", *overrides])
+
+
+@dataclass
+class EngineRecorder:
+    """A proxy in front of an engine that remembers every `/generate` and what it answered."""
+
+    target: str
+    url: str = ""
+    answers: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        async with self._session.request(
+            request.method,
+            self.target + request.path_qs,
+            data=body or None,
+            headers={"content-type": "application/json"},
+        ) as reply:
+            out = web.StreamResponse(
+                status=reply.status, headers={"content-type": reply.headers["content-type"]}
+            )
+            await out.prepare(request)
+            received = b""
+            async for chunk in reply.content.iter_any():
+                received += chunk
+                await out.write(chunk)
+            await out.write_eof()
+        if request.path == "/generate":
+            asked = json.loads(body)
+            events = [
+                line.removeprefix(b"data: ")
+                for line in (received.splitlines() if asked.get("stream") else [received])
+                if line and line != b"data: [DONE]"
+            ]
+            self.answers.append((asked["input_ids"], json.loads(events[-1])))
+        return out
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[EngineRecorder]:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_route("*", "/{path:.*}", self.forward)
+        runner = web.AppRunner(app)
+        async with aiohttp.ClientSession() as self._session:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            try:
+                yield self
+            finally:
+                await runner.cleanup()
+
+
+@asynccontextmanager
+async def engine(log_dir: Path) -> AsyncIterator[str]:
+    """The embedded engine on a free port, as a process of its own; yields its url."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (log_dir / "engine.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "backends.engines.embedded"),
+            *("--model-path", "examples/quickstart/model", "--port", str(port)),
+            stdout=log,
+            stderr=log,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with aiohttp.ClientSession() as session:
+            for _ in range(600):
+                assert process.returncode is None, (log_dir / "engine.log").read_text()
+                try:
+                    async with session.get(f"{url}/health") as reply:
+                        if reply.status == 200:
+                            break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        await process.wait()

@@ -1,0 +1,117 @@
+"""`stepwell train` as a user runs it: what it leaves behind, how it stops, how it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import ROOT, SMALL
+
+pytestmark = pytest.mark.e2e
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "trainer.cli", "train", "--config", "quickstart"),
+        *SMALL,
+        f"run.dir={folder}",
+        *overrides,
+    ]
+
+
+def run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_a_run_leaves_its_files_and_a_second_one_resumes_it(tmp_path: Path) -> None:
+    first = run(command(tmp_path, "trainer.total_steps=2"))
+    assert first.returncode == 0, first.stderr
+    second = run(command(tmp_path, "trainer.total_steps=4"))
+    assert second.returncode == 0, second.stderr
+    assert "resumed at optimizer step 2" in second.stdout
+
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4]
+    for record in records:
+        for key in (
+            *("step", "time_s", "policy_version", "reward/mean", "staleness/mean", "loss"),
+            *("tokens_per_s", "pool/ready", "off_policy_share", "steps_per_trajectory"),
+        ):
+            assert isinstance(record[key], int | float), key
+    assert [r["policy_version"] for r in records] == sorted(r["policy_version"] for r in records)
+
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["optimizer_steps"] == 4
+    for key in ("eval_before", "eval_after", "tool_use_before", "tool_use_after"):
+        assert 0 <= summary[key] <= 1
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command(tmp_path, "trainer.total_steps=1000"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    output = ""
+    try:
+        for line in process.stdout:
+            output += line
+            if "step    1" in line:
+                break
+        else:
+            pytest.fail(f"training never started:\n{output}")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        # To the whole foreground group, as a terminal does.
+        os.killpg(process.pid, signal.SIGINT)
+        output += process.communicate(timeout=60)[0]
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    assert process.returncode == 130, output
+    assert "interrupted" in output
+    assert "Traceback" not in output
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert not alive, [p.cmdline()[:3] for p in alive]
+
+
+def test_a_port_in_use_is_one_line_with_key_value_and_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run(command(tmp_path, f"gateway.port={port}"))
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "gateway.port" in line
+    assert str(port) in line
+
+
+def test_a_wrong_key_costs_no_start(tmp_path: Path) -> None:
+    done = run(command(tmp_path, "trainer.total_step=2"))
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "trainer.total_step is not a known key; did you mean 'total_steps'?" in line
+    assert not tmp_path.joinpath("metrics.jsonl").exists()
+
+
+def test_an_agent_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
+    done = run(command(tmp_path, "rollout.agent=examples.nowhere:agent"))
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()
+    assert "rollout.agent is 'examples.nowhere:agent'" in line

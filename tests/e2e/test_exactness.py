@@ -1,0 +1,129 @@
+"""For every Step of a run: its ids are the engine's, its log-probs are the policy's, and its prompt
+strictly extends its parent."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backends.torch_backend import TorchBackend
+from datapool.types import Lease, Step, VersionSpan
+from tests.e2e.conftest import EngineRecorder, engine, small_config
+from trainer.cluster import start_cluster
+from trainer.config import RunConfig
+from trainer.run import build_trainer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+
+STEPS = 4
+
+
+@dataclass
+class Run:
+    """What was seen of a run: the steps that were trained on, and the engine's own answers."""
+
+    config: RunConfig
+    steps: list[Step]
+    answers: list[tuple[list[int], dict[str, Any]]]
+    records: list[dict[str, Any]]
+
+
+class RecordingPool:
+    """The pool's client, remembering every lease."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.steps: list[Step] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    async def lease_batch(self, *args: Any, **kwargs: Any) -> Lease | None:
+        lease: Lease | None = await self._pool.lease_batch(*args, **kwargs)
+        self.steps += lease.steps if lease else []
+        return lease
+
+
+@pytest.fixture(scope="module")
+async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
+    """A short run with an update after each step, through a recording proxy before the engine."""
+    folder = tmp_path_factory.mktemp("exactness")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[2])
+        async with engine(folder) as url, EngineRecorder(url).serving() as recorder:
+            config = small_config(
+                folder,
+                "trainer.keep_weights=100",
+                "engine.kind=attach",
+                f"engine.urls=[{recorder.url}]",
+            )
+            async with start_cluster(config) as cluster:
+                with build_trainer(config, cluster) as trainer:
+                    pool = RecordingPool(cluster.pool)
+                    trainer.pool = pool
+                    async with trainer.producer.running() as generation:
+                        records = [r async for r in trainer.train(STEPS, generation)]
+        yield Run(config, pool.steps, recorder.answers, records)
+
+
+def test_a_run_has_steps_of_several_versions(run: Run) -> None:
+    assert len(run.records) == STEPS
+    assert len({s.policy_version for s in run.steps}) > 1
+    assert any(s.parent_index is not None for s in run.steps)
+
+
+def test_stored_ids_and_log_probs_are_the_engines_own(run: Run) -> None:
+    said = {
+        (tuple(prompt), tuple(answer["output_ids"])): np.float32(
+            [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        )
+        for prompt, answer in run.answers
+    }
+    for step in run.steps:
+        log_probs = said[tuple(step.prompt_ids.tolist()), tuple(step.response_ids.tolist())]
+        assert step.rollout_log_probs is not None
+        assert len(step.rollout_log_probs) == len(step.response_ids)
+        assert np.array_equal(step.rollout_log_probs, log_probs)
+
+
+def test_every_childs_prompt_strictly_extends_its_parent(run: Run) -> None:
+    by_index = {(s.trajectory_uid, s.step_index): s for s in run.steps}
+    for step in run.steps:
+        if step.parent_index is None:
+            continue
+        parent = by_index[step.trajectory_uid, step.parent_index]
+        prefix = np.concatenate([parent.prompt_ids, parent.response_ids])
+        assert len(step.prompt_ids) > len(prefix)
+        assert np.array_equal(step.prompt_ids[: len(prefix)], prefix)
+
+
+def test_a_linear_conversation_is_one_branch(run: Run) -> None:
+    for step in run.steps:
+        assert step.parent_index == (step.step_index - 1 if step.step_index else None)
+
+
+def test_log_probs_recomputed_at_the_same_version_agree(run: Run) -> None:
+    spans = [
+        (span.version, step, span.start, span.end) for step in run.steps for span in _spans(step)
+    ]
+    for version in sorted({v for v, *_ in spans}):
+        path = run.config.run.dir / "weights" / f"v{version}" if version else run.config.model.path
+        backend = TorchBackend(run.config.backend, path)
+        mine = [(step, start, end) for v, step, start, end in spans if v == version]
+        batch = backend.convert([replace(step) for step, _, _ in mine])
+        log_probs = backend.compute_log_probs(batch).numpy()
+        for i, (step, start, end) in enumerate(mine):
+            first = int(batch.offsets[i])
+            again = log_probs[first + start : first + end]
+            assert step.rollout_log_probs is not None
+            assert np.abs(again - step.rollout_log_probs[start:end]).max() <= 1e-3
+
+
+def _spans(step: Step) -> list[VersionSpan]:
+    whole = VersionSpan(step.policy_version, 0, len(step.response_ids))
+    return list(step.version_spans) or [whole]

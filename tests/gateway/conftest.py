@@ -1,0 +1,544 @@
+"""Fixtures of the gateway's tests: real tokenizers and templates, a scripted engine behind real
+HTTP with SGLang's `/generate` shapes, the real pool core behind the async port, and the gateway
+itself on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import uvicorn
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from datapool.config import PoolConfig
+from datapool.pool import DataPool
+from datapool.types import Step
+from gateway.app import create_app
+from gateway.config import GatewayConfig
+from gateway.server import bind
+from gateway.tokenization import ChatTokenizer
+
+# -- templates -------------------------------------------------------------------------------
+
+CHATML = (
+    "{%- if tools %}{{- '<|im_start|>system\\n' }}"
+    "{%- if messages[0].role=='system' %}{{- messages[0].content+'\\n\\n' }}{%- endif %}"
+    "{{- '# Tools\\n<tools>\\n' }}{%- for t in tools %}{{- t|tojson }}{{- '\\n' }}{%- endfor %}"
+    "{{- '</tools><|im_end|>\\n' }}"
+    "{%- elif messages[0].role=='system' %}"
+    "{{- '<|im_start|>system\\n'+messages[0].content+'<|im_end|>\\n' }}{%- endif %}"
+    "{%- for m in messages %}"
+    "{%- if m.role=='user' or (m.role=='system' and not loop.first) %}"
+    "{{- '<|im_start|>'+m.role+'\\n'+m.content+'<|im_end|>\\n' }}"
+    "{%- elif m.role=='assistant' %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if m.content %}{{- m.content }}{%- endif %}"
+    "{%- for tc in (m.tool_calls or []) %}{%- set f=tc.function if tc.function else tc %}"
+    '{{- \'<tool_call>\\n{"name": "\'+f.name+\'", "arguments": \' }}'
+    "{{- f.arguments if f.arguments is string else (f.arguments|tojson) }}"
+    "{{- '}\\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\\n' }}"
+    "{%- elif m.role=='tool' %}"
+    "{{- '<|im_start|>user\\n<tool_response>\\n'+m.content+'\\n</tool_response><|im_end|>\\n' }}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""The quickstart's."""
+
+QWEN3 = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- "# Tools\\n\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- else %}
+    {%- if messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string
+        and not(message.content.startswith('<tool_response>')
+        and message.content.endswith('</tool_response>')) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].split('<think>')[-1] %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + reasoning_content.strip('\\n') }}
+            {{- '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- endif %}
+        {%- if message.tool_calls %}
+            {%- for tool_call in message.tool_calls %}
+                {%- if (loop.first and content) or (not loop.first) %}{{- '\\n' }}{%- endif %}
+                {%- if tool_call.function %}{%- set tool_call = tool_call.function %}{%- endif %}
+                {{- '<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+                {%- if tool_call.arguments is string %}{{- tool_call.arguments }}
+                {%- else %}{{- tool_call.arguments | tojson }}{%- endif %}
+                {{- '}\\n</tool_call>' }}
+            {%- endfor %}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}
+            {{- '<|im_start|>user' }}
+        {%- endif %}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}
+            {{- '<|im_end|>\\n' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Merges tool results, strips past thinking: the structure of Qwen3's."""
+
+LLAMA3 = """
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system_message = messages[0].content|trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system_message = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + system_message + "<|eot_id|>" }}
+{%- if tools %}
+    {%- if messages|length == 0 or messages[0].role != 'user' %}
+        {{- raise_exception("tools need a first user message") }}
+    {%- endif %}
+    {%- set first = messages[0].content|trim %}{%- set messages = messages[1:] %}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}
+    {%- for t in tools %}{{- t | tojson(indent=4) + "\\n\\n" }}{%- endfor %}
+    {{- first + "<|eot_id|>" }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'tool' or message.tool_calls) %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+        {{- message.content | trim + '<|eot_id|>' }}
+    {%- elif message.tool_calls %}
+        {%- if message.tool_calls|length != 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + "}" }}
+        {{- "<|eot_id|>" }}
+    {%- else %}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
+        {{- message.content + "<|eot_id|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+"""Shows a tool call instead of the content, one at a time: the structure of Llama 3.1's."""
+
+NO_TOOLS = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+"""Knows no tools; closes turns with the EOS token, as Zephyr's does."""
+
+UNCLOSED = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+"""Ends turns with a line break only."""
+
+_IM = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+_THINK = ["<think>", "</think>"]
+_HEADER = ["<|start_header_id|>", "<|end_header_id|>"]
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    template: str
+    special: tuple[str, ...]
+    eos: str
+    tools: bool
+    pad: str = "<|endoftext|>"
+
+
+FAMILIES = {
+    f.name: f
+    for f in (
+        Family("chatml", CHATML, (*_IM, *_MARKUP), "<|im_end|>", True),
+        Family("qwen3", QWEN3, (*_IM, *_MARKUP, *_THINK), "<|im_end|>", True),
+        Family(
+            "llama3",
+            LLAMA3,
+            ("<|endoftext|>", "<|begin_of_text|>", *_HEADER, "<|eot_id|>", "<|eom_id|>"),
+            "<|eot_id|>",
+            True,
+        ),
+        Family("no_tools", NO_TOOLS, ("<|endoftext|>", "</s>"), "</s>", False),
+        Family("unclosed", UNCLOSED, ("<|endoftext|>",), "<|endoftext|>", False),
+    )
+}
+
+
+@lru_cache
+def make_tokenizer(family: str) -> ChatTokenizer:
+    f = FAMILIES[family]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    corpus = ["user assistant system tool what is the answer calculator expression arguments name"]
+    bpe.train_from_iterator(
+        corpus * 20,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=list(f.special),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=f.eos,
+        pad_token=f.pad,
+        bos_token="<|begin_of_text|>" if family == "llama3" else None,
+    )
+    hf.chat_template = f.template
+    return ChatTokenizer(hf)
+
+
+@pytest.fixture
+def tokenizer_of() -> Callable[[str], ChatTokenizer]:
+    return make_tokenizer
+
+
+@pytest.fixture
+def tokenizer() -> ChatTokenizer:
+    return make_tokenizer("chatml")
+
+
+# -- the scripted engine ---------------------------------------------------------------------
+
+
+@dataclass
+class Sampled:
+    """What the engine answers to one request."""
+
+    ids: list[int]
+    finish: str = "stop"
+    matched: int | str | None = None
+    version: str = "0"
+    versions: list[tuple[str, int, int]] | None = None
+    status: int = 200
+    gate: asyncio.Event | None = None
+    """Awaited before the last token."""
+    drop_after: int | None = None
+    """Cut the connection after so many streamed tokens."""
+
+    def chunk(self, n: int, *, final: bool, n_prompt: int) -> dict[str, Any]:
+        ids = self.ids[:n]
+        meta: dict[str, Any] = {
+            "id": "x",
+            "finish_reason": None,
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n,
+            "cached_tokens": 0,
+            "weight_version": self.version,
+            "output_token_logprobs": [[log_prob(i), i, None] for i in ids],
+        }
+        if final:
+            meta["finish_reason"] = {
+                "stop": {"type": "stop", "matched": self.matched or (ids[-1] if ids else None)},
+                "length": {"type": "length", "length": n},
+                "abort": {
+                    "type": "abort",
+                    "message": "Aborted",
+                    "status_code": None,
+                    "err_type": None,
+                },
+            }[self.finish]
+            spans = self.versions or [(self.version, 0, n)]
+            meta["weight_versions"] = [
+                {"version": v, "start": s, "end": min(e, n)} for v, s, e in spans if s < n
+            ]
+        return {"text": "not used", "output_ids": ids, "meta_info": meta}
+
+
+def log_prob(token_id: int) -> float:
+    return -0.01 - (token_id % 97) / 64
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers from `script`, then with `default`; keeps what it was sent."""
+
+    default: Callable[[dict[str, Any]], Sampled]
+    script: list[Sampled] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    context_length: int = 4096
+    incremental: bool = False
+    url: str = ""
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: Request) -> Response:
+        body = json.loads(await request.body())
+        self.requests.append(body)
+        self.arrived.set()
+        said = self.script.pop(0) if self.script else self.default(body)
+        if said.status != 200:
+            return JSONResponse({"error": {"message": "scripted"}}, status_code=said.status)
+        limit = body["sampling_params"]["max_new_tokens"]
+        if len(said.ids) > limit:
+            said = Sampled(said.ids[:limit], "length", version=said.version, gate=said.gate)
+        n_prompt = len(body["input_ids"])
+        if not body.get("stream"):
+            if said.gate is not None:
+                await said.gate.wait()
+            return JSONResponse(said.chunk(len(said.ids), final=True, n_prompt=n_prompt))
+        return StreamingResponse(self._stream(said, n_prompt), media_type="text/event-stream")
+
+    async def _stream(self, said: Sampled, n_prompt: int) -> AsyncIterator[bytes]:
+        total = len(said.ids)
+        for n in range(1, max(total, 1) + 1):
+            if said.drop_after is not None and n > said.drop_after:
+                raise ConnectionResetError("scripted")
+            if n >= total and said.gate is not None:
+                await said.gate.wait()
+            chunk = said.chunk(min(n, total), final=n >= total, n_prompt=n_prompt)
+            if self.incremental:
+                chunk["output_ids"] = chunk["output_ids"][n - 1 :]
+                logs = chunk["meta_info"]["output_token_logprobs"]
+                chunk["meta_info"]["output_token_logprobs"] = logs[n - 1 :]
+            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+            await asyncio.sleep(0)
+        yield b"data: [DONE]\n\n"
+
+    async def abort(self, request: Request) -> Response:
+        self.aborts.append((await request.json())["rid"])
+        return Response()
+
+    async def models(self, request: Request) -> Response:
+        model = {"id": "m", "object": "model", "max_model_len": self.context_length}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/generate", self.generate, methods=["POST"]),
+                Route("/abort_request", self.abort, methods=["POST"]),
+                Route("/v1/models", self.models),
+                Route("/health", self.health),
+            ]
+        )
+
+
+@asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """`app` over HTTP on a free port, in this event loop."""
+    listening = bind("127.0.0.1", 0)
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5)
+    config.load()
+    server = uvicorn.Server(config)
+    server.lifespan = config.lifespan_class(config)
+    # `serve()` would look every 0.1 s whether it should stop; a fixture knows.
+    await server.startup(sockets=[listening])
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        await server.shutdown(sockets=[listening])
+
+
+# -- the pool --------------------------------------------------------------------------------
+
+
+class LocalPool:
+    """The real pool core behind the gateway's port, with a door to hold and a line to cut."""
+
+    def __init__(self) -> None:
+        self.core = DataPool(PoolConfig())
+        self.door = asyncio.Event()
+        self.door.set()
+        self.waiting = asyncio.Event()
+        self.failures: list[str] = []
+        """Of coming submits: "before" loses the request, "after" the answer."""
+        self.steps: list[tuple[Step, str]] = []
+
+    def _now(self) -> float:
+        return 0.0
+
+    async def open_trajectory(
+        self,
+        trajectory_uid: str,
+        prompt_uid: str,
+        attempt: int = 0,
+        metadata: Any = None,
+        channel: str = "train",
+    ) -> Any:
+        return self.core.open_trajectory(
+            trajectory_uid, prompt_uid, attempt, metadata, channel, now=self._now()
+        )
+
+    async def submit_step(self, step: Step, channel: str = "train") -> Any:
+        return (await self.submit_steps([step], channel))[0]
+
+    async def submit_steps(self, steps: Sequence[Step], channel: str = "train") -> Any:
+        self.waiting.set()
+        await self.door.wait()
+        failure = self.failures.pop(0) if self.failures else None
+        if failure == "before":
+            raise ConnectionError("the request was lost")
+        outcomes = self.core.submit_steps(steps, channel, now=self._now())
+        self.steps += [
+            (s, channel) for s, o in zip(steps, outcomes, strict=True) if o == "accepted"
+        ]
+        if failure == "after":
+            raise ConnectionError("the answer was lost")
+        return outcomes
+
+    async def complete_trajectory(
+        self,
+        trajectory_uid: str,
+        reward: float | None = None,
+        metadata: Any = None,
+        channel: str = "train",
+    ) -> Any:
+        return self.core.complete_trajectory(
+            trajectory_uid, reward, metadata, channel, now=self._now()
+        )
+
+    async def abort_trajectory(
+        self, trajectory_uid: str, reason: str, will_retry: bool = False, channel: str = "train"
+    ) -> Any:
+        return self.core.abort_trajectory(
+            trajectory_uid, reason, will_retry, channel, now=self._now()
+        )
+
+    def stored(self, uid: str | None = None) -> list[Step]:
+        return [s for s, _ in self.steps if uid is None or s.trajectory_uid == uid]
+
+
+# -- the whole -------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """A gateway with its engine and pool, all real but what the engine says."""
+
+    url: str
+    engine: ScriptedEngine
+    pool: LocalPool
+    tokenizer: ChatTokenizer
+    app: Any
+    clients: AsyncExitStack
+
+    def say(self, text: str, *, close: bool = True, **how: Any) -> Sampled:
+        """Queue an answer: `text` as the model would sample it."""
+        said = Sampled(self.ids(text, close=close), **how)
+        self.engine.script.append(said)
+        return said
+
+    def ids(self, text: str, *, close: bool = True) -> list[int]:
+        ids = self.tokenizer.encode(text).tolist()
+        return [*ids, self.tokenizer.hf.eos_token_id] if close else ids
+
+    def base_url(self, uid: str = "t1", prompt_uid: str = "p1") -> str:
+        return f"{self.url}/{uid}/{prompt_uid}"
+
+    async def client(self, uid: str = "t1", prompt_uid: str = "p1", **options: Any) -> AsyncOpenAI:
+        return await self.clients.enter_async_context(
+            AsyncOpenAI(
+                base_url=f"{self.base_url(uid, prompt_uid)}/v1",
+                api_key="none",
+                **{"max_retries": 0, **options},
+            )
+        )
+
+    @property
+    def gateway(self) -> Any:
+        return self.app.state.gateway
+
+    def check_exact(self, uid: str | None = None) -> None:
+        """Every stored Step is what the engine was sent and what it sampled, and every child
+        strictly extends its parent."""
+        steps = self.pool.stored(uid)
+        sent = [r["input_ids"] for r in self.engine.requests]
+        by_index = {(s.trajectory_uid, s.step_index): s for s in steps}
+        for step in steps:
+            assert step.prompt_ids.tolist() in sent
+            assert step.rollout_log_probs is not None
+            assert step.rollout_log_probs.tolist() == pytest.approx(
+                [log_prob(i) for i in step.response_ids.tolist()], abs=1e-6
+            )
+            if step.parent_index is not None:
+                parent = by_index[step.trajectory_uid, step.parent_index]
+                before = [*parent.prompt_ids.tolist(), *parent.response_ids.tolist()]
+                assert step.prompt_ids.tolist()[: len(before)] == before
+                assert len(step.prompt_ids) > len(before)
+
+
+@pytest.fixture
+async def worlds() -> AsyncIterator[Callable[..., Any]]:
+    """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`."""
+    async with AsyncExitStack() as stack:
+
+        async def make(family: str = "chatml", engines: int = 1, **options: Any) -> World:
+            tokenizer = make_tokenizer(family)
+            eos = tokenizer.hf.eos_token_id
+            made = []
+            for _ in range(engines):
+                engine = ScriptedEngine(
+                    default=lambda _: Sampled([*tokenizer.encode("fine").tolist(), eos])
+                )
+                engine.url = await stack.enter_async_context(serving(engine.app()))
+                made.append(engine)
+            pool = LocalPool()
+            config = GatewayConfig(
+                port=0,
+                **{"engine_urls": [e.url for e in made], "retry_backoff_s": 0.01, **options},
+            )
+            app = create_app(config, pool, tokenizer)
+            url = await stack.enter_async_context(serving(app))
+            clients = await stack.enter_async_context(AsyncExitStack())
+            world = World(url, made[0], pool, tokenizer, app, clients)
+            world.engines = made  # type: ignore[attr-defined]  # only the failover tests look
+            return world
+
+        yield make
+
+
+@pytest.fixture
+async def world(worlds: Callable[..., Any]) -> World:
+    made: World = await worlds()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,448 @@
+"""What agents, engines and the pool do wrong, and what a Step is never lost or doubled by."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the condition is another component's
+            await asyncio.sleep(0.005)
+
+
+# -- the Step comes before the reply's end ---------------------------------------------------
+
+
+async def test_a_json_reply_waits_for_its_step(world: Any) -> None:
+    client = await world.client()
+    world.pool.door.clear()
+    call = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+    await world.pool.waiting.wait()
+    done, _ = await asyncio.wait([call], timeout=0.1)
+    assert not done
+    assert world.pool.stored() == []
+    world.pool.door.set()
+    await call
+    assert len(world.pool.stored()) == 1
+
+
+async def test_the_terminal_event_of_a_stream_waits_for_its_step(world: Any) -> None:
+    client = await world.client()
+    world.pool.door.clear()
+    world.say("all of it")
+    stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+    chunks: list[Any] = []
+
+    async def read() -> None:
+        async for chunk in stream:
+            chunks.append(chunk)
+
+    reading = asyncio.create_task(read())
+    await until(lambda: "".join(c.choices[0].delta.content or "" for c in chunks) == "all of it")
+    await world.pool.waiting.wait()
+    assert all(c.choices[0].finish_reason is None for c in chunks)
+    assert not reading.done()
+    world.pool.door.set()
+    await reading
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert len(world.pool.stored()) == 1
+
+
+# -- the pool --------------------------------------------------------------------------------
+
+
+async def test_an_unreachable_pool_answers_503_and_leaves_no_hole(world: Any) -> None:
+    client = await world.client()
+    world.pool.failures = ["before"]
+    with pytest.raises(openai.InternalServerError) as failure:
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert failure.value.status_code == 503
+    assert failure.value.code == "pool_unavailable"
+    assert world.pool.stored() == []
+    await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "another"}]
+    )
+    assert [s.step_index for s in world.pool.stored()] == [0]
+
+
+async def test_a_lost_answer_of_the_pool_makes_neither_hole_nor_duplicate(world: Any) -> None:
+    client = await world.client()
+    world.pool.failures = ["after"]
+    with pytest.raises(openai.InternalServerError):
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "another"}]
+    )
+    assert [s.step_index for s in world.pool.stored()] == [0, 1]
+    world.check_exact()
+
+
+@pytest.mark.parametrize("failure", ["before", "after"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retry_after_a_pool_failure_stores_the_very_same_step(
+    world: Any, failure: str, stream: bool
+) -> None:
+    client = await world.client(max_retries=2)
+    world.pool.failures = [failure]
+    said = world.say("sampled once")
+    if stream:
+        # A stream has begun when the pool fails, so the client has to repeat it itself.
+        broken = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+        with pytest.raises(openai.APIError):
+            _ = [c async for c in broken]
+        again = await client.chat.completions.create(
+            model="m",
+            messages=MESSAGES,
+            stream=True,
+            extra_headers={"x-stainless-retry-count": "1"},
+        )
+        text = "".join([c.choices[0].delta.content or "" async for c in again])
+    else:
+        reply = await client.chat.completions.create(model="m", messages=MESSAGES)
+        text = reply.choices[0].message.content
+    assert text == "sampled once"
+    assert len(world.engine.requests) == 1
+    assert [s.response_ids.tolist() for s in world.pool.stored()] == [said.ids]
+
+
+async def test_a_conversation_goes_on_after_a_gateway_forgot_it(world: Any) -> None:
+    client = await world.client()
+    for text in ("a", "b"):
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": text}]
+        )
+    world.gateway.trajectories._open.clear()  # as after a restart
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert [s.step_index for s in world.pool.stored()] == [0, 1, 2]
+
+
+async def test_a_trajectory_whose_group_was_dropped_answers_410(world: Any) -> None:
+    client = await world.client()
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    world.pool.core.drop_group("p1", "deadline", now=0.0)
+    for _ in range(2):
+        with pytest.raises(openai.APIStatusError) as closed:
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+        assert closed.value.status_code == 410
+    assert len(world.pool.stored()) == 1
+
+
+# -- retries ---------------------------------------------------------------------------------
+
+
+async def test_a_retry_joins_the_call_in_flight(world: Any) -> None:
+    client = await world.client()
+    gate = asyncio.Event()
+    world.say("once", gate=gate)
+    first = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+    await world.engine.arrived.wait()
+    retry = asyncio.create_task(
+        client.chat.completions.create(
+            model="m", messages=MESSAGES, extra_headers={"x-stainless-retry-count": "1"}
+        )
+    )
+    await until(lambda: world.gateway.calls.counts["retries"] == 1)
+    gate.set()
+    one, two = await asyncio.gather(first, retry)
+    assert one.id == two.id
+    assert len(world.engine.requests) == len(world.pool.stored()) == 1
+
+
+async def test_a_retry_outlives_the_client_that_asked_first(world: Any) -> None:
+    client = await world.client()
+    gate = asyncio.Event()
+    world.say("once", gate=gate)
+    first = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+    await world.engine.arrived.wait()
+    retry = asyncio.create_task(
+        client.chat.completions.create(
+            model="m", messages=MESSAGES, extra_headers={"x-stainless-retry-count": "1"}
+        )
+    )
+    await until(lambda: world.gateway.calls.counts["retries"] == 1)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    gate.set()
+    assert (await retry).choices[0].message.content == "once"
+    assert world.engine.aborts == []
+    assert len(world.pool.stored()) == 1
+
+
+async def test_a_retry_of_a_finished_call_gets_its_recorded_reply(world: Any) -> None:
+    client = await world.client()
+    for stream in (False, True):
+        replies = []
+        for retry in (0, 1):
+            answer = await client.chat.completions.create(
+                model="m",
+                messages=MESSAGES,
+                stream=stream,
+                extra_headers={"x-stainless-retry-count": str(retry)},
+            )
+            replies.append([c async for c in answer] if stream else answer)
+        assert replies[0] == replies[1]
+    assert len(world.engine.requests) == len(world.pool.stored()) == 2
+
+
+async def test_the_same_request_without_a_retry_mark_is_another_sample(world: Any) -> None:
+    client = await world.client()
+    for _ in range(3):
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert len(world.pool.stored()) == 3
+    assert len({s.prompt_ids.tobytes() for s in world.pool.stored()}) == 1
+
+
+async def test_an_idempotency_key_names_one_call(world: Any) -> None:
+    client = await world.client()
+    key = {"Idempotency-Key": "k1"}
+    one = await client.chat.completions.create(model="m", messages=MESSAGES, extra_headers=key)
+    two = await client.chat.completions.create(model="m", messages=MESSAGES, extra_headers=key)
+    assert one.id == two.id
+    with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "else"}], extra_headers=key
+        )
+    assert len(world.pool.stored()) == 1
+
+
+async def test_a_retry_of_a_call_that_failed_samples_anew(world: Any) -> None:
+    client = await world.client(max_retries=1)
+    world.say("", close=False, finish="stop")  # no token at all: the engine is at fault
+    world.say("now")
+    reply = await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert reply.choices[0].message.content == "now"
+    assert [s.step_index for s in world.pool.stored()] == [0]
+
+
+# -- clients that go away --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_aborts_its_generation(world: Any, stream: bool) -> None:
+    gate = asyncio.Event()
+    world.say("never finished", gate=gate)
+    body = {"model": "m", "messages": MESSAGES, "stream": stream}
+    async with aiohttp.ClientSession() as session:
+        url = f"{world.base_url()}/v1/chat/completions"
+        if stream:
+            async with session.post(url, json=body) as response:
+                await response.content.readany()
+                response.close()
+        else:
+            asking = asyncio.create_task(session.post(url, json=body))
+            await world.engine.arrived.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: len(world.engine.aborts) == 1)
+    assert world.engine.aborts == [world.engine.requests[0]["rid"]]
+    gate.set()
+    await until(lambda: not any(t.in_flight for t in world.gateway.trajectories))
+    assert world.pool.stored() == []
+    assert world.gateway.calls.counts["disconnected"] == 1
+
+
+async def test_a_client_that_goes_away_during_the_commit_loses_nothing(world: Any) -> None:
+    client = await world.client()
+    world.pool.door.clear()
+    call = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+    await world.pool.waiting.wait()
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)
+    retry = asyncio.create_task(
+        client.chat.completions.create(
+            model="m", messages=MESSAGES, extra_headers={"x-stainless-retry-count": "1"}
+        )
+    )
+    await until(lambda: world.gateway.calls.counts["retries"] == 1)
+    world.pool.door.set()
+    await retry
+    assert len(world.engine.requests) == len(world.pool.stored()) == 1
+
+
+# -- the engine ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_weight_update_in_the_middle_is_invisible_and_recorded(
+    world: Any, stream: bool
+) -> None:
+    client = await world.client()
+    whole = world.ids("one two three four")
+    parts = [whole[:2], [], whole[2:5], whole[5:]]
+    for i, part in enumerate(parts):
+        finish = "stop" if i == 3 else "abort"
+        said = world.say("", close=False, finish=finish, version=str(3 + i))
+        said.ids = part
+    answer = await client.chat.completions.create(
+        model="m", messages=MESSAGES, stream=stream, max_tokens=50
+    )
+    if stream:
+        text = "".join([c.choices[0].delta.content or "" async for c in answer])
+    else:
+        text = answer.choices[0].message.content
+    assert text == "one two three four"
+    [step] = world.pool.stored()
+    assert step.response_ids.tolist() == whole
+    assert [(s.version, s.start, s.end) for s in step.version_spans] == [
+        (3, 0, 2),
+        (5, 2, 5),
+        (6, 5, len(whole)),
+    ]
+    assert step.policy_version == 3
+    prompts = [r["input_ids"] for r in world.engine.requests]
+    assert [len(p) - len(prompts[0]) for p in prompts] == [0, 2, 2, 5]
+    assert prompts[3] == prompts[0] + whole[:5]
+    limits = [r["sampling_params"]["max_new_tokens"] for r in world.engine.requests]
+    assert limits == [50, 48, 48, 45]
+    world.check_exact()
+
+
+async def test_an_abort_at_the_token_limit_ends_with_length(world: Any) -> None:
+    client = await world.client()
+    said = world.say("", close=False, finish="abort")
+    said.ids = world.ids("abcd", close=False)[:3]
+    reply = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=3)
+    assert reply.choices[0].finish_reason == "length"
+    assert len(world.engine.requests) == 1
+
+
+async def test_version_spans_of_an_update_in_place_are_kept(world: Any) -> None:
+    client = await world.client()
+    said = world.say("some words here", version="8")
+    n = len(said.ids)
+    said.versions = [("default", 0, 2), ("8", 2, n)]
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    [step] = world.pool.stored()
+    assert [(s.version, s.start, s.end) for s in step.version_spans] == [(0, 0, 2), (8, 2, n)]
+    assert step.policy_version == 0
+
+
+async def test_a_single_version_needs_no_spans(world: Any) -> None:
+    client = await world.client()
+    world.say("fine", version="12")
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    [step] = world.pool.stored()
+    assert (step.policy_version, step.version_spans) == (12, ())
+
+
+async def test_an_engine_that_is_busy_for_a_moment_is_asked_again(world: Any) -> None:
+    client = await world.client()
+    world.say("", status=503)
+    world.say("", status=502)
+    world.say("there")
+    reply = await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert reply.choices[0].message.content == "there"
+    assert world.gateway.engine.retries == 2
+
+
+async def test_an_engine_that_stays_away_answers_503(worlds: Any) -> None:
+    world = await worlds(engine_retries=1, engine_urls=["http://127.0.0.1:9"], context_length=100)
+    client = await world.client()
+    for stream in (False, True):
+        with pytest.raises(openai.InternalServerError) as failure:
+            await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
+        assert failure.value.status_code == 503
+        assert "gateway.engine_urls" in failure.value.message
+    assert world.pool.stored() == []
+
+
+async def test_another_engine_takes_over_and_trajectories_are_sticky(worlds: Any) -> None:
+    world = await worlds(engines=3)
+    homes = []
+    for uid in ("a", "b", "c", "d", "e", "f"):
+        client = await world.client(uid)
+        for _ in range(2):
+            await client.chat.completions.create(model="m", messages=MESSAGES)
+        counts = [len(e.requests) for e in world.engines]
+        homes.append(counts)
+        for e in world.engines:
+            e.requests.clear()
+        assert sorted(counts) == [0, 0, 2]
+    assert len({tuple(h) for h in homes}) > 1
+    client = await world.client("a")
+    home = world.engines[homes[0].index(2)]
+    home.script.append(home.default({}))
+    home.script[0].status = 503
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert sum(len(e.requests) for e in world.engines if e is not home) == 1
+
+
+async def test_a_stream_that_breaks_off_is_an_error_and_no_step(world: Any) -> None:
+    client = await world.client()
+    world.say("one two three four", drop_after=2)
+    stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+    with pytest.raises(openai.APIError, match="broke off"):
+        _ = [c async for c in stream]
+    assert world.pool.stored() == []
+
+
+async def test_an_engine_that_streams_increments_is_understood(world: Any) -> None:
+    world.engine.incremental = True
+    client = await world.client()
+    said = world.say("one two three four five")
+    stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+    text = "".join([c.choices[0].delta.content or "" async for c in stream])
+    assert text == "one two three four five"
+    assert world.pool.stored()[0].response_ids.tolist() == said.ids
+    world.check_exact()
+
+
+async def test_a_call_that_takes_too_long_answers_504_and_is_aborted(worlds: Any) -> None:
+    world = await worlds(request_timeout_s=0.1)
+    client = await world.client()
+    gate = asyncio.Event()
+    world.say("late", gate=gate)
+    with pytest.raises(openai.InternalServerError) as failure:
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert failure.value.status_code == 504
+    await until(lambda: len(world.engine.aborts) == 1)
+    gate.set()
+
+
+async def test_a_version_that_is_no_number_is_an_error_that_says_so(world: Any) -> None:
+    client = await world.client()
+    world.say("x", version="v1.2-beta")
+    with pytest.raises(openai.InternalServerError, match="publish decimal integers"):
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert world.pool.stored() == []
+
+
+async def test_an_idle_stream_is_kept_alive(worlds: Any) -> None:
+    world = await worlds(keepalive_s=0.05)
+    gate = asyncio.Event()
+    world.say("x", close=False, gate=gate, finish="length")
+    body = {"model": "m", "messages": MESSAGES, "stream": True}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{world.base_url()}/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status == 200
+        seen = b""
+        while seen.count(b": keep-alive") < 2:
+            seen += await response.content.readany()
+        gate.set()
+        rest = await response.content.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    frames = [f for f in (seen + rest).split(b"\n\n") if f.startswith(b"data: {")]
+    assert json.loads(frames[-1][6:])["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_body_that_is_too_large_answers_413(worlds: Any) -> None:
+    world = await worlds(max_body_bytes=2000)
+    client = await world.client()
+    with pytest.raises(openai.APIStatusError) as refusal:
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x" * 3000}]
+        )
+    assert refusal.value.status_code == 413
+    assert "gateway.max_body_bytes" in refusal.value.message

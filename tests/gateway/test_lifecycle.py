@@ -1,0 +1,312 @@
+"""Trajectories: where they begin, how they end, white-box endpoints, health."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+class Http:
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self.session = session
+
+    async def post(self, url: str, **body: Any) -> tuple[int, Any]:
+        async with self.session.post(url, json=body) as response:
+            return response.status, await response.json()
+
+    async def get(self, url: str) -> tuple[int, Any]:
+        async with self.session.get(url) as response:
+            return response.status, await response.json()
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[Http]:
+    async with aiohttp.ClientSession() as session:
+        yield Http(session)
+
+
+async def ask(client: openai.AsyncOpenAI, text: str = "hi") -> Any:
+    return await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": text}]
+    )
+
+
+async def test_init_hands_out_an_address_that_works(world: Any, http: Http) -> None:
+    status, got = await http.post(
+        f"{world.url}/init_trajectory",
+        prompt_uid="p9",
+        channel="val",
+        metadata={"task": 3},
+        attempt=2,
+    )
+    assert status == 200
+    assert got["prompt_uid"] == "p9"
+    assert got["base_url"] == f"{world.url}/{got['trajectory_uid']}/p9"
+    async with openai.AsyncOpenAI(base_url=got["base_url"] + "/v1", api_key="x") as client:
+        await ask(client)
+    status, done = await http.post(got["base_url"] + "/v1/complete_trajectory", reward=1.0)
+    assert (status, done["outcome"]) == (200, "complete")
+    lease = world.pool.core.lease_batch(1, "val", now=0.0)
+    [trajectory] = lease.groups[0].trajectories
+    assert (trajectory.reward, trajectory.attempt) == (1.0, 2)
+    assert trajectory.metadata["task"] == 3
+    assert trajectory.steps[0].is_last
+
+
+async def test_a_repeated_init_with_its_own_uid_is_one_trajectory(world: Any, http: Http) -> None:
+    body = {"trajectory_uid": "mine", "prompt_uid": "p"}
+    first = await http.post(f"{world.url}/init_trajectory", **body)
+    assert first == await http.post(f"{world.url}/init_trajectory", **body)
+    assert world.pool.core.get_statistics("train", now=0.0)["trajectories"]["submitted"] == 1
+
+
+async def test_an_unknown_url_registers_itself(world: Any) -> None:
+    client = await world.client("made-up", "some-prompt")
+    await ask(client)
+    [step] = world.pool.stored()
+    assert (step.trajectory_uid, step.prompt_uid) == ("made-up", "some-prompt")
+
+
+async def test_registering_chooses_the_channel(world: Any, http: Http) -> None:
+    url = world.base_url() + "/v1/register_trajectory"
+    assert (await http.post(url, channel="val", metadata={"a": 1}))[1]["channel"] == "val"
+    await ask(await world.client())
+    assert [c for _, c in world.pool.steps] == ["val"]
+    status, refusal = await http.post(url, channel="train")
+    assert status == 409
+    assert "open in channel 'val'" in refusal["error"]["message"]
+    assert (await http.post(url, channel="val", metadata={"b": 2}))[0] == 200
+
+
+async def test_a_trajectory_belongs_to_one_prompt(world: Any) -> None:
+    await ask(await world.client("t", "p"))
+    with pytest.raises(openai.ConflictError, match="belongs to prompt_uid 'p'"):
+        await ask(await world.client("t", "q"))
+
+
+async def test_a_closed_trajectory_answers_410_and_gains_no_step(world: Any, http: Http) -> None:
+    client = await world.client()
+    await ask(client)
+    await http.post(world.base_url() + "/v1/complete_trajectory", reward=0.5)
+    for options in ({}, {"stream": True}):
+        with pytest.raises(openai.APIStatusError) as closed:
+            await client.chat.completions.create(model="m", messages=MESSAGES, **options)
+        assert closed.value.status_code == 410
+        assert closed.value.code == "trajectory_closed"
+        assert "completed with reward 0.5" in closed.value.message
+    status, _ = await http.post(world.base_url() + "/v1/register_trajectory")
+    assert status == 410
+    assert len(world.pool.stored()) == 1
+    assert len(world.gateway.trajectories) == 0
+
+
+async def test_completing_twice_is_one_completion(world: Any, http: Http) -> None:
+    await ask(await world.client())
+    url = world.base_url() + "/v1/complete_trajectory"
+    assert (await http.post(url, reward=1.0))[1]["outcome"] == "complete"
+    assert (await http.post(url, reward=1.0))[1]["outcome"] == "complete"
+    assert (await http.post(url, reward=0.0))[0] == 410
+
+
+async def test_completing_without_a_call_aborts_with_a_reason(world: Any, http: Http) -> None:
+    status, got = await http.post(world.base_url() + "/v1/complete_trajectory", reward=1.0)
+    assert (status, got["outcome"]) == (200, "aborted")
+
+
+async def test_aborting_ends_calls_in_flight_and_the_engine_hears_of_it(
+    world: Any, http: Http
+) -> None:
+    client = await world.client()
+    gate = asyncio.Event()
+    world.say("never", gate=gate)
+    call = asyncio.create_task(ask(client))
+    await world.engine.arrived.wait()
+    status, got = await http.post(
+        world.base_url() + "/v1/abort_trajectory", reason="timeout", will_retry=True
+    )
+    assert (status, got["outcome"]) == (200, "aborted")
+    with pytest.raises(openai.APIStatusError) as closed:
+        await call
+    assert closed.value.status_code == 410
+    async with asyncio.timeout(5):
+        while not world.engine.aborts:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0.005)
+    gate.set()
+    assert world.pool.stored() == []
+
+
+async def test_a_step_that_comes_after_completion_is_refused(world: Any, http: Http) -> None:
+    client = await world.client()
+    await ask(client)
+    gate = asyncio.Event()
+    world.say("a side call", gate=gate)
+    world.engine.arrived.clear()
+    call = asyncio.create_task(ask(client, "title?"))
+    await world.engine.arrived.wait()
+    await http.post(world.base_url() + "/v1/complete_trajectory")
+    gate.set()
+    with pytest.raises(openai.APIStatusError) as closed:
+        await call
+    assert closed.value.status_code == 410
+    assert len(world.pool.stored()) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/t/p/v1/complete_trajectory", {"reward": "high"}, "reward"),
+        ("/t/p/v1/complete_trajectory", {"rewrad": 1}, "rewrad"),
+        ("/t/p/v1/abort_trajectory", {}, "reason"),
+        ("/init_trajectory", {"attempt": -1}, "attempt"),
+        ("/init_trajectory", {"prompt_uid": "a/b"}, "prompt_uid"),
+        ("/generate", {"prompt_ids": [1.5]}, "prompt_ids"),
+        ("/generate", {"prompt_ids": [1], "messages": MESSAGES}, "messages"),
+        ("/generate", {"messages": MESSAGES, "stream": True}, "stream"),
+        ("/submit_steps", {"steps": []}, "steps"),
+        ("/submit_steps", {"steps": [{"prompt": [1]}]}, "steps[0].prompt"),
+        ("/v1/chat/completions", {"messages": MESSAGES}, "init_trajectory"),
+    ],
+)
+async def test_malformed_requests_are_refused_by_name(
+    world: Any, http: Http, path: str, body: Any, named: str
+) -> None:
+    status, got = await http.post(world.url + path, **body)
+    assert status == 400
+    assert got["error"]["type"] == "invalid_request_error"
+    assert named in got["error"]["message"]
+
+
+async def test_unknown_paths_and_methods_answer_in_the_error_shape(world: Any, http: Http) -> None:
+    status, got = await http.get(world.url + "/nowhere")
+    assert (status, got["error"]["type"]) == (404, "invalid_request_error")
+    status, got = await http.get(world.url + "/init_trajectory")
+    assert (status, got["error"]["type"]) == (405, "invalid_request_error")
+
+
+# -- white-box -------------------------------------------------------------------------------
+
+
+async def test_a_white_box_agent_generates_and_submits_its_own_steps(
+    world: Any, http: Http
+) -> None:
+    said = world.say("four", version="3")
+    ids = [5, 6, 7]
+    status, got = await http.post(
+        world.url + "/generate",
+        trajectory_uid="t",
+        prompt_uid="p",
+        prompt_ids=ids,
+        max_tokens=8,
+        temperature=0.5,
+    )
+    assert status == 200
+    assert got["prompt_ids"] == ids
+    assert got["response_ids"] == said.ids
+    assert got["policy_version"] == 3
+    assert got["finish_reason"] == "stop"
+    assert len(got["rollout_log_probs"]) == len(said.ids)
+    assert world.pool.stored() == []
+    step = {
+        "prompt_ids": got["prompt_ids"],
+        "response_ids": got["response_ids"],
+        "rollout_log_probs": got["rollout_log_probs"],
+        "policy_version": got["policy_version"],
+        "trajectory_uid": "t",
+        "prompt_uid": "p",
+        "reward": 1.0,
+        "metadata": {"sampling_params": got["sampling_params"]},
+    }
+    counts = await http.post(world.url + "/submit_steps", steps=[step], channel="train")
+    assert counts == (200, {"accepted": 1, "duplicate": 0, "late": 0})
+    counts = await http.post(world.url + "/submit_steps", steps=[step])
+    assert counts == (200, {"accepted": 0, "duplicate": 1, "late": 0})
+    status, conflict = await http.post(world.url + "/submit_steps", steps=[{**step, "reward": 0.0}])
+    assert status == 409
+    assert "other content" in conflict["error"]["message"]
+
+
+async def test_black_box_calls_go_behind_submitted_steps(world: Any, http: Http) -> None:
+    client = await world.client("t", "p")
+    await ask(client)
+    step = {
+        "prompt_ids": [1],
+        "response_ids": [2],
+        "trajectory_uid": "t",
+        "prompt_uid": "p",
+        "step_index": 1,
+    }
+    await http.post(world.url + "/submit_steps", steps=[step])
+    await ask(client, "again")
+    assert [s.step_index for s in world.pool.stored("t")] == [0, 1, 2]
+
+
+async def test_white_box_messages_extend_exact_tokens_too(world: Any, http: Http) -> None:
+    identity = {"trajectory_uid": "t", "prompt_uid": "p"}
+    _, one = await http.post(world.url + "/generate", **identity, messages=MESSAGES)
+    messages = [*MESSAGES, one["message"], {"role": "user", "content": "more"}]
+    _, two = await http.post(world.url + "/generate", **identity, messages=messages)
+    before = one["prompt_ids"] + one["response_ids"]
+    assert two["prompt_ids"][: len(before)] == before
+    assert world.pool.stored() == []
+    # A black-box call may go on from there; its parent would be a Step the gateway did not store.
+    client = await world.client("t", "p")
+    await client.chat.completions.create(
+        model="m", messages=[*messages, two["message"], {"role": "user", "content": "end"}]
+    )
+    [step] = world.pool.stored()
+    assert step.parent_index is None
+    before = two["prompt_ids"] + two["response_ids"]
+    assert step.prompt_ids.tolist()[: len(before)] == before
+
+
+async def test_rewards_are_computed_by_the_configured_function(worlds: Any, http: Http) -> None:
+    world = await worlds(reward_fn="fractions:Fraction")
+    status, got = await http.post(world.url + "/compute_reward", numerator=3, denominator=4)
+    assert (status, got["error"]["code"]) == (500, "reward_failed")  # no float
+    world.gateway.reward = _score
+    status, got = await http.post(
+        world.url + "/compute_reward", solution_str="4", ground_truth="4", extra_info={}
+    )
+    assert (status, got) == (200, {"reward": 1.0, "details": {"exact": True}})
+    status, got = await http.post(world.url + "/compute_reward", solution_str="boom")
+    assert (status, got["error"]["code"]) == (500, "reward_failed")
+    status, got = await http.post(world.url + "/compute_reward", unknown=1)
+    assert status == 400
+
+
+async def _score(solution_str: str, ground_truth: str = "", **_: Any) -> dict[str, Any]:
+    if solution_str == "boom":
+        raise RuntimeError("boom")
+    return {"score": float(solution_str == ground_truth), "exact": True}
+
+
+async def test_without_a_reward_function_the_endpoint_says_what_to_set(
+    world: Any, http: Http
+) -> None:
+    status, got = await http.post(world.url + "/compute_reward", solution_str="4")
+    assert status == 400
+    assert "gateway.reward_fn" in got["error"]["message"]
+
+
+# -- health ----------------------------------------------------------------------------------
+
+
+async def test_health_is_the_process_and_ready_is_the_engine(worlds: Any, http: Http) -> None:
+    world = await worlds()
+    assert (await http.get(world.url + "/health"))[0] == 200
+    assert await http.get(world.url + "/ready") == (
+        200,
+        {"status": "ready", "context_length": 4096},
+    )
+    alone = await worlds(engine_urls=["http://127.0.0.1:9"])
+    assert (await http.get(alone.url + "/health"))[0] == 200
+    status, got = await http.get(alone.url + "/ready")
+    assert status == 503
+    assert "http://127.0.0.1:9" in got["error"]["message"]

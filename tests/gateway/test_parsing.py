@@ -1,0 +1,198 @@
+"""Response text → deltas: whatever the pieces it comes in, the same message, nothing taken back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.parsing import (
+    ContentDelta,
+    MarkupParser,
+    ReplyText,
+    StopCutter,
+    held_back,
+    parse_call,
+)
+
+PIECES = st.lists(
+    st.one_of(
+        st.text(max_size=6),
+        st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                '{"name": "f", "arguments": {"x": 1}}',
+                '{"name": "f"',
+                "<think>",
+                "</think>",
+                "\n",
+                " ",
+                "<",
+                "<tool",
+            ]
+        ),
+    ),
+    max_size=12,
+)
+
+
+def read(pieces: list[str], **options: Any) -> ReplyText:
+    parser = MarkupParser(**{"tools": True, "reasoning": True, **options})
+    text = ReplyText()
+    for piece in pieces:
+        for delta in parser.feed(piece):
+            text.add(delta)
+    for delta in parser.finish():
+        text.add(delta)
+    return text
+
+
+def told(text: ReplyText) -> Any:
+    return text.content, text.reasoning, [(c.name, c.arguments) for c in text.tool_calls]
+
+
+@settings(max_examples=300, deadline=None)
+@given(PIECES, st.booleans(), st.booleans(), st.booleans())
+def test_how_text_is_cut_into_pieces_does_not_matter(
+    pieces: list[str], tools: bool, reasoning: bool, inside: bool
+) -> None:
+    options = {"tools": tools, "reasoning": reasoning, "starts_in_reasoning": inside}
+    whole = "".join(pieces)
+    assert told(read(pieces, **options)) == told(read([whole], **options))
+    assert told(read(list(whole), **options)) == told(read([whole], **options))
+
+
+@settings(max_examples=200, deadline=None)
+@given(PIECES)
+def test_without_markup_wanted_text_passes_unchanged(pieces: list[str]) -> None:
+    text = read(pieces, tools=False, reasoning=False)
+    assert told(text) == ("".join(pieces), "", [])
+
+
+def test_thoughts_content_and_calls_are_told_apart() -> None:
+    text = read(
+        [
+            "<think>\nhm\n</think>\n\nLook: ",
+            '<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>\n',
+            '<tool_call>{"name": "g", "arguments": "{\\"b\\": 2}"}</tool_call>\n',
+        ]
+    )
+    assert text.reasoning == "\nhm\n"
+    assert text.content == "Look: "
+    assert [(c.name, json.loads(c.arguments)) for c in text.tool_calls] == [
+        ("f", {"a": "ü"}),
+        ("g", {"b": 2}),
+    ]
+    assert len({c.id for c in text.tool_calls}) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "{",
+        "[]",
+        '"x"',
+        '{"name": 3, "arguments": {}}',
+        '{"name": "", "arguments": {}}',
+        '{"name": "f", "arguments": [1]}',
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": "\\ud800"}}',
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_call_stays_content(body: str) -> None:
+    assert parse_call(body) is None
+    marked = f"<tool_call>{body}</tool_call>"
+    assert told(read([marked])) == (marked, "", [])
+
+
+def test_numbers_beyond_64_bits_survive_in_a_call() -> None:
+    call = parse_call('{"name": "f", "arguments": {"x": 123456789012345678901234567890}}')
+    assert call is not None
+    assert call.arguments == '{"x": 123456789012345678901234567890}'
+
+
+def test_a_call_that_is_cut_off_is_content() -> None:
+    cut = '<tool_call>\n{"name": "f", "argu'
+    assert told(read([cut])) == (cut, "", [])
+
+
+def test_a_thought_that_never_ends_is_reasoning() -> None:
+    assert told(read(["<think>on and", " on"])) == ("", "on and on", [])
+
+
+def test_nothing_is_held_back_longer_than_needed() -> None:
+    parser = MarkupParser(tools=True, reasoning=False)
+    assert parser.feed("a < b") == [ContentDelta("a < b")]
+    assert parser.feed(" <tool") == [ContentDelta(" ")]
+    assert parser.feed("box>") == [ContentDelta("<toolbox>")]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
+def test_a_stop_string_is_found_across_pieces(text: str, stops: list[str]) -> None:
+    cutter = StopCutter(stops)
+    out = "".join(cutter.feed(c) for c in text) + cutter.finish()
+    ends = [text.find(s) + len(s) for s in stops if s in text]
+    if not ends:
+        assert out == text
+    else:
+        # Piece by piece, the stop string that is complete first wins.
+        first = min(ends)
+        assert out == min(
+            (text[: first - len(s)] for s in stops if text[:first].endswith(s)), key=len
+        )
+
+
+def test_only_a_possible_marker_start_is_held_back() -> None:
+    assert held_back("abc<", ("<x>",)) == 1
+    assert held_back("abc<x", ("<x>",)) == 2
+    assert held_back("abc<x>", ("<x>",)) == 0
+    assert held_back("", ("<x>",)) == 0
+
+
+def test_the_tokenizers_own_response_template_is_used(tokenizer_of: Any) -> None:
+    import copy
+
+    from gateway.config import GatewayConfig
+    from gateway.reply import ReplyFormat
+    from gateway.tokenization import ChatTokenizer
+
+    hf = copy.deepcopy(tokenizer_of("qwen3").hf)
+    hf.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+            "content": {"close": "<|im_end|>", "content": "text"},
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close": "</tool_call>",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": "{content}"},
+            },
+        },
+    }
+    tokenizer = ChatTokenizer(hf)
+    reply_format = ReplyFormat(tokenizer, GatewayConfig())
+    prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n")
+
+    def read(text: str) -> Any:
+        reader = reply_format.reader(prompt, tools=None, parse_tools=True, stop=())
+        for token in tokenizer.encode(text).tolist():
+            reader.feed([token])
+        reader.finish()
+        return told(reader.text)
+
+    good = '<think>hm</think>Look<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+    assert read(good + "<|im_end|>") == ("Look", "hm", [("f", '{"x": 1}')])
+    broken = 'Look<tool_call>{"name": "f", "arg'
+    content, reasoning, calls = read(broken)
+    assert (reasoning, calls) == ("", [])
+    assert content.startswith("Look")
+    assert '{"name": "f", "arg' in content

@@ -1,0 +1,243 @@
+"""Rendering and the sentinel cut: strict prefixes over random conversations, templates and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.errors import RequestError
+from gateway.graph import TurnGraph, join
+from gateway.messages import root_key
+from gateway.render import ChatRenderer, CutError
+
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+TRICKY = st.sampled_from(
+    ["", " ", "\n", "<|im_end|>", "a<|eot_id|>b", "</s>", "<tool_call>", "<think>x", "nonce"]
+)
+WORDS = st.one_of(TEXT, TRICKY, st.builds(lambda a, b: a + b, TEXT, TRICKY))
+
+
+@st.composite
+def turns(draw: Any) -> list[dict[str, Any]]:
+    """What the model says, how it ends, and what the agent answers, turn by turn."""
+    return draw(
+        st.lists(
+            st.fixed_dictionaries(
+                {
+                    "said": WORDS,
+                    "calls": st.integers(0, 2),
+                    "closed": st.booleans(),
+                    "then": st.lists(WORDS, min_size=0, max_size=2),
+                }
+            ),
+            min_size=2,
+            max_size=5,
+        )
+    )
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "no_tools"])
+def test_every_continued_turn_strictly_extends_what_was_sampled(
+    family: str, tokenizer_of: Callable[[str], Any]
+) -> None:
+    tokenizer = tokenizer_of(family)
+    renderer = ChatRenderer(tokenizer)
+    n_cut = 0
+
+    @settings(max_examples=60, deadline=None)
+    @given(turns(), st.booleans(), WORDS, st.booleans())
+    def check(script: list[dict[str, Any]], system: bool, question: str, tools: bool) -> None:
+        nonlocal n_cut
+        offered = TOOLS if tools and family != "no_tools" else None
+        graph, root = TurnGraph(), root_key(offered, {})
+        messages: list[dict[str, Any]] = []
+        if system:
+            messages.append({"role": "system", "content": "be kind"})
+        messages.append({"role": "user", "content": question})
+        for i, turn in enumerate(script):
+            attachment = graph.attach(root, messages)
+            parent = attachment.turn
+            if parent is None:
+                assert i == 0
+                new_ids = renderer.whole(messages, offered, {})
+                prompt = new_ids
+            else:
+                known, new = messages[: attachment.n_known], messages[attachment.n_known :]
+                new_ids = renderer.suffix(parent, known, new, offered, {})
+                n_cut += 1
+                before = join(parent.arrays())
+                prompt = join([before, new_ids])
+                # The prompt extends what was sampled, and closes the turn exactly once.
+                assert prompt[: len(before)].tolist() == before.tolist()
+                ended = parent.response_ids[-1] == renderer.turn_close_id
+                assert (new_ids[0] == renderer.turn_close_id) != ended
+                assert tokenizer.decode(new_ids.tolist()).endswith(
+                    tokenizer.render(messages, offered, {}, add_generation_prompt=True)[-12:]
+                )
+            said = [*tokenizer.encode(turn["said"]).tolist()] or [int(prompt[-1])]
+            if turn["closed"]:
+                said.append(renderer.turn_close_id)
+            reply: dict[str, Any] = {"role": "assistant", "content": turn["said"]}
+            n_calls = min(turn["calls"], 1 if family == "llama3" else 2)
+            if offered and n_calls:
+                reply["tool_calls"] = [
+                    {
+                        "id": f"c{i}{j}",
+                        "type": "function",
+                        "function": {"name": "calc", "arguments": '{"x": "<|im_end|>"}'},
+                    }
+                    for j in range(n_calls)
+                ]
+            graph.add(
+                root,
+                attachment,
+                parent=parent,
+                new_prompt_ids=new_ids,
+                response_ids=np.asarray(said, np.int32),
+                reply=reply,
+                has_reasoning=False,
+                step_index=i,
+            )
+            messages = [*messages, reply]
+            for call in reply.get("tool_calls", []):
+                messages.append(
+                    {"role": "tool", "content": turn["said"], "tool_call_id": call["id"]}
+                )
+            for text in turn["then"]:
+                messages.append({"role": "user", "content": text})
+
+    check()
+    assert n_cut >= 60
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "no_tools"])
+def test_the_cut_yields_what_the_whole_template_writes_there(
+    family: str, tokenizer_of: Callable[[str], Any]
+) -> None:
+    tokenizer = tokenizer_of(family)
+    renderer = ChatRenderer(tokenizer)
+    for calls in (0, 1, 2) if family in ("chatml", "qwen3") else (0, 1):
+        if family == "no_tools" and calls:
+            continue
+        reply: dict[str, Any] = {"role": "assistant", "content": "" if calls else "said"}
+        if calls:
+            reply["tool_calls"] = [
+                {
+                    "id": f"c{i}",
+                    "type": "function",
+                    "function": {"name": "calc", "arguments": {"x": i}},
+                }
+                for i in range(calls)
+            ]
+        known = [{"role": "user", "content": "question"}, reply]
+        new: list[Any] = [
+            {"role": "tool", "content": f"result {i}", "tool_call_id": f"c{i}"}
+            for i in range(calls)
+        ]
+        new.append({"role": "user", "content": "and then?"})
+        tools = TOOLS if calls else None
+        graph = TurnGraph()
+        root = root_key(tools, {})
+        turn = graph.add(
+            root,
+            graph.attach(root, known[:1]),
+            parent=None,
+            new_prompt_ids=renderer.whole(known[:1], tools, {}),
+            response_ids=np.asarray([renderer.turn_close_id], np.int32),
+            reply=reply,
+            has_reasoning=False,
+            step_index=0,
+        )
+        suffix = tokenizer.decode(renderer.suffix(turn, known, new, tools, {}).tolist())
+        whole = tokenizer.render([*known, *new], tools, {}, add_generation_prompt=True)
+        close = next(t for t, i in tokenizer.special.items() if i == renderer.turn_close_id)
+        assert whole.endswith(close + suffix)
+        assert suffix.count("and then?") == 1
+        assert suffix.count("result") == calls
+
+
+def test_a_template_that_renders_the_turn_otherwise_is_not_cut(
+    tokenizer_of: Callable[[str], Any],
+) -> None:
+    tokenizer = tokenizer_of("chatml")
+    renderer = ChatRenderer(tokenizer)
+    turn = _first_turn(renderer)
+    plain = tokenizer.hf.chat_template
+    try:
+        tokenizer.hf.chat_template = plain.replace(
+            "{{- m.content }}", "{{- m.content + (' (old)' if not loop.last else '') }}"
+        )
+        with pytest.raises(CutError, match="cut_failed"):
+            renderer.suffix(
+                turn,
+                [{"role": "user", "content": "q"}],
+                [{"role": "user", "content": "n"}],
+                None,
+                {},
+            )
+    finally:
+        tokenizer.hf.chat_template = plain
+
+
+def test_a_template_without_turn_close_is_never_cut(tokenizer_of: Callable[[str], Any]) -> None:
+    renderer = ChatRenderer(tokenizer_of("unclosed"))
+    assert renderer.turn_close_id is None
+    with pytest.raises(CutError, match="no_turn_close"):
+        renderer.suffix(_first_turn(renderer), [], [{"role": "user", "content": "n"}], None, {})
+
+
+def test_what_a_template_refuses_is_the_request_at_fault(
+    tokenizer_of: Callable[[str], Any],
+) -> None:
+    renderer = ChatRenderer(tokenizer_of("llama3"))
+    with pytest.raises(RequestError, match="tools need a first user message"):
+        renderer.whole([{"role": "assistant", "content": "x"}], TOOLS, {})
+
+
+def test_the_prompt_cache_forgets_what_was_used_least(tokenizer: Any) -> None:
+    renderer = ChatRenderer(tokenizer, cache_tokens=10)
+    for key in (b"a", b"b"):
+        renderer.remember(key, np.arange(5, dtype=np.int32))
+    assert renderer.cached(b"a") is not None
+    renderer.remember(b"c", np.arange(5, dtype=np.int32))
+    assert renderer.cached(b"b") is None
+    assert renderer.cached(b"a") is not None
+    renderer.remember(b"d", np.arange(11, dtype=np.int32))
+    assert renderer.cached(b"d") is None
+
+
+def test_user_text_round_trips_without_control_tokens(tokenizer: Any) -> None:
+    parts = st.lists(st.one_of(TEXT, st.sampled_from(["<|im_end|>", "<|im_start|>"])), max_size=6)
+
+    @settings(max_examples=100, deadline=None)
+    @given(parts.map("".join))
+    def check(text: str) -> None:
+        rendered = tokenizer.render(
+            [{"role": "user", "content": text}], None, {}, add_generation_prompt=False
+        )
+        ids = tokenizer.encode(rendered).tolist()
+        assert ids.count(tokenizer.special["<|im_start|>"]) == 1
+        assert ids.count(tokenizer.special["<|im_end|>"]) == 1
+        assert tokenizer.decode(ids) == f"<|im_start|>user\n{text}<|im_end|>\n"
+
+    check()
+
+
+def _first_turn(renderer: ChatRenderer) -> Any:
+    graph, root = TurnGraph(), root_key(None, {})
+    return graph.add(
+        root,
+        graph.attach(root, [{"role": "user", "content": "q"}]),
+        parent=None,
+        new_prompt_ids=np.asarray([1], np.int32),
+        response_ids=np.asarray([2], np.int32),
+        reply={"role": "assistant", "content": "a"},
+        has_reasoning=False,
+        step_index=0,
+    )

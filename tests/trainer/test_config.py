@@ -1,0 +1,103 @@
+"""Configurations: every preset parses, every mistake gets one line with key, value and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import find_config, load_config
+from trainer.errors import ConfigError
+
+PRESETS = sorted(Path(__file__).parents[2].glob("configs/*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def _from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+
+
+def fails(*overrides: str, config: str = "quickstart") -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+def test_every_shipped_preset_parses(path: Path) -> None:
+    config = load_config(path.stem, ["model.path=examples/quickstart/model"])
+    assert config.run.name == path.stem
+
+
+def test_overrides_go_over_the_file() -> None:
+    config = load_config("quickstart", ["trainer.total_steps=5", "run.name=mine"])
+    assert config.trainer.total_steps == 5
+    assert config.run.dir == Path("runs/mine")
+
+
+def test_the_missions_keys_are_read_as_they_stand() -> None:
+    config = load_config(
+        "quickstart",
+        [
+            "async_training.staleness_threshold=0.1",
+            "async_training.trigger_parameter_sync_step=4",
+            "async_training.require_batches=1",
+            "async_training.partial_rollout=false",
+            "async_training.use_rollout_log_probs=true",
+            "async_training.max_queue_size=null",
+        ],
+    )
+    assert config.async_training.trigger_parameter_sync_step == 4
+    assert config.async_training.max_queue_size is None
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
+    message = fails("async_training.stalenes_threshold=0.1")
+    assert "async_training.stalenes_threshold is not a known key" in message
+    assert "did you mean 'staleness_threshold'?" in message
+
+
+def test_an_unknown_section_is_refused_with_the_nearest_known_one() -> None:
+    assert "did you mean 'trainer'?" in fails("trainr.total_steps=3")
+
+
+def test_a_wrong_type_names_key_value_and_what_it_should_be() -> None:
+    message = fails("trainer.total_steps=many")
+    assert "trainer.total_steps is 'many'; it should be a valid integer" in message
+
+
+def test_a_value_out_of_bounds_names_the_bound() -> None:
+    message = fails("rollout.n=0")
+    assert "rollout.n is 0" in message
+    assert "greater than or equal to 1" in message
+
+
+def test_every_problem_gets_a_line_of_its_own() -> None:
+    assert len(fails("trainer.total_steps=many", "rollout.n=0").splitlines()) == 2
+
+
+def test_a_missing_model_path_names_the_folder_and_the_remedy() -> None:
+    message = fails("model.path=/nowhere")
+    assert len(message.splitlines()) == 1
+    assert "model.path is '/nowhere', which has no config.json" in message
+
+
+def test_limits_that_contradict_each_other_show_the_arithmetic() -> None:
+    message = fails(
+        "rollout.timeout_s=100", "rollout.max_attempts=3", "rollout.group_deadline_s=200"
+    )
+    assert "100 × 3" in message
+    assert "200" in message
+
+
+def test_an_unknown_preset_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'quickstart'\? .*presets: .*quickstart"):
+        find_config("quikstart")
+
+
+def test_an_override_without_a_value_is_refused() -> None:
+    assert "override 'trainer.total_steps' is not KEY=VALUE" in fails("trainer.total_steps")
+
+
+def test_broken_yaml_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("run: {name: x\n")
+    assert len(fails(config=str(path)).splitlines()) == 1

@@ -1,0 +1,73 @@
+"""The console: a sparkline of rewards, a line per step where there is no terminal."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.display import Display, sparkline
+
+RECORD = {
+    "step": 3,
+    "reward/mean": 0.5,
+    "tool_use": 0.25,
+    "staleness/mean": 1.0,
+    "staleness/max": 2.0,
+    "off_policy_share": 0.5,
+    "loss": -0.01,
+    "pool/ready": 4,
+    "pool/open": 2,
+    "pool/leased": 1,
+    "tokens_per_s": 1234.0,
+    "time/step_s": 1.5,
+    "time/wait_s": 0.25,
+    "policy_version": 7,
+}
+
+
+def test_a_sparkline_spans_its_range_and_keeps_the_last_values() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.0] * 50 + [1.0], width=2) == "▁█"
+
+
+def test_values_outside_the_unit_interval_are_clipped() -> None:
+    assert sparkline([-3.0, 7.0]) == "▁█"
+
+
+def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with Display("demo", 5, "plain") as display:
+        display.step(RECORD)
+    line = capsys.readouterr().out.replace("\n", " ")
+    for part in ("step    3", "reward 0.500", "tool use 0.25", "lag 1.00", "ready 4", "v7"):
+        assert part in line
+
+
+def test_the_live_display_shows_reward_staleness_queue_speed_and_eta() -> None:
+    display = Display("demo", 5, "rich")
+    display.step(RECORD)
+    with display.console.capture() as capture:
+        display.console.print(display.render())
+    for part in ("reward", "staleness", "queue", "4 ready", "tokens/s", "ETA", "version 7"):
+        assert part in capture.get()
+
+
+def test_the_summary_shows_before_and_after_and_where_the_files_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Display("demo", 5, "plain").summary(
+        {
+            "eval_before": 0.34,
+            "eval_after": 0.95,
+            "tool_use_before": 0.4,
+            "tool_use_after": 0.99,
+            "optimizer_steps": 5,
+            "wall_s": 60.0,
+            "trajectories_trained": 320,
+            "steps_per_trajectory_mean": None,
+            "off_policy_share": None,
+            "peak_memory_gb": 2.0,
+        },
+        Path("runs/demo"),
+    )
+    shown = capsys.readouterr().out
+    for part in ("0.34", "0.95", "0.99", "summary.json", "reward.png"):
+        assert part in shown

@@ -1,0 +1,260 @@
+"""Off-policy weights: exact identities on small distributions, and each rule by itself."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from trainer.errors import ColumnError, VersionError
+from trainer.loss_config import LossConfig, OffPolicyConfig
+from trainer.losses import make_loss_fn
+from trainer.off_policy import Correction, correct, lags
+
+logits = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
+
+
+def run(
+    log_ratio: Tensor,
+    lengths: list[int],
+    step_lags: list[float],
+    mu: Tensor | None = None,
+    advantages: Tensor | None = None,
+    **options: object,
+) -> Correction:
+    mu = torch.full_like(log_ratio, -1.0) if mu is None else mu
+    return correct(
+        torch.nan_to_num(mu, nan=-1.0) + log_ratio,
+        mu,
+        lengths,
+        step_lags,
+        staleness_threshold=0.1,
+        config=OffPolicyConfig.model_validate(options),
+        advantages=advantages,
+    )
+
+
+def test_lag_counts_updates_since_publication_in_units_of_a_sync() -> None:
+    published = {0: 0, 1: 4, 2: 8}
+    got = lags([2, 1, 0], published, updates_now=9, updates_per_sync=4)
+    assert got.tolist() == [0.25, 1.25, 2.25]
+    assert lags([2], published, updates_now=8, updates_per_sync=4).tolist() == [0.0]
+
+
+def test_a_version_published_before_the_record_began_counts_one_sync_each() -> None:
+    assert lags([5], {7: 28}, updates_now=28, updates_per_sync=4).tolist() == [2.0]
+
+
+def test_a_version_that_was_never_published_is_an_error() -> None:
+    with pytest.raises(
+        VersionError, match=r"policy_version 9, but the versions published are 0..1"
+    ):
+        lags([9], {0: 0, 1: 4}, updates_now=5, updates_per_sync=4)
+    with pytest.raises(VersionError, match="published_at is empty") as e:
+        lags([0], {}, updates_now=0, updates_per_sync=4)
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
+
+
+@given(mu=logits, pi=logits)
+def test_the_mean_weight_under_mu_is_one_minus_the_total_variation(
+    mu: list[float], pi: list[float]
+) -> None:
+    """Each token of the vocabulary is one step, so the expectation can be taken exactly."""
+    log_mu, log_pi = torch.tensor(mu).log_softmax(0), torch.tensor(pi).log_softmax(0)
+    weights = run(log_pi - log_mu, [1] * 4, [1.0] * 4, mu=log_mu).weights
+    total_variation = 0.5 * (log_mu.exp() - log_pi.exp()).abs().sum()
+    torch.testing.assert_close((log_mu.exp() * weights).sum(), 1 - total_variation)
+
+
+@given(mu=logits, pi=logits)
+def test_without_a_cap_the_weighted_mean_under_mu_is_the_mean_under_pi(
+    mu: list[float], pi: list[float]
+) -> None:
+    log_mu, log_pi = torch.tensor(mu).log_softmax(0), torch.tensor(pi).log_softmax(0)
+    weights = run(log_pi - log_mu, [1] * 4, [1.0] * 4, mu=log_mu, cap=None).weights
+    f = torch.arange(4.0)
+    torch.testing.assert_close((log_mu.exp() * weights * f).sum(), (log_pi.exp() * f).sum())
+
+
+def test_at_the_same_version_weights_are_one_and_the_loss_is_plain_ppo() -> None:
+    torch.manual_seed(0)
+    mu = -torch.rand(6)
+    result = run(torch.zeros(6), [2, 4], [0.0, 0.05], mu=mu)
+    assert result.weights.tolist() == [1.0] * 6
+    assert result.metrics["off_policy_share"] == 0.0
+    assert result.metrics["rollout_probs_diff/max"] == 0.0
+
+    columns = {
+        "coef": torch.full((6,), 1 / 6),
+        "advantages": torch.randn(6),
+        "prox_log_probs": mu,
+    }
+    log_probs = mu + 0.1 * torch.randn(6)
+    loss_fn = make_loss_fn(LossConfig())
+    got = loss_fn(log_probs, None, columns | {"weights": result.weights}).loss
+    ratio = (log_probs - mu).exp()
+    a = columns["advantages"]
+    plain = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.28)).mean()
+    torch.testing.assert_close(got, plain)
+
+
+def test_only_steps_beyond_the_threshold_are_weighed_down() -> None:
+    result = run(torch.full((4,), math.log(0.5)), [1, 1, 1, 1], [0.0, 0.1, 0.11, 3.0])
+    torch.testing.assert_close(result.weights, torch.tensor([1.0, 1.0, 0.5, 0.5]))
+    assert result.off_policy.tolist() == [False, False, True, True]
+
+
+def test_the_cap_makes_the_weight_a_down_weight_unless_it_is_raised() -> None:
+    log_ratio = torch.tensor([math.log(4.0)])
+    assert run(log_ratio, [1], [1.0]).weights.item() == 1.0
+    assert run(log_ratio, [1], [1.0], cap=2.0).weights.item() == 2.0
+    assert run(log_ratio, [1], [1.0], cap=None).weights.item() == pytest.approx(4.0)
+
+
+def test_on_policy_truncation_is_opt_in() -> None:
+    log_ratio = torch.tensor([math.log(0.5), math.log(4.0)])
+    weights = run(log_ratio, [2], [0.0], on_policy_cap=2.0).weights
+    torch.testing.assert_close(weights, torch.tensor([0.5, 2.0]))
+
+
+def test_granularity_decides_which_tokens_share_a_ratio() -> None:
+    log_ratio = torch.tensor([math.log(0.5), math.log(0.125), math.log(0.9)])
+    args = (log_ratio, [2, 1], [1.0, 1.0])
+    torch.testing.assert_close(run(*args).weights, torch.tensor([0.5, 0.125, 0.9]))
+    step = run(*args, granularity="step").weights
+    torch.testing.assert_close(step, torch.tensor([0.25, 0.25, 0.9]))
+    sequence = run(*args, granularity="sequence").weights
+    torch.testing.assert_close(sequence, torch.tensor([0.0625, 0.0625, 0.9]))
+
+
+def test_a_band_masks_what_lies_outside_and_spares_on_policy_steps() -> None:
+    log_ratio = torch.log(torch.tensor([0.4, 0.9, 5.5, 0.4]))
+    args = (log_ratio, [3, 1], [1.0, 0.0])
+    weights = run(*args, band=(0.5, 5.0)).weights
+    torch.testing.assert_close(weights, torch.tensor([0.0, 0.9, 0.0, 1.0]))
+    everywhere = run(*args, band=(0.5, 5.0), mask_on_policy=True).weights
+    torch.testing.assert_close(everywhere, torch.tensor([0.0, 0.9, 0.0, 0.0]))
+
+
+def test_one_hopeless_token_vetoes_its_whole_step() -> None:
+    log_ratio = torch.log(torch.tensor([0.9, 1e-5, 0.9]))
+    result = run(log_ratio, [2, 1], [1.0, 1.0], veto=1e-4)
+    torch.testing.assert_close(result.weights, torch.tensor([0.0, 0.0, 0.9]))
+    assert result.dropped.tolist() == [True, False]
+    assert result.metrics["off_policy/dropped_steps"] == 1.0
+
+
+def test_decay_shrinks_the_weight_with_every_version_beyond_the_threshold() -> None:
+    weights = run(torch.zeros(3), [1, 1, 1], [0.0, 1.1, 2.1], decay=0.5).weights
+    torch.testing.assert_close(weights, torch.tensor([1.0, 0.5, 0.25]))
+
+
+def test_a_step_without_log_probs_is_dropped_or_decayed_never_taken_for_certain() -> None:
+    mu = torch.tensor([math.nan, math.nan, -1.0, math.nan])
+    args = (torch.tensor([0.0, 0.0, math.log(0.5), 0.0]), [2, 1, 1], [1.1, 1.1, 0.0])
+    dropped = run(*args, mu=mu)
+    torch.testing.assert_close(dropped.weights, torch.tensor([0.0, 0.0, 0.5, 1.0]))
+    assert dropped.metrics["off_policy/missing_steps"] == 2.0
+    assert dropped.dropped.tolist() == [True, False, False]
+    decayed = run(*args, mu=mu, missing="decay", missing_decay=0.5)
+    torch.testing.assert_close(decayed.weights, torch.tensor([0.5, 0.5, 0.5, 1.0]))
+    assert decayed.metrics["off_policy/missing_steps"] == 2.0
+
+
+def test_one_unknown_token_makes_the_whole_step_unknown() -> None:
+    mu = torch.tensor([-1.0, math.nan])
+    result = run(torch.zeros(2), [2], [1.0], mu=mu)
+    assert result.weights.tolist() == [0.0, 0.0]
+    assert not any("kl_k1" in k or "rollout_probs_diff" in k for k in result.metrics)
+
+
+def test_ratios_beyond_fp32_stay_finite() -> None:
+    mu = torch.tensor([-200.0, 0.0])
+    result = run(torch.tensor([200.0, -200.0]), [1, 1], [1.0, 1.0], mu=mu, cap=None)
+    assert torch.isfinite(result.weights).all()
+    assert all(math.isfinite(v) for v in result.metrics.values())
+
+
+def test_weights_are_constants_to_autograd() -> None:
+    prox = torch.zeros(2, requires_grad=True)
+    result = correct(
+        prox,
+        torch.full((2,), -0.5),
+        [2],
+        [1.0],
+        staleness_threshold=0.1,
+        config=OffPolicyConfig(cap=None),
+    )
+    assert not result.weights.requires_grad
+
+
+def test_metrics_are_told_per_lag_bucket() -> None:
+    log_ratio = torch.log(torch.tensor([1.0, 0.5, 2.0, 0.25]))
+    result = run(
+        log_ratio,
+        [1, 2, 1],
+        [0.0, 1.0, 9.0],
+        advantages=torch.tensor([1.0, -1.0, 1.0, 2.0]),
+    )
+    m = result.metrics
+    assert m["staleness/mean"] == pytest.approx(10 / 3)
+    assert m["staleness/max"] == 9.0
+    assert m["off_policy_share"] == pytest.approx(2 / 3)
+    assert m["off_policy/advantage_share"] == pytest.approx(4 / 5)
+    assert m["off_policy/lag_0/weight_mean"] == 1.0
+    bucket = "off_policy/lag_0-1"
+    assert (m[f"{bucket}/steps"], m[f"{bucket}/tokens"]) == (1.0, 2.0)
+    assert m[f"{bucket}/weight_mean"] == pytest.approx(0.75)  # min(1, 0.5) and min(1, 2)
+    assert m[f"{bucket}/ess"] == pytest.approx(1.5**2 / (2 * 1.25))
+    assert m[f"{bucket}/kl_k1"] == pytest.approx(0.0, abs=1e-6)
+    assert m[f"{bucket}/kl_k3"] == pytest.approx((0.5 + 2) / 2 - 1)
+    assert m[f"{bucket}/chi2"] == pytest.approx((0.25 + 4) / 2 - 1)
+    assert m[f"{bucket}/advantage_share"] == pytest.approx(2 / 5)
+    assert m["off_policy/lag_over-4/steps"] == 1.0
+    assert not any(k.startswith("off_policy/lag_1-2") for k in m)
+
+
+@given(mu=logits, pi=logits)
+def test_the_bucket_metrics_estimate_the_true_divergences(mu: list[float], pi: list[float]) -> None:
+    """Averaged over μ exactly (one batch per token), k1, k3 and χ² are the divergences."""
+    log_mu, log_pi = torch.tensor(mu).log_softmax(0), torch.tensor(pi).log_softmax(0)
+    expected = {
+        "kl_k1": float((log_mu.exp() * (log_mu - log_pi)).sum()),
+        "kl_k3": float((log_mu.exp() * (log_mu - log_pi)).sum()),
+        "chi2": float(((log_pi.exp() - log_mu.exp()) ** 2 / log_mu.exp()).sum()),
+    }
+    for name, value in expected.items():
+        mean = sum(
+            float(log_mu[i].exp())
+            * run((log_pi - log_mu)[i : i + 1], [1], [1.0]).metrics[f"off_policy/lag_0-1/{name}"]
+            for i in range(4)
+        )
+        assert mean == pytest.approx(value, abs=1e-4, rel=1e-4)
+
+
+def test_columns_of_the_wrong_length_are_refused() -> None:
+    with pytest.raises(ColumnError, match=r"rollout_log_probs has shape \(3,\) for 2 response"):
+        correct(
+            torch.zeros(2),
+            torch.zeros(3),
+            [2],
+            [0.0],
+            staleness_threshold=0.1,
+            config=OffPolicyConfig(),
+        )
+    with pytest.raises(ColumnError, match="step_lags has 2 values for 1 steps"):
+        run(torch.zeros(2), [2], [0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"band": (2.0, 1.0)}, {"veto": 1.0}, {"cap": 0.0}, {"decay": 1.5}, {"capp": 1.0}]
+)
+def test_an_off_policy_config_out_of_bounds_is_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        OffPolicyConfig.model_validate(bad)

@@ -1,0 +1,161 @@
+"""Rollouts end in exactly one way, and a failure is an abort with its reason, never a score."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from trainer.config import RolloutConfig
+from trainer.errors import RolloutError
+from trainer.rollout import RolloutWorker, load_agent
+
+
+class RecordingGateway:
+    """The trajectory endpoints of the gateway, which remember what they were told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.url = ""
+        self._called = asyncio.Event()
+
+    async def init(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        uid = f"t{len(self.calls)}"
+        self.calls.append(("init", uid, body))
+        self._called.set()
+        base_url = f"{self.url}/{uid}/{body['prompt_uid']}"
+        return web.json_response({"trajectory_uid": uid, "base_url": base_url})
+
+    async def end(self, request: web.Request) -> web.Response:
+        self.calls.append(
+            (request.match_info["how"], request.match_info["uid"], await request.json())
+        )
+        return web.json_response({"status": "ok"})
+
+    async def started(self, n: int) -> None:
+        """Returns once `n` rollouts have begun."""
+        while len(self.told("init")) < n:
+            self._called.clear()
+            await self._called.wait()
+
+    def told(self, how: str) -> list[dict[str, Any]]:
+        return [body for kind, _, body in self.calls if kind == how]
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[RecordingGateway]:
+    recording = RecordingGateway()
+    app = web.Application()
+    app.router.add_post("/init_trajectory", recording.init)
+    app.router.add_post("/{uid}/{prompt}/v1/{how}_trajectory", recording.end)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    recording.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield recording
+    await runner.cleanup()
+
+
+async def right(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+async def unscored(task: Mapping[str, Any], base_url: str, api_key: str) -> None:
+    return None
+
+
+async def crashes(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    raise ValueError("no such tool")
+
+
+async def hangs(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    await asyncio.sleep(3600)
+    return 0.0
+
+
+async def second_try(task: Any, base_url: str, api_key: str) -> float:
+    task.setdefault("tries", []).append(base_url)
+    if len(task["tries"]) == 1:
+        raise ConnectionError("lost")
+    return 0.5
+
+
+def not_async(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    return 1.0
+
+
+async def run(gateway: RecordingGateway, agent: str, n: int = 1, **options: Any) -> dict[str, int]:
+    config = RolloutConfig(agent=f"{__name__}:{agent}", **options)
+    worker = RolloutWorker(config, gateway.url)
+    try:
+        return await worker.run_group({"question": "?"}, "p", n, "train")
+    finally:
+        await worker.close()
+
+
+async def test_every_rollout_of_a_group_is_a_trajectory_of_its_own(
+    gateway: RecordingGateway,
+) -> None:
+    assert await run(gateway, "right", n=4) == {"complete": 4}
+    assert [b["prompt_uid"] for b in gateway.told("init")] == ["p"] * 4
+    assert sorted(b["metadata"]["rollout_index"] for b in gateway.told("init")) == [0, 1, 2, 3]
+    assert gateway.told("complete") == [{"reward": 1.0}] * 4
+
+
+async def test_an_agent_that_returns_none_leaves_the_score_open(gateway: RecordingGateway) -> None:
+    assert await run(gateway, "unscored") == {"complete": 1}
+    assert gateway.told("complete") == [{"reward": None}]
+
+
+async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: RecordingGateway) -> None:
+    assert await run(gateway, "crashes", max_attempts=1) == {"ValueError": 1}
+    assert gateway.told("abort") == [{"reason": "ValueError: no such tool", "will_retry": False}]
+    assert gateway.told("complete") == []
+
+
+async def test_a_hanging_agent_is_cut_off_and_aborted(gateway: RecordingGateway) -> None:
+    assert await run(gateway, "hangs", max_attempts=1, timeout_s=0.05) == {"timeout": 1}
+    assert gateway.told("abort") == [{"reason": "timeout", "will_retry": False}]
+
+
+async def test_a_failed_attempt_is_tried_again_as_a_new_trajectory(
+    gateway: RecordingGateway,
+) -> None:
+    assert await run(gateway, "second_try", max_attempts=2) == {"complete": 1}
+    assert [b["attempt"] for b in gateway.told("init")] == [0, 1]
+    assert gateway.told("abort") == [{"reason": "ConnectionError: lost", "will_retry": True}]
+    assert gateway.told("complete") == [{"reward": 0.5}]
+
+
+async def test_a_cancelled_group_aborts_its_rollouts(gateway: RecordingGateway) -> None:
+    worker = RolloutWorker(RolloutConfig(agent=f"{__name__}:hangs"), gateway.url)
+    running = asyncio.create_task(worker.run_group({"question": "?"}, "p", 2, "train"))
+    await gateway.started(2)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await worker.close()
+    assert [b["reason"] for b in gateway.told("abort")] == ["cancelled"] * 2
+
+
+async def test_no_more_agents_run_at_once_than_configured(gateway: RecordingGateway) -> None:
+    config = RolloutConfig(agent=f"{__name__}:hangs", concurrency=3)
+    worker = RolloutWorker(config, gateway.url)
+    running = asyncio.create_task(worker.run_group({"question": "?"}, "p", 8, "train"))
+    await asyncio.sleep(0.3)
+    assert len(gateway.told("init")) == 3
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await worker.close()
+
+
+def test_an_agent_that_cannot_be_imported_names_the_path_and_the_remedy() -> None:
+    with pytest.raises(RolloutError, match=r"rollout.agent is 'nowhere:agent'.*package.module:fun"):
+        load_agent("nowhere:agent")
+
+
+def test_an_agent_that_is_not_async_is_refused() -> None:
+    with pytest.raises(RolloutError, match="no coroutine function; write it as async def agent"):
+        load_agent(f"{__name__}:not_async")

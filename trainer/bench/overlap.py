@@ -1,0 +1,77 @@
+"""Does generation overlap with training?
+
+On the quickstart, in one run and on the same parts, the same number of batches three times:
+
+    generate only     produce and lease them, train nothing
+    train only        train on exactly those, produce nothing
+    both              the async loop
+
+wall(both) / (wall(generate) + wall(train)) is 1 without overlap and 0.5 at best if the two take the
+same time. Publishing weights counts as training.
+"""
+
+from __future__ import annotations
+
+import time
+
+from datapool.types import TRAIN
+from trainer.bench.checks import BenchResult, Check
+from trainer.cluster import start_cluster
+from trainer.config import load_config
+from trainer.loop import Trainer
+from trainer.run import build_trainer
+
+BATCHES = 10
+BOUND = 0.75
+
+
+async def run() -> BenchResult:
+    config = load_config(
+        "quickstart",
+        ["run.name=bench-overlap", "run.resume=never", "trainer.checkpoint_every=1000"],
+    )
+    async with start_cluster(config) as cluster:
+        with build_trainer(config, cluster) as trainer:
+            await _both(trainer, 2)  # warm up: first batches pay for imports and allocations
+            generate_s = await _generate(trainer, BATCHES)
+            train_s = await _train(trainer, BATCHES)
+            both_s = await _both(trainer, BATCHES)
+    ratio = both_s / (generate_s + train_s)
+    return BenchResult(
+        checks={"overlap_ratio": Check(ratio, BOUND)},
+        figures={
+            "batches": BATCHES,
+            "generate_s": generate_s,
+            "train_s": train_s,
+            "both_s": both_s,
+        },
+    )
+
+
+async def _generate(trainer: Trainer, batches: int) -> float:
+    groups = trainer.config.trainer.groups_per_step
+    began = time.monotonic()
+    leases = []
+    async with trainer.producer.running(limit=batches * groups):
+        for _ in range(batches):
+            leases.append(
+                await trainer.pool.lease_batch(channel=TRAIN, batch_size=groups, timeout_s=600)
+            )
+    elapsed = time.monotonic() - began
+    for lease in leases:
+        if lease is not None:
+            await trainer.pool.nack(lease.lease_id, "bench: kept for the training half")
+    return elapsed
+
+
+async def _train(trainer: Trainer, batches: int) -> float:
+    began = time.monotonic()
+    async for _ in trainer.train(trainer.progress.updates + batches):
+        pass
+    return time.monotonic() - began
+
+
+async def _both(trainer: Trainer, batches: int) -> float:
+    groups = trainer.config.trainer.groups_per_step
+    async with trainer.producer.running(limit=batches * groups):
+        return await _train(trainer, batches)

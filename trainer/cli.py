@@ -1,0 +1,135 @@
+"""The `stepwell` command. The only module that sees every package.
+
+    stepwell train   --config quickstart [key=value …]   train an agent, end to end
+    stepwell gateway --config quickstart [key=value …]   pool + engine + gateway, no training
+    stepwell config  --config quickstart [key=value …]   print the resolved configuration
+    stepwell bench   NAME [--json]                       measured claims, each with its bound
+
+Exit codes: 0 done; 1 a run or a bench failed; 2 the command line or the configuration is wrong;
+130 interrupted (everything that was started has been stopped).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from trainer.errors import ConfigError, TrainerError
+
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    # Agents, rewards and configs are looked up from the folder the command is run in, as with
+    # `python -m`.
+    sys.path.insert(0, os.getcwd())
+    try:
+        return int(args.run(args))
+    except ConfigError as e:
+        print(f"stepwell: {e}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(
+            "stepwell: interrupted; everything that was started has been stopped", file=sys.stderr
+        )
+        return 130
+    except Exception as e:
+        line = _expected(e)
+        if line is None:
+            raise
+        print(f"stepwell: {line}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stepwell", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, run, text in (
+        ("train", _train, "train an agent by async GRPO through the gateway"),
+        ("gateway", _gateway, "serve the gateway over a pool and an engine, without training"),
+        ("config", _config, "print the resolved configuration"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--config", required=True, help="a preset's name or a YAML file")
+        command.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.total_steps=5"
+        )
+        command.set_defaults(run=run)
+    bench = commands.add_parser("bench", help="run a benchmark and check its bounds")
+    bench.add_argument("name", choices=["overlap"])
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _train(args: argparse.Namespace) -> int:
+    from trainer.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from trainer.run import (
+        train,
+    )  # after the configuration: a typo costs no second of importing torch
+
+    asyncio.run(_interruptible(train(config)))
+    return 0
+
+
+def _gateway(args: argparse.Namespace) -> int:
+    from trainer.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from trainer.run import serve
+
+    asyncio.run(_interruptible(serve(config)))
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    from trainer.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))), end="")
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from trainer.bench import run_bench
+
+    return asyncio.run(_interruptible(run_bench(args.name, as_json=args.json)))
+
+
+async def _interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """SIGINT and SIGTERM cancel `work` once, so that its `finally` blocks stop what was started."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, task.cancel)
+    return await task
+
+
+def _expected(error: BaseException) -> str | None:
+    """The one line for a failure with a known cause; None for a bug, which gets its traceback."""
+    from backends.errors import BackendError
+    from datapool.errors import DataPoolError
+    from gateway.errors import GatewayError
+
+    if isinstance(error, BaseExceptionGroup):
+        return _expected(error.exceptions[0])
+    cause = getattr(error, "cause", None)
+    for candidate in (cause, error):
+        if isinstance(candidate, TrainerError | DataPoolError | GatewayError | BackendError):
+            return str(candidate)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Starts and stops what a run consists of: Ray, the pool, the engines, the gateway, the rollout
+workers.
+
+    async with start_cluster(config) as cluster:
+        cluster.pool, cluster.engines, cluster.gateway_url, cluster.workers
+
+Owns start order, the wiring of addresses and a shutdown that leaves no process. Placement is Ray's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from backends.engines.client import EngineClient
+from backends.engines.server import start_engine
+from datapool.actor import start_data_pool
+from datapool.client import DataPoolClient
+from datapool.types import TRAIN
+from gateway.server import start_gateway
+from trainer.config import RunConfig
+from trainer.rollout import WorkerHandle, start_workers
+
+log = logging.getLogger(__name__)
+
+POOL_NAME = "data_pool"
+WEIGHTS = "weights"
+"""Folder of published weights, in the run's folder: what a crashed engine restarts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The running parts, as the trainer needs them."""
+
+    pool: DataPoolClient
+    engines: list[EngineClient]
+    gateway_url: str
+    workers: list[WorkerHandle]
+
+
+@asynccontextmanager
+async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
+    """Start every part; on leaving, by whatever way, stop every part that was started."""
+    async with AsyncExitStack() as stack:
+        namespace = _start_ray(config, stack)
+        train = config.pool.channel(TRAIN).model_copy(
+            update={
+                "max_queue_size": config.async_training.max_queue_size,
+                "max_outstanding_groups": config.rollout.max_outstanding_groups,
+            }
+        )
+        pool_config = config.pool.model_copy(
+            update={"channels": {**config.pool.channels, TRAIN: train}}
+        )
+        pool = DataPoolClient(
+            await asyncio.to_thread(start_data_pool, pool_config, POOL_NAME, namespace)
+        )
+        # Absolute: an actor's working directory need not be ours.
+        folder = config.run.dir.absolute()
+        engine_config = config.engine
+        if engine_config.model_path is not None:
+            engine_config = engine_config.model_copy(
+                update={"model_path": engine_config.model_path.absolute()}
+            )
+        engine = start_engine(engine_config, log_dir=folder / "logs", weights_dir=folder / WEIGHTS)
+        stack.push_async_callback(_stop, engine)
+        urls: list[str] = await engine.start.remote()
+        engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
+        gateway = start_gateway(config.gateway.model_copy(update={"engine_urls": urls}), POOL_NAME)
+        stack.push_async_callback(_stop, gateway)
+        gateway_url: str = await gateway.start.remote()
+        workers = start_workers(config.rollout, gateway_url)
+        yield Cluster(pool, engines, gateway_url, workers)
+
+
+def _start_ray(config: RunConfig, stack: AsyncExitStack) -> str:
+    namespace = f"stepwell-{config.run.name}"
+    ours = config.cluster.address is None
+    ray.init(
+        address="local" if ours else config.cluster.address,
+        namespace=namespace,
+        object_store_memory=config.cluster.object_store_mb << 20 if ours else None,
+        include_dashboard=False if ours else None,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    stack.callback(ray.shutdown)
+    return namespace
+
+
+async def _stop(actor: Any) -> None:
+    try:
+        await asyncio.wait_for(actor.stop.remote(), timeout=10)
+    except (ray.exceptions.RayError, TimeoutError) as e:
+        log.warning("an actor did not stop in time and is killed: %s", e)
+    ray.kill(actor)

@@ -1,0 +1,148 @@
+"""The console of a run: a live table on a terminal, a line per optimizer step elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """Values in [0, 1] as block characters, the last `width` of them."""
+    return "".join(_BARS[round(min(max(v, 0.0), 1.0) * 7)] for v in values[-width:])
+
+
+class Display:
+    """Shows progress; a context manager so that the terminal is restored whatever happens."""
+
+    def __init__(
+        self, name: str, total: int, mode: Literal["auto", "rich", "plain", "quiet"]
+    ) -> None:
+        self.console = Console(highlight=False)
+        if mode == "auto":
+            mode = "rich" if self.console.is_terminal else "plain"
+        self._mode = mode
+        self._name = name
+        self._status = "starting"
+        self._rewards: list[float] = []
+        self._last: Mapping[str, Any] = {}
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=32),
+            MofNCompleteColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self._task = self._progress.add_task(name, total=total)
+        self._live = Live(console=self.console, refresh_per_second=4, get_renderable=self.render)
+
+    def __enter__(self) -> Self:
+        if self._mode == "rich":
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._mode == "rich":
+            self._live.stop()
+
+    def status(self, text: str) -> None:
+        """A phase outside the steps: starting, evaluating, saving."""
+        self._status = text
+        if self._mode == "plain":
+            self._line(text)
+
+    def resume_at(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._last = record
+        self._status = "training"
+        self._rewards.append(float(record["reward/mean"]))
+        self._progress.update(self._task, completed=record["step"])
+        if self._mode == "plain":
+            self._line(
+                f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  "
+                f"tool use {record['tool_use']:.2f}  lag {record['staleness/mean']:.2f}  "
+                f"loss {record['loss']:+.4f}  ready {record['pool/ready']}  "
+                f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
+            )
+
+    def evaluation(self, step: int, score: float, tool_use: float) -> None:
+        self._line(f"evaluation at step {step}: score {score:.3f}, tool use {tool_use:.2f}")
+
+    def _line(self, text: str) -> None:
+        # Never wrapped: a log is searched by line.
+        self.console.print(f"[{self._name}] {text}", markup=False, soft_wrap=True)
+
+    def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
+        """The last screen: what changed, how long it took, where the files are."""
+        table = Table(
+            title=f"{self._name}: before and after", title_justify="left", box=SIMPLE_HEAD
+        )
+        table.add_column("")
+        table.add_column("before", justify="right")
+        table.add_column("after", justify="right")
+        for label, key in (
+            ("evaluation score", "eval"),
+            ("episodes that call the tool", "tool_use"),
+        ):
+            table.add_row(
+                label, f"{summary[f'{key}_before']:.2f}", f"{summary[f'{key}_after']:.2f}"
+            )
+        self.console.print(table)
+        share = summary["off_policy_share"]
+        self.console.print(
+            f"  {summary['optimizer_steps']} optimizer steps in {summary['wall_s']:.0f} s, "
+            f"{summary['trajectories_trained']} trajectories of "
+            f"{summary['steps_per_trajectory_mean'] or 0:.2f} steps on average, "
+            f"{0 if share is None else share:.0%} of steps off-policy, "
+            f"peak memory {summary['peak_memory_gb']:.1f} GB",
+            soft_wrap=True,
+        )
+        self.console.print(f"  reward {sparkline(self._rewards)}")
+        for name, text in (
+            ("summary.json", "the figures"),
+            ("metrics.jsonl", "one object per optimizer step"),
+            ("reward.png", "the plot"),
+            ("weights", "the published models"),
+        ):
+            self.console.print(f"  {folder / name}  [dim]{text}[/dim]", soft_wrap=True)
+
+    def render(self) -> Group:
+        table = Table.grid(padding=(0, 3))
+        r = self._last
+        if r:
+            table.add_row("reward", f"{r['reward/mean']:.3f}  {sparkline(self._rewards)}")
+            table.add_row("tool use", f"{r['tool_use']:.2f}")
+            table.add_row(
+                "staleness",
+                f"mean {r['staleness/mean']:.2f}  max {r['staleness/max']:.2f} versions, "
+                f"{r['off_policy_share']:.0%} of steps off-policy",
+            )
+            table.add_row(
+                "queue",
+                f"{r['pool/ready']} ready, {r['pool/open']} open, {r['pool/leased']} leased",
+            )
+            table.add_row(
+                "speed",
+                f"{r['tokens_per_s']:.0f} tokens/s, step {r['time/step_s']:.2f} s "
+                f"(waited {r['time/wait_s']:.2f} s for data)",
+            )
+            table.add_row("policy", f"version {r['policy_version']}, loss {r['loss']:+.4f}")
+        return Group(self._progress, Text(f"  {self._status}", style="dim"), table)

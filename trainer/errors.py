@@ -1,0 +1,53 @@
+"""Errors of the trainer.
+
+Every error names the field or id, its value and the remedy, survives pickling and subclasses
+the matching built-in::
+
+    TrainerError
+    ├── ConfigError(ValueError)               a key, type or value in the run's configuration
+    ├── CheckpointError(RuntimeError)         a checkpoint that cannot be written or read
+    ├── RewardError(ValueError)               a trajectory without a reward was to be trained on
+    ├── UnknownNameError(ValueError)          a name that no registry holds
+    ├── VersionError(LookupError)             a step's policy version was never published
+    ├── ColumnError(LookupError, ValueError)  a token column is missing or has the wrong length
+    ├── StarvedError(TimeoutError)            no group became ready for too long
+    └── RolloutError(RuntimeError)            no agent can be run (import, gateway)
+"""
+
+from __future__ import annotations
+
+
+class TrainerError(Exception):
+    """Base of all errors that the trainer raises."""
+
+
+class ConfigError(TrainerError, ValueError):
+    """The configuration is wrong; one line per problem: key, value, remedy."""
+
+
+class CheckpointError(TrainerError, RuntimeError):
+    """A checkpoint cannot be written, or what is on disk is not a checkpoint of this run."""
+
+
+class RolloutError(TrainerError, RuntimeError):
+    """No rollout can be run at all; the failure of one is an abort reason, not an error."""
+
+
+class RewardError(TrainerError, ValueError):
+    """A trajectory has no (finite) reward; missing is not zero, so it cannot be trained on."""
+
+
+class UnknownNameError(TrainerError, ValueError):
+    """A name that no registry holds."""
+
+
+class VersionError(TrainerError, LookupError):
+    """A step carries a policy version that this run never published."""
+
+
+class ColumnError(TrainerError, LookupError, ValueError):
+    """A per-token or per-step column is missing or has the wrong length."""
+
+
+class StarvedError(TrainerError, TimeoutError):
+    """Training waits for data that does not come; the message says what the pool is waiting for."""

@@ -1,0 +1,86 @@
+"""What a run leaves behind for people: `reward.png` and `summary.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+INK, BLUE, ORANGE, GREY = "#1f2933", "#2f6fde", "#e07b39", "#9aa5b1"
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
+    path = folder / "summary.json"
+    path.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
+    return path
+
+
+def plot_reward(
+    folder: Path,
+    title: str,
+    records: Sequence[Mapping[str, Any]],
+    evals: Sequence[Mapping[str, Any]],
+) -> Path:
+    """Reward and tool use per optimizer step above, lag of the data below; saved as `reward.png`.
+
+    Args:
+        records: lines of metrics.jsonl.
+        evals: evaluations, each {"step", "score", "tool_use"}.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [r["step"] for r in records]
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 5.2), sharex=True, height_ratios=[3, 1], layout="constrained"
+    )
+    top.plot(
+        steps, [r["reward/mean"] for r in records], color=BLUE, lw=1.8, label="training reward"
+    )
+    if any(r.get("tool_use") is not None for r in records):
+        top.plot(
+            steps,
+            [r["tool_use"] for r in records],
+            color=GREY,
+            lw=1.4,
+            ls="--",
+            label="episodes that call the tool",
+        )
+    top.plot(
+        [e["step"] for e in evals],
+        [e["score"] for e in evals],
+        color=ORANGE,
+        marker="o",
+        ms=7,
+        lw=0 if len(evals) < 3 else 1,
+        label="evaluation",
+        zorder=3,
+    )
+    for e in evals:
+        top.annotate(
+            f"{e['score']:.2f}",
+            (e["step"], e["score"]),
+            textcoords="offset points",
+            xytext=(8, -4),
+            color=ORANGE,
+            fontsize=10,
+        )
+    top.set_ylim(-0.03, 1.05)
+    top.set_ylabel("mean reward")
+    top.set_title(title, loc="left", color=INK)
+    top.legend(loc="lower right", frameon=False)
+    bottom.fill_between(steps, [r["staleness/mean"] for r in records], color=BLUE, alpha=0.3, lw=0)
+    bottom.set_ylabel("mean lag\n(versions)")
+    bottom.set_xlabel("optimizer step")
+    bottom.set_ylim(bottom=0)
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=GREY, alpha=0.25)
+    path = folder / "reward.png"
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+    return path

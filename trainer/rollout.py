@@ -1,0 +1,268 @@
+"""Runs agents against the gateway: n rollouts per prompt, bounded, timed, never scored by failure.
+
+`RolloutWorker` (a Ray actor) runs the rollouts of whole groups on its own event loop and talks to
+the gateway by HTTP only, like any agent. `Producer` (in the trainer's process) draws prompts,
+waits for the pool's admission and hands groups to the workers; the pool's `max_outstanding_groups`
+is the only brake.
+
+One rollout::
+
+    init_trajectory ──► agent(task, base_url, api_key) ──► complete_trajectory(reward)
+                            │ raised, timed out
+                            └──► abort_trajectory(reason) ──► next attempt, or the rollout is lost
+
+A failed rollout is aborted with its reason and never scored 0. Does not own: scoring (an agent that
+returns None leaves its trajectory unscored, the trainer scores it), group readiness (the pool).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any, Protocol, TypeAlias, cast
+
+import aiohttp
+import ray
+
+from datapool.client import DataPoolClient
+from datapool.errors import DataPoolError
+from datapool.types import TRAIN
+from trainer.config import RolloutConfig
+from trainer.data import DataExhaustedError, PromptSource, Task
+from trainer.errors import RolloutError
+
+log = logging.getLogger(__name__)
+
+Agent: TypeAlias = Callable[[Mapping[str, Any], str, str], Awaitable[float | None]]
+
+
+def load_agent(path: str) -> Agent:
+    """The coroutine function at `package.module:name` (or `package.module.name`).
+
+    Raises:
+        RolloutError: it cannot be imported, or is no `async def agent(task, base_url, api_key)`.
+    """
+    module_name, sep, name = path.partition(":")
+    if not sep:
+        module_name, _, name = path.rpartition(".")
+    try:
+        agent = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise RolloutError(
+            f"rollout.agent is {path!r}, which cannot be imported ({e}); "
+            "name an async function as package.module:function"
+        ) from e
+    if not inspect.iscoroutinefunction(agent):
+        raise RolloutError(
+            f"rollout.agent is {path!r}, which is no coroutine function; "
+            "write it as async def agent(task, base_url, api_key) -> float | None"
+        )
+    return cast(Agent, agent)
+
+
+class RolloutWorker:
+    """Runs groups of rollouts; one per process (see `start_workers`)."""
+
+    def __init__(self, config: RolloutConfig, gateway_url: str) -> None:
+        self._config = config
+        self._gateway = gateway_url
+        self._agent = load_agent(config.agent)
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def run_group(
+        self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN
+    ) -> dict[str, int]:
+        """Run `n` rollouts of `task`; returns how they ended: {"complete": 7, "timeout": 1}."""
+        ends = await asyncio.gather(
+            *(self._rollout(task, prompt_uid, index, channel) for index in range(n))
+        )
+        return dict(Counter(ends))
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _rollout(self, task: Task, prompt_uid: str, index: int, channel: str) -> str:
+        reason = "not started"
+        for attempt in range(self._config.max_attempts):
+            async with self._slots:
+                final = attempt + 1 == self._config.max_attempts
+                reason = await self._attempt(task, prompt_uid, index, attempt, final, channel)
+            if reason == "complete":
+                break
+        return reason
+
+    async def _attempt(
+        self, task: Task, prompt_uid: str, index: int, attempt: int, final: bool, channel: str
+    ) -> str:
+        started = await self._post(
+            f"{self._gateway}/init_trajectory",
+            {
+                "prompt_uid": prompt_uid,
+                "channel": channel,
+                "attempt": attempt,
+                "metadata": {"rollout_index": index},
+            },
+        )
+        base_url = started["base_url"]
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                reward = await self._agent(task, base_url, self._config.api_key)
+            await self._post(f"{base_url}/v1/complete_trajectory", {"reward": reward})
+        except TimeoutError:
+            reason = "timeout"
+        except asyncio.CancelledError:
+            await self._post(f"{base_url}/v1/abort_trajectory", {"reason": "cancelled"})
+            raise
+        except Exception as e:  # noqa: BLE001 - an agent is foreign code: any failure ends its rollout
+            reason = f"{type(e).__name__}: {e}"[:200]
+            log.warning(
+                "rollout %d of %s failed (attempt %d): %s", index, prompt_uid, attempt, reason
+            )
+        else:
+            return "complete"
+        await self._post(
+            f"{base_url}/v1/abort_trajectory", {"reason": reason, "will_retry": not final}
+        )
+        return reason.partition(":")[0]
+
+    async def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                headers={"authorization": f"Bearer {self._config.api_key}"},
+            )
+        async with self._session.post(url, json=body) as response:
+            if response.status >= 400:
+                raise RolloutError(
+                    f"{url} answered {response.status}: {await response.text():.300}"
+                )
+            return cast(dict[str, Any], await response.json())
+
+
+class WorkerHandle(Protocol):
+    """What `Producer` needs of a worker: a Ray handle from `start_workers`, or a local one."""
+
+    async def run_group(
+        self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN
+    ) -> dict[str, int]: ...
+
+
+class _RemoteWorker:
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def run_group(
+        self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN
+    ) -> dict[str, int]:
+        running = self._actor.run_group.remote(task, prompt_uid, n, channel)
+        try:
+            return cast(dict[str, int], await running)
+        except asyncio.CancelledError:
+            ray.cancel(running)  # giving up the reference alone would leave the agents running
+            raise
+
+
+def start_workers(config: RolloutConfig, gateway_url: str) -> list[WorkerHandle]:
+    """`config.workers` actors; Ray restarts one that dies, and its groups are dropped."""
+    actor = ray.remote(RolloutWorker).options(
+        num_cpus=0, max_restarts=-1, max_concurrency=1000, name=None
+    )
+    return [_RemoteWorker(actor.remote(config, gateway_url)) for _ in range(config.workers)]
+
+
+class Producer:
+    """Keeps the pool fed with groups of the prompt source until it is stopped."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        source: PromptSource,
+        pool: DataPoolClient,
+        workers: list[WorkerHandle],
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._pool = pool
+        self._workers = workers
+        self.ends: Counter[str] = Counter()
+        """How rollouts ended so far."""
+        self.in_flight: dict[str, Task] = {}
+        """Prompts handed out and not yet settled, by prompt_uid: what a resume re-issues."""
+
+    def settle(self, prompt_uid: str) -> None:
+        """The group is trained (and its checkpoint durable), or dropped for good."""
+        self.in_flight.pop(prompt_uid, None)
+
+    @asynccontextmanager
+    async def running(self, limit: int | None = None) -> AsyncIterator[asyncio.Task[None]]:
+        """Generation goes on inside the block, for `limit` groups or as long as there is data; the
+        yielded task fails if generation does."""
+        task = asyncio.create_task(self._run(limit), name="producer")
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def evaluate(self, tasks: list[Task], n: int, channel: str) -> list[str]:
+        """Run every task n times into `channel`; returns the prompt_uids, once all have ended."""
+        runs = [self._start(task, n, 1, channel) for task in tasks]
+        uids = await asyncio.gather(*runs)
+        await asyncio.gather(
+            *(
+                self._run_group(i, task, uid, n, channel)
+                for i, (task, uid) in enumerate(zip(tasks, uids, strict=True))
+            )
+        )
+        return list(uids)
+
+    async def _run(self, limit: int | None) -> None:
+        async with asyncio.TaskGroup() as groups:
+            for number in count() if limit is None else range(limit):
+                try:
+                    task = self._source.next()
+                except DataExhaustedError as e:
+                    log.info("generation ends: %s", e)
+                    break
+                prompt_uid = await self._start(task, self._config.n, self._config.min_n, TRAIN)
+                self.in_flight[prompt_uid] = task
+                groups.create_task(self._run_group(number, task, prompt_uid, self._config.n, TRAIN))
+
+    async def _start(self, task: Task, n: int, min_n: int, channel: str) -> str:
+        prompt_uid = f"{task['instance_id']}-{uuid.uuid4().hex[:8]}"
+        await self._pool.open_group(
+            prompt_uid,
+            n,
+            deadline_s=self._config.group_deadline_s,
+            min_rollouts=min(min_n, n),
+            metadata={"task": task},
+            channel=channel,
+        )
+        return prompt_uid
+
+    async def _run_group(
+        self, number: int, task: Task, prompt_uid: str, n: int, channel: str
+    ) -> None:
+        worker = self._workers[number % len(self._workers)]
+        try:
+            ends = await worker.run_group(task, prompt_uid, n, channel)
+        except ray.exceptions.RayActorError as e:
+            # The worker died: its rollouts cannot finish, and the group must not wait for them.
+            log.warning("rollout worker died while running %s: %s", prompt_uid, e)
+            try:
+                await self._pool.drop_group(prompt_uid, "rollout worker died", channel=channel)
+            except DataPoolError as gone:
+                log.info("%s was already closed: %s", prompt_uid, gone)
+            ends = {"worker died": n}
+        self.ends.update(ends)
+        if channel == TRAIN and ends.get("complete", 0) < self._config.min_n:
+            self.settle(prompt_uid)  # the pool drops it, counted there
