@@ -41,9 +41,10 @@ class EngineConfig(BaseModel):
     """Default of `/parse_function_call`; null = the tokenizer's own response template."""
     reasoning_parser: str | None = "qwen3"
     """Default of `/separate_reasoning`."""
-    stream_interval: int = Field(default=1, ge=1)
-    """Tokens between two streamed chunks. Chunks repeat everything so far: a larger interval costs
-    less CPU; the first and the last token are always sent at once."""
+    stream_interval: int = Field(default=4, ge=1)
+    """Tokens between two streamed chunks. Every chunk repeats all before it and costs CPU: with 64
+    streams on two busy cores, 1 took 12-47 % of the embedded engine's throughput, 4 at most 13 %.
+    The first and the last token are sent at once whatever it is."""
     seed: int = Field(default=0, ge=0)
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """From launch to the first answer of `/health`, loading included."""

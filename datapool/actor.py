@@ -12,12 +12,14 @@ most callers use. Methods mirror `DataPool`, so `handle.submit_step.remote(step)
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import logging
 import time
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -28,6 +30,7 @@ from datapool.config import PoolConfig
 from datapool.errors import DataPoolError, PoolFullError
 from datapool.pool import DataPool, check_lease_request
 from datapool.records import SubmitOutcome, TrajectoryOutcome
+from datapool.turns import Numbering, Order, Turns
 from datapool.types import TRAIN, Lease, Step
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,9 @@ class DataPoolActor:
         self._tickets = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
-        if _was_restarted():
+        restarted = _was_restarted()
+        self.turns = Turns(resumed=restarted)
+        if restarted:
             logger.warning("DataPool restarted: what it held before is gone; leases are void")
 
     # -- producers ---------------------------------------------------------------------------
@@ -425,10 +430,49 @@ def start_data_pool(
         "num_cpus": 0,
         **options,
     }
-    actor_class: Any = ray.remote(DataPoolActor)  # Ray's own types do not cover `.options`
+    # Any: Ray's own types do not cover `.options`.
+    actor_class: Any = ray.remote(_in_order(DataPoolActor))
     handle: DataPoolHandle = actor_class.options(**settings).remote(config)
     ray.get(handle.get_statistics.remote())
     return handle
+
+
+def _in_order(cls: type[DataPoolActor]) -> type[DataPoolActor]:
+    """`cls` with calls that begin in the order they were made (see `turns.py`).
+
+    A class of its own for every pool, because Ray takes the numbering from the class: two pools
+    that shared one would each miss the other's numbers.
+    """
+    numbering = Numbering()
+
+    def wrap(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        @functools.wraps(method)
+        async def in_turn(
+            self: DataPoolActor, *args: Any, order: Order | None = None, **kwargs: Any
+        ) -> Any:
+            await self.turns.take(order)
+            return await method(self, *args, **kwargs)
+
+        # Ray unwraps methods and would look at the inner one; and it checks calls against the
+        # signature before it sends them.
+        del in_turn.__dict__["__wrapped__"]
+        signature = inspect.signature(method)
+        keyword = inspect.Parameter("order", inspect.Parameter.KEYWORD_ONLY, default=None)
+        extra = {
+            "__signature__": signature.replace(
+                parameters=[*signature.parameters.values(), keyword]
+            ),
+            "__ray_invocation_decorator__": numbering,
+        }
+        in_turn.__dict__.update(extra)
+        return in_turn
+
+    methods = {
+        name: wrap(method)
+        for name, method in vars(cls).items()
+        if not name.startswith("_") and inspect.iscoroutinefunction(method)
+    }
+    return type(cls.__name__, (cls,), {**methods, "__doc__": cls.__doc__})
 
 
 def _was_restarted() -> bool:

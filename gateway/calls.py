@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from datapool.errors import DataPoolError
+from datapool.errors import DataPoolError, InvalidStepError
 from datapool.types import Step, TokenIds
 from gateway.config import GatewayConfig
 from gateway.engine import EngineClient, Generation, Sampling
@@ -42,13 +42,14 @@ from gateway.errors import (
     GatewayError,
     PoolUnavailableError,
     RequestError,
+    TrajectoryConflictError,
 )
 from gateway.graph import Attachment, BranchCause, Turn, join
 from gateway.messages import Key, Message, Tool, root_key
 from gateway.parsing import Delta, ReplyText
 from gateway.render import ChatRenderer, CutError
 from gateway.reply import ReplyFormat, ReplyReader
-from gateway.trajectories import LiveTrajectory, closed_error
+from gateway.trajectories import Commit, LiveTrajectory, closed_error
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ class Call:
                 self.reply = await self._generate()
             self.state = "committing"
             if self.request.stores_step:
-                await self._trajectory.commit(self._step, self._stored)
+                await self._trajectory.commit(Commit(self._step, self._stored))
             else:
                 self._stored(None)
         except asyncio.CancelledError:
@@ -188,8 +189,10 @@ class Call:
             self._fail(e, "unstored" if self.reply is not None else "failed")
         except GatewayError as e:
             self._fail(e)
-        except DataPoolError as e:
+        except InvalidStepError as e:
             self._fail(EngineError(f"the engine's answer makes no Step: {e}"))
+        except DataPoolError as e:
+            self._fail(TrajectoryConflictError(f"the DataPool refuses the Step: {e}"))
         except Exception as e:
             log.exception("call %s on trajectory %s failed", self.uid, self._trajectory.uid)
             self._fail(GatewayError(f"the gateway failed ({type(e).__name__}); see its log"))
@@ -213,6 +216,10 @@ class Call:
         if not request.stream:
             self._on_tokens(generation.response_ids.tolist())
         self._publish(reader.finish())
+        if not isinstance(generation.matched, str):
+            n = reader.n_until_stop(generation.response_ids.tolist())
+            if n is not None:
+                generation = generation.cut(n)
         return Reply(
             reader.text, reader.has_reasoning, prompt, generation, sampling, len(prompt.ids)
         )
@@ -356,16 +363,15 @@ class CallService:
         self, trajectory: LiveTrajectory, request: ChatRequest, retry: RetryKey
     ) -> Listener:
         """Begin a call, or find the one that this request repeats."""
-        if (call := self._repeated(trajectory, retry)) is not None:
-            return call.listen()
         await trajectory.open()
-        # Another try of the same request may have begun while the trajectory was being opened.
         if (call := self._repeated(trajectory, retry)) is not None:
             return call.listen()
         self.counts["calls"] += 1
         call = Call(self, trajectory, request, retry.body)
         records = trajectory.records
-        records.setdefault(retry.key, []).append(call)
+        same = records.setdefault(retry.key, [])
+        same.append(call)
+        del same[: -self.config.remembered_calls]
         records.move_to_end(retry.key)
         while len(records) > self.config.remembered_calls:
             records.popitem(last=False)
@@ -374,11 +380,14 @@ class CallService:
     def _repeated(self, trajectory: LiveTrajectory, retry: RetryKey) -> Call | None:
         if not retry.is_retry:
             return None
-        calls = trajectory.records.get(retry.key, ())
-        calls = [c for c in calls if c.state != "failed"]
+        calls = trajectory.records.get(retry.key)
         if not calls:
             return None
-        # Of several samples of one request, the retry is for one that did not get through.
+        # Of several samples of one request, the retry is for the one that failed, or else for one
+        # that did not get through.
+        if (failed := next((c for c in calls if c.state == "failed"), None)) is not None:
+            calls.remove(failed)
+            return None
         call = next((c for c in calls if not c.delivered), calls[-1])
         if call.body != retry.body:
             raise RequestError(

@@ -20,7 +20,7 @@ import asyncio
 import uuid
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import aiohttp
@@ -81,6 +81,19 @@ class Generation:
     cached_tokens: int
     resumes: int
     """Weight updates that cut this call."""
+
+    def cut(self, n: int) -> Generation:
+        """The first `n` tokens, as if a stop string had ended them."""
+        spans = tuple(
+            VersionSpan(s.version, s.start, min(s.end, n)) for s in self.spans if s.start < n
+        )
+        return replace(
+            self,
+            response_ids=self.response_ids[:n],
+            log_probs=self.log_probs[:n],
+            spans=spans,
+            finish_reason="stop",
+        )
 
     @property
     def policy_version(self) -> int:
@@ -270,7 +283,6 @@ class EngineClient:
                 _take(url, part, _loads(url, await response.read()), incremental=False)
             else:
                 await _follow(url, response, part, on_tokens)
-        _check(url, part)
 
     def _pick(self, affinity: str, attempt: int) -> str:
         """The trajectory's engine, or the next one that is not known to be down."""
@@ -365,6 +377,10 @@ def _take(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool)
     part.ids += ids[have:]
     # Events of an incremental stream may carry log-probs of all tokens or of the new ones.
     entries = entries[have:] if len(entries) == len(ids) else entries[len(part.log_probs) :]
+    if [e[1] for e in entries] != part.ids[len(part.log_probs) :]:
+        raise EngineError(
+            f"{url} returned log-probs of other tokens than output_ids; is return_logprob honoured?"
+        )
     part.log_probs += [e[0] for e in entries]
     finish = meta.get("finish_reason")
     if finish is None:
@@ -400,14 +416,6 @@ def _version(url: str, version: Any) -> int:
         raise EngineError(
             f"{url} runs weight_version {version!r}; publish decimal integers ('0', '1', …)"
         ) from e
-
-
-def _check(url: str, part: _Part) -> None:
-    if len(part.log_probs) != len(part.ids):
-        raise EngineError(
-            f"{url} returned {len(part.log_probs)} log-probs for {len(part.ids)} tokens; "
-            "return_logprob must be honoured"
-        )
 
 
 def _generation(whole: _Part, finish: Mapping[str, Any], resumes: int) -> Generation:

@@ -135,6 +135,7 @@ class StopCutter:
         self._stops = tuple(s for s in stops if s)
         self._held = ""
         self.stopped = False
+        """A stop string was found; the text ends before it."""
 
     def feed(self, text: str) -> str:
         if not self._stops or self.stopped:

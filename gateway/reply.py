@@ -89,6 +89,7 @@ class ReplyReader:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._parser = parser
+        self._stops = tuple(stop)
         self._stop = StopCutter(stop)
         self._stream = tokenizer.stream()
         self._ids: list[int] = []
@@ -108,6 +109,23 @@ class ReplyReader:
         deltas += self._note(self._parser.finish())
         self.has_reasoning = bool(self.text.reasoning) or THINK_CLOSE in self._decoded
         return deltas
+
+    def n_until_stop(self, ids: Sequence[int]) -> int | None:
+        """How many of `ids` it takes to complete the stop string that ended the text, if one did.
+
+        The engine ends generation there itself, unless the string fell across a resumption.
+        """
+        if not self._stop.stopped:
+            return None
+        low, high = 0, len(ids)
+        while low + 1 < high:
+            middle = (low + high) // 2
+            text = self._tokenizer.decode([i for i in ids[:middle] if i not in self._hidden])
+            if any(s in text for s in self._stops):
+                high = middle
+            else:
+                low = middle
+        return high
 
     def _read(self, text: str) -> list[Delta]:
         if not text:

@@ -82,8 +82,9 @@ def _gateway(request: Request) -> Gateway:
 
 
 @router.post("/init_trajectory")
-async def init_trajectory(request: Request, body: InitTrajectory) -> Response:
+async def init_trajectory(request: Request, body: InitTrajectory | None = None) -> Response:
     gateway = _gateway(request)
+    body = body or InitTrajectory()
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
     for name, value in (("trajectory_uid", uid), ("prompt_uid", prompt_uid)):
@@ -103,8 +104,12 @@ async def init_trajectory(request: Request, body: InitTrajectory) -> Response:
 
 @router.post(f"{_UNDER}/register_trajectory")
 async def register_trajectory(
-    request: Request, trajectory_uid: str, prompt_uid: str, body: RegisterTrajectory
+    request: Request,
+    trajectory_uid: str,
+    prompt_uid: str,
+    body: RegisterTrajectory | None = None,
 ) -> Response:
+    body = body or RegisterTrajectory()
     trajectory = _gateway(request).trajectories.get(trajectory_uid, prompt_uid)
     await trajectory.open(channel=body.channel, metadata=body.metadata)
     return OrjsonResponse(
@@ -118,8 +123,12 @@ async def register_trajectory(
 
 @router.post(f"{_UNDER}/complete_trajectory")
 async def complete_trajectory(
-    request: Request, trajectory_uid: str, prompt_uid: str, body: CompleteTrajectory
+    request: Request,
+    trajectory_uid: str,
+    prompt_uid: str,
+    body: CompleteTrajectory | None = None,
 ) -> Response:
+    body = body or CompleteTrajectory()
     trajectory = _gateway(request).trajectories.find(trajectory_uid, prompt_uid)
     outcome = await trajectory.complete(body.reward, body.metadata)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})

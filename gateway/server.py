@@ -14,13 +14,16 @@ import errno
 import os
 import socket
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayError, PortInUseError
 from gateway.pool_port import PoolPort
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -34,7 +37,9 @@ def bind(host: str, port: int) -> socket.socket:
         GatewayError: the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only where the protocol is named; without it, every answer
+    # on a kept connection waits 40 ms for a delayed ACK.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
@@ -51,14 +56,30 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
+class _Server(uvicorn.Server):
+    """Tells when it serves; uvicorn has no hook for that."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.settled = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets=sockets)
+        finally:
+            self.settled.set()
+
+
 class HttpServer:
     """One gateway on its own event loop in a thread. `start` and `stop` are called once each."""
 
     def __init__(self, config: GatewayConfig, pool: PoolPort) -> None:
         self._config = config
         self._pool = pool
-        self._server: uvicorn.Server | None = None
+        self._app: FastAPI | None = None
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: BaseException | None = None
 
     def start(self) -> str:
@@ -73,61 +94,54 @@ class HttpServer:
         config = self._config
         listening = bind(config.host, config.port)
         try:
-            app = create_app(config, self._pool)
+            self._app = create_app(config, self._pool)
         except BaseException:
             listening.close()
             raise
         port = listening.getsockname()[1]
-        self._server = uvicorn.Server(
+        self._server = server = _Server(
             uvicorn.Config(
-                app,
+                self._app,
                 log_level=config.log_level,
                 access_log=False,
                 lifespan="on",
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(STOP_TIMEOUT_S) - 5,
+                timeout_graceful_shutdown=5,
                 server_header=False,
                 date_header=False,
             )
         )
         self._thread = threading.Thread(
-            target=self._serve, args=(self._server, listening), name="gateway", daemon=True
+            target=self._serve, args=(server, listening), name="gateway", daemon=True
         )
-        started = threading.Event()
-        self._watch_start(self._server, started)
         self._thread.start()
-        if not started.wait(START_TIMEOUT_S) or not self._server.started:
+        if not server.settled.wait(START_TIMEOUT_S) or not server.started:
             raise GatewayError(f"the gateway did not start: {self._failure or 'see its log'}")
         host = f"[{config.host}]" if ":" in config.host else config.host
         return f"http://{host}:{port}"
 
     def stop(self) -> None:
-        """Stop accepting, abort generations, let commits finish, end the thread."""
-        if self._server is None or self._thread is None:
+        """Abort generations, let commits finish, stop serving, end the thread."""
+        if self._app is None or self._server is None or self._thread is None:
             return
+        if self._server.started and self._loop is not None and self._thread.is_alive():
+            # uvicorn waits for open answers before it tells the application to shut down.
+            closing = asyncio.run_coroutine_threadsafe(self._app.state.gateway.close(), self._loop)
+            closing.result(STOP_TIMEOUT_S)
         self._server.should_exit = True
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
             self._server.force_exit = True
             self._thread.join(STOP_TIMEOUT_S)
 
-    def _watch_start(self, server: uvicorn.Server, started: threading.Event) -> None:
-        startup = server.startup
-
-        async def startup_then_tell(sockets: list[socket.socket] | None = None) -> None:
-            try:
-                await startup(sockets=sockets)
-            finally:
-                started.set()
-
-        server.startup = startup_then_tell  # type: ignore[method-assign]  # uvicorn has no hook for "now serving"
-
-    def _serve(self, server: uvicorn.Server, listening: socket.socket) -> None:
+    def _serve(self, server: _Server, listening: socket.socket) -> None:
         try:
             with asyncio.Runner(loop_factory=_new_loop) as runner:
+                self._loop = runner.get_loop()
                 runner.run(server.serve(sockets=[listening]))
         except BaseException as e:  # noqa: BLE001 - a thread has nobody else to tell
             self._failure = e
+            server.settled.set()
         finally:
             listening.close()
 

@@ -9,7 +9,7 @@ Commits of one trajectory run one at a time under its lock: a Step takes the nex
 when the pool has stored it, so a failed submit leaves no hole. Worked example: index 3 is submitted
 and the pool's answer is lost. The call answers 503 and stays `uncertain`. The next commit offers
 index 3 again; if the pool refuses it as a conflict, the lost Step was stored after all: it keeps
-index 3, and the new one takes 4.
+index 3 (its client's retry is answered with it), and the new one takes 4.
 
 Owns: the turn graph of each trajectory, the calls in flight, the records that answer retries.
 Does not own: generation (`calls.py`), storage (the pool).
@@ -28,7 +28,7 @@ from datapool.errors import (
 )
 from datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from datapool.records import TrajectoryOutcome
+from datapool.records import SubmitOutcome, TrajectoryOutcome
 from datapool.types import Step
 from gateway.errors import PoolUnavailableError, TrajectoryClosedError, TrajectoryConflictError
 from gateway.graph import TurnGraph
@@ -42,6 +42,13 @@ class Identity(NamedTuple):
     uid: str
     prompt_uid: str
     channel: str
+
+
+class Commit(NamedTuple):
+    """A Step to be stored, at whatever index it gets."""
+
+    make_step: Callable[[int], Step]
+    stored: Callable[[int], None]
 
 
 class LiveTrajectory:
@@ -69,7 +76,8 @@ class LiveTrajectory:
         self._lock = asyncio.Lock()
         self._on_closed = on_closed
         self._opened = closed is not None
-        self._uncertain: tuple[int, Callable[[int], None]] | None = None
+        self._uncertain: list[Commit] = []
+        """Commits at the next index whose answer was lost: at most one of them was applied."""
 
     async def open(
         self,
@@ -113,8 +121,8 @@ class LiveTrajectory:
                 self._check_open()
             self._opened = True
 
-    async def commit(self, make_step: Callable[[int], Step], stored: Callable[[int], None]) -> None:
-        """Store the Step that `make_step(step_index)` builds; `stored(step_index)` follows at once.
+    async def commit(self, commit: Commit) -> None:
+        """Store the Step that `commit` makes; its `stored(step_index)` follows at once.
 
         Raises:
             TrajectoryClosedError: closed meanwhile; no Step was stored.
@@ -124,30 +132,26 @@ class LiveTrajectory:
             while True:
                 self._check_open()
                 index = self.steps
-                step = make_step(index)
                 try:
-                    outcome = await ask(
-                        self._pool.submit_step(step, channel=self.channel), self._timeout_s
-                    )
+                    outcome = await self._submit(commit.make_step(index))
                 except StepConflictError:
                     # The index is taken: by the commit whose answer was lost, or by Steps of a
                     # gateway that served this trajectory before.
+                    await self._settle(index)
                     self.steps = index + 1
-                    if self._uncertain is not None and self._uncertain[0] == index:
-                        self._uncertain[1](index)
-                        self._uncertain = None
                     continue
                 except PoolTrajectoryConflictError as e:
                     raise TrajectoryConflictError(str(e)) from e
                 except PoolUnavailableError:
-                    self._uncertain = (index, stored)
+                    if commit not in self._uncertain:
+                        self._uncertain.append(commit)
                     raise
                 if outcome == "late":
                     self._close("closed by the DataPool (its group was served or dropped)")
                     continue
-                self._uncertain = None
+                self._uncertain.clear()
                 self.steps = index + 1
-                stored(index)
+                commit.stored(index)
                 return
 
     async def complete(
@@ -173,6 +177,22 @@ class LiveTrajectory:
     def note_steps(self, highest_index: int) -> None:
         """Steps were submitted from outside (white-box); later commits go behind them."""
         self.steps = max(self.steps, highest_index + 1)
+
+    async def _submit(self, step: Step) -> SubmitOutcome:
+        return await ask(self._pool.submit_step(step, channel=self.channel), self._timeout_s)
+
+    async def _settle(self, index: int) -> None:
+        """Find the lost commit that holds `index`: submitted again, it is a duplicate."""
+        while self._uncertain:
+            lost = self._uncertain[0]
+            try:
+                outcome = await self._submit(lost.make_step(index))
+            except StepConflictError:
+                outcome = "late"
+            self._uncertain.pop(0)
+            if outcome == "duplicate":
+                lost.stored(index)
+                self._uncertain.clear()
 
     async def _end(
         self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]]

@@ -41,7 +41,7 @@ class RunSection(Section):
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs."""
     seed: int = Field(default=0, ge=0)
     resume: Literal["auto", "never"] = "auto"
-    """`auto` goes on from the last checkpoint in `dir`; `never` starts over in an emptied `dir`."""
+    """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over."""
 
 
 class AsyncTrainingConfig(Section):
@@ -209,16 +209,18 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _explain(error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
-        # Tagged unions put the tag into the location; it is no key of the file.
-        location = [part for part in problem["loc"] if not str(part).startswith("function-")]
-        key = ".".join(map(str, location))
+        parts, known = _locate(problem["loc"])
+        key = ".".join(parts)
         if problem["type"] == "extra_forbidden":
-            known = list(_fields_at(RunConfig, location[:-1]))
-            close = _nearest(str(location[-1]), known)
+            close = _nearest(parts[-1], known)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
             yield f"{key} is not a known key; {hint}"
         elif problem["type"] == "missing":
             yield f"{key} is missing; add it"
+        elif problem["type"] == "union_tag_invalid":
+            context = problem["ctx"]
+            tag = context["discriminator"].strip("'")
+            yield f"{key}.{tag} is {context['tag']!r}; it should be {context['expected_tags']}"
         elif problem["type"] == "value_error":
             yield f"{key + ': ' if key else ''}{problem['ctx']['error']}"
         else:
@@ -226,22 +228,34 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{key} is {problem['input']!r:.80}; it should be {message}"
 
 
-def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> Iterator[str]:
-    current: Any = model
-    for part in location:
-        field = getattr(current, "model_fields", {}).get(part)
-        if field is not None:
-            current = _model_in(field.annotation) or current
-    yield from getattr(current, "model_fields", {})
+def _locate(location: Sequence[int | str]) -> tuple[list[str], list[str]]:
+    """The key as the file spells it, and the keys known beside it. pydantic puts the tag of a
+    tagged union into the location (data.train.reasoning_gym.size); the file has no such key."""
+    parts: list[str] = []
+    known = list(RunConfig.model_fields)
+    candidates: list[type[BaseModel]] = [RunConfig]
+    for part in map(str, location):
+        tagged = [m for m in candidates if part in _tags(m)]
+        if len(candidates) > 1 and tagged:
+            candidates = tagged
+            known = list(tagged[0].model_fields)
+            continue
+        parts.append(part)
+        fields = {name: f for m in candidates for name, f in m.model_fields.items()}
+        known = list(fields)
+        candidates = _models_in(fields[part].annotation) if part in fields else []
+    return parts, known
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
+def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
+    kind = model.model_fields.get("kind")
+    return getattr(kind.annotation, "__args__", ()) if kind is not None else ()
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in getattr(annotation, "__args__", ()):
-        if (found := _model_in(inner)) is not None:
-            return found
-    return None
+        return [annotation]
+    return [m for inner in getattr(annotation, "__args__", ()) for m in _models_in(inner)]
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:

@@ -81,6 +81,7 @@ class Display:
                 f"tool use {record['tool_use']:.2f}  lag {record['staleness/mean']:.2f}  "
                 f"loss {record['loss']:+.4f}  ready {record['pool/ready']}  "
                 f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
+                f"{_failures(record)}"
             )
 
     def evaluation(self, step: int, score: float, tool_use: float) -> None:
@@ -115,7 +116,7 @@ class Display:
             f"peak memory {summary['peak_memory_gb']:.1f} GB",
             soft_wrap=True,
         )
-        self.console.print(f"  reward {sparkline(self._rewards)}")
+        self.console.print(f"  reward {sparkline(summary['rewards'])}")
         for name, text in (
             ("summary.json", "the figures"),
             ("metrics.jsonl", "one object per optimizer step"),
@@ -137,7 +138,8 @@ class Display:
             )
             table.add_row(
                 "queue",
-                f"{r['pool/ready']} ready, {r['pool/open']} open, {r['pool/leased']} leased",
+                f"{r['pool/ready']} ready, {r['pool/open']} open, {r['pool/leased']} leased"
+                f"{_failures(r)}",
             )
             table.add_row(
                 "speed",
@@ -146,3 +148,8 @@ class Display:
             )
             table.add_row("policy", f"version {r['policy_version']}, loss {r['loss']:+.4f}")
         return Group(self._progress, Text(f"  {self._status}", style="dim"), table)
+
+
+def _failures(record: Mapping[str, Any]) -> str:
+    failed = record.get("rollouts/failed", 0)
+    return f"  ({failed} rollouts failed)" if failed else ""

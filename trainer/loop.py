@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,11 +54,17 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Progress:
-    """What a checkpoint must carry besides the model; `published` maps version -> updates then."""
+    """What a checkpoint must carry besides the model and the prompt source."""
 
     updates: int = 0
+    """Optimizer steps so far."""
     version: int = 0
+    """The policy version that was published last."""
     published: dict[int, int] = field(default_factory=lambda: {0: 0})
+    """Version -> updates when it was published."""
+    train_s: float = 0.0
+    """Wall time of training, evaluations not counted."""
+    evaluations: list[Evaluation] = field(default_factory=list)
 
 
 class Trainer:
@@ -90,50 +96,55 @@ class Trainer:
         self._estimator = estimator(config.algorithm.advantage)
         self._loss_fn = make_loss_fn(config.algorithm.loss)
         self._unacked: list[Lease] = []
-        self._started = time.monotonic()
+        self._mark = time.monotonic()
         # One thread: torch keeps its own pool per thread, and the model is not to be shared.
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
 
     async def train(
         self, until: int, generation: asyncio.Task[None] | None = None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Optimizer steps until there are `until` of them or the data is used up, then a checkpoint;
+        """Optimizer steps until there are `until` of them or the data is used up, and a checkpoint;
         yields the metrics of each.
 
         Args:
             generation: the running producer; if it fails, so does the training that waits for it.
         """
+        self._mark = time.monotonic()
         while self.progress.updates < until:
-            waited = time.monotonic()
             lease = await self._lease(generation)
             if lease is None:
                 break
-            waited = time.monotonic() - waited
-            async for record in self._train_on(lease, waited):
+            async for record in self._train_on(lease):
                 yield record
+                self._mark = time.monotonic()  # what the consumer did meanwhile is not training
         if self._unacked:
             await self.checkpoint()
 
-    async def _train_on(
-        self, lease: Lease, waited_s: float
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def _train_on(self, lease: Lease) -> AsyncGenerator[dict[str, Any], None]:
         """One batch: `require_batches` optimizer steps, with π_prox taken once before the first."""
         self._unacked.append(lease)
         groups = await self._scorer.score(lease.groups)
         if not groups:
             return
-        began = time.monotonic()
+        leased = time.monotonic()
         batch, mini_batches, metrics = await self._compute(self._prepare, groups)
         before = self.progress.updates
         for indices in mini_batches:
             update = await self._compute(self._backend.train_step, batch, self._loss_fn, indices)
+            trained = time.monotonic()
             self.progress.updates += 1
-            trained_s = time.monotonic() - began
             if self.progress.updates % self.config.async_training.trigger_parameter_sync_step == 0:
                 await self.publish()
-            step_s = time.monotonic() - began
-            yield await self._record(metrics | update, groups, waited_s, trained_s, step_s)
-            waited_s, began = 0.0, time.monotonic()
+            published = time.monotonic()
+            times = {
+                "time/wait_s": leased - self._mark,
+                "time/train_s": trained - leased,
+                "time/publish_s": published - trained,
+                "time/step_s": published - self._mark,
+            }
+            self.progress.train_s += published - self._mark
+            yield await self._record(metrics | update | times, groups)
+            leased = self._mark
         # Between batches only: a checkpoint acks whole leases, and this one is now trained whole.
         every = self.config.trainer.checkpoint_every
         if self.progress.updates // every > before // every:
@@ -216,7 +227,7 @@ class Trainer:
         pending = [task for uid, task in self.producer.in_flight.items() if uid not in acked]
         state = {
             "backend": await self._compute(self._backend.state_dict),
-            "progress": asdict(self.progress),
+            "progress": replace(self.progress),
             "source": self._source.state_dict(),
             "pending": pending,
         }
@@ -233,7 +244,7 @@ class Trainer:
         state = await self._compute(self._checkpoints.load_latest)
         if state is not None:
             await self._compute(self._backend.load_state_dict, state["backend"])
-            self.progress = Progress(**state["progress"])
+            self.progress = state["progress"]
             self._source.load_state_dict(state["source"])
             self._source.put_back(state["pending"])
         serving = [await engine.weight_version() for engine in self._engines]
@@ -254,16 +265,17 @@ class Trainer:
         trajectories = [t for g in groups for t in g.trajectories]
         if not trajectories:
             raise StarvedError(
-                f"none of {len(tasks) * n} evaluation rollouts finished "
-                f"({dict(self.producer.ends)}); look into the agent and run.dir/logs"
+                f"none of {len(tasks) * n} evaluation rollouts finished; {await self._losses(VAL)}"
             )
-        return Evaluation(
+        evaluation = Evaluation(
             step=self.progress.updates,
             score=float(np.mean([t.reward for t in trajectories])),
             tool_use=tool_use(groups),
             rollouts=len(trajectories),
             failed=len(tasks) * n - len(trajectories),
         )
+        self.progress.evaluations.append(evaluation)
+        return evaluation
 
     def close(self) -> None:
         self._compute_thread.shutdown()
@@ -303,39 +315,36 @@ class Trainer:
         return (
             f"no {self.config.trainer.groups_per_step} groups became ready within "
             f"trainer.starvation_timeout_s = {self.config.trainer.starvation_timeout_s:g} s; "
-            f"groups: {stats['groups']}; rollouts ended: {dict(self.producer.ends)}; oldest open: "
-            f"{stats['oldest_open']}"
+            f"groups: {stats['groups']}; oldest open: {stats['oldest_open']}; "
+            f"{await self._losses(TRAIN)}"
         )
 
-    async def _record(
-        self,
-        metrics: dict[str, float],
-        groups: Sequence[Group],
-        waited_s: float,
-        trained_s: float,
-        step_s: float,
-    ) -> dict[str, Any]:
+    async def _losses(self, channel: str) -> str:
+        """Why rollouts were lost, the commonest reasons first, and where to look."""
+        reasons = (await self.pool.get_statistics(channel))["trajectories"]["abort_reasons"]
+        common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+        said = "; ".join(f"{count} × {reason}" for reason, count in common) or "none was aborted"
+        return f"aborted: {said}. Look into the agent and {self.config.run.dir / 'logs'}"
+
+    async def _record(self, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, Any]:
         trajectories = [t for g in groups for t in g.trajectories]
         stats = await self.pool.get_statistics(TRAIN)
         tokens = sum(s.n_tokens for g in groups for s in g.steps)
         return {
             "step": self.progress.updates,
-            "time_s": time.monotonic() - self._started,
+            "time_s": self.progress.train_s,
             "policy_version": self.progress.version,
             "reward/mean": float(np.mean([t.reward for t in trajectories])),
             "tool_use": tool_use(groups),
             "groups": len(groups),
             "trajectories": len(trajectories),
             "steps_per_trajectory": sum(len(t.steps) for t in trajectories) / len(trajectories),
-            "tokens_per_s": tokens / (waited_s + step_s),
+            "tokens_per_s": tokens / metrics["time/step_s"],
             "pool/ready": stats["groups"]["ready"],
             "pool/open": stats["groups"]["open"],
             "pool/leased": stats["groups"]["leased"],
             "pool/dropped": stats["groups"]["dropped"],
-            "time/wait_s": waited_s,
-            "time/train_s": trained_s,
-            "time/publish_s": step_s - trained_s,
-            "time/step_s": waited_s + step_s,
+            "rollouts/failed": sum(self.producer.ends.values()) - self.producer.ends["complete"],
             **metrics,
         }
 

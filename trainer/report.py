@@ -17,6 +17,12 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
     return path
 
 
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that ended, or None."""
+    path = folder / "summary.json"
+    return dict(orjson.loads(path.read_bytes())) if path.is_file() else None
+
+
 def plot_reward(
     folder: Path,
     title: str,

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,23 +25,30 @@ from trainer.cluster import WEIGHTS, Cluster, start_cluster
 from trainer.config import RunConfig
 from trainer.data import PromptSource
 from trainer.display import Display
-from trainer.loop import Evaluation, Trainer
+from trainer.loop import Progress, Trainer
 from trainer.metrics import MemoryMeter, MetricsWriter
-from trainer.report import plot_reward, write_summary
+from trainer.report import plot_reward, read_summary, write_summary
 from trainer.rollout import Producer
 from trainer.scoring import Scorer
+
+CHECKPOINTS = "checkpoints"
 
 
 async def train(config: RunConfig) -> dict[str, Any]:
     """Train as configured; returns the summary, which is also written to `summary.json`."""
     folder = config.run.dir
+    display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
+    if config.run.resume == "never":
+        _start_over(folder)
+    elif (done := _finished(config)) is not None:
+        display.status("this run is complete; run.resume=never starts it over")
+        display.summary(done, folder)
+        return done
     # Weights of an earlier process are not ours: a resume publishes those of its checkpoint.
-    for stale in (folder,) if config.run.resume == "never" else (folder / WEIGHTS,):
-        shutil.rmtree(stale, ignore_errors=True)
+    shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)
     torch.manual_seed(config.run.seed)
-    display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
     with display, MemoryMeter() as memory:
         display.status("starting Ray, the pool, the engine and the gateway")
         async with start_cluster(config) as cluster:
@@ -66,9 +73,7 @@ def build_trainer(config: RunConfig, cluster: Cluster) -> Iterator[Trainer]:
         backend=build_backend(config.trainer.backend, config.backend, config.model.path),
         engines=cluster.engines,
         weights=WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
-        checkpoints=CheckpointStore(
-            config.run.dir / "checkpoints", config.trainer.keep_checkpoints
-        ),
+        checkpoints=CheckpointStore(config.run.dir / CHECKPOINTS, config.trainer.keep_checkpoints),
     )
     try:
         yield trainer
@@ -87,71 +92,86 @@ async def _train(
         display.resume_at(trainer.progress.updates)
         display.status(f"resumed at optimizer step {trainer.progress.updates}")
     tasks = PromptSource(config.data.val).all()
-    records: list[dict[str, Any]] = []
-    evals: list[Evaluation] = []
+    total, every = config.trainer.total_steps, config.trainer.eval_every
 
     async def evaluate() -> None:
         display.status(f"evaluating on {len(tasks)} prompts")
-        evals.append(await trainer.evaluate(tasks))
-        display.evaluation(evals[-1].step, evals[-1].score, evals[-1].tool_use)
+        evaluation = await trainer.evaluate(tasks)
+        display.evaluation(evaluation.step, evaluation.score, evaluation.tool_use)
 
-    await evaluate()
-    began = time.monotonic()
+    if not trainer.progress.evaluations:
+        await evaluate()
     async with (
         trainer.producer.running() as generation,
-        aclosing(trainer.train(config.trainer.total_steps, generation)) as steps,
+        aclosing(trainer.train(total, generation)) as steps,
     ):
         async for record in steps:
-            records.append(record)
             metrics.write(record)
             display.step(record)
-            every = config.trainer.eval_every
-            if every and record["step"] % every == 0 < config.trainer.total_steps - record["step"]:
+            if every and record["step"] % every == 0 and record["step"] < total:
                 await evaluate()
-    wall_s = time.monotonic() - began
     await evaluate()
 
     memory.sample()
-    summary = summarise(config, records, evals, wall_s, memory.peak)
+    records = metrics.read()
+    summary = summarise(config, records, trainer.progress, memory.peak)
     write_summary(config.run.dir, summary)
-    plot_reward(config.run.dir, f"Stepwell · {config.run.name}", metrics.read(), summary["evals"])
+    plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])
     display.summary(summary, config.run.dir)
     return summary
 
 
 def summarise(
-    config: RunConfig,
-    records: Sequence[Mapping[str, Any]],
-    evals: Sequence[Evaluation],
-    wall_s: float,
-    peak_bytes: int,
+    config: RunConfig, records: Sequence[Mapping[str, Any]], progress: Progress, peak_bytes: int
 ) -> dict[str, Any]:
-    """The figures of `summary.json`; shares and means over the trained steps of this process."""
+    """The figures of `summary.json`, over the whole run, from before a resume too.
+
+    Args:
+        peak_bytes: peak memory of all processes, of the last process of the run.
+    """
 
     def mean(key: str) -> float | None:
         values = [r[key] for r in records if r.get(key) is not None]
         return float(np.mean(values)) if values else None
 
+    before, *_, after = progress.evaluations
     gaps = [r["log_prob_gap"] for r in records if r.get("log_prob_gap") is not None]
     return {
         "name": config.run.name,
-        "optimizer_steps": evals[-1].step,
-        "eval_before": evals[0].score,
-        "eval_after": evals[-1].score,
-        "tool_use_before": evals[0].tool_use,
-        "tool_use_after": evals[-1].tool_use,
-        "wall_s": wall_s,
+        "optimizer_steps": progress.updates,
+        "eval_before": before.score,
+        "eval_after": after.score,
+        "tool_use_before": before.tool_use,
+        "tool_use_after": after.tool_use,
+        "wall_s": progress.train_s,
         "off_policy_share": mean("off_policy_share"),
         "staleness_mean": mean("staleness/mean"),
         "steps_per_trajectory_mean": mean("steps_per_trajectory"),
         "tokens_per_s_mean": mean("tokens_per_s"),
+        "rewards": [r["reward/mean"] for r in records],
         "trajectories_trained": sum(r["trajectories"] for r in records),
         "groups_dropped": records[-1]["pool/dropped"] if records else 0,
-        "eval_rollouts_failed": sum(e.failed for e in evals),
+        "eval_rollouts_failed": sum(e.failed for e in progress.evaluations),
         "log_prob_gap_max": max(gaps, default=None),
         "peak_memory_gb": peak_bytes / 1e9,
-        "evals": [asdict(e) for e in evals],
+        "evals": [asdict(e) for e in progress.evaluations],
     }
+
+
+def _start_over(folder: Path) -> None:
+    """Remove what a run writes, and nothing else: `run.dir` may be any folder."""
+    for name in (WEIGHTS, CHECKPOINTS, "logs", "wandb"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("metrics.jsonl", "summary.json", "reward.png"):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _finished(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of the run in `run.dir`, if it has done all its optimizer steps."""
+    summary = read_summary(config.run.dir)
+    if summary is None or summary["optimizer_steps"] < config.trainer.total_steps:
+        return None
+    return summary
 
 
 async def serve(config: RunConfig) -> None:

@@ -20,7 +20,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -102,7 +102,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     spec = json.loads(bpe.to_str())
     for token in spec["added_tokens"]:
         token["special"] = token["content"] in CONTROL
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call] # untyped in transformers
         tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
@@ -144,6 +144,12 @@ def tool_call(expression: str) -> str:
     return f'<tool_call>\n{{"name": "calculator", "arguments": {arguments}}}\n</tool_call>'
 
 
+Episode: TypeAlias = list[tuple[list[int], bool]]
+"""Consecutive token ids, and whether the model is to learn them."""
+Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""ids and labels, [B, T]; -100 where there is no loss."""
+
+
 class Demonstrations:
     """Turns a task into token ids and a loss mask, exactly as the gateway will see the episode."""
 
@@ -153,10 +159,10 @@ class Demonstrations:
 
     def prompt(self, question: str) -> list[int]:
         messages = [{"role": "user", "content": question}]
-        ids: list[int] = self.tokenizer.apply_chat_template(
+        ids = self.tokenizer.apply_chat_template(
             messages, tools=TOOLS, add_generation_prompt=True, return_dict=False
         )
-        return ids
+        return cast(list[int], ids)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
@@ -173,7 +179,7 @@ class Demonstrations:
             "<|im_start|>assistant\n"
         )
 
-    def with_tool(self, task: dict[str, Any]) -> list[tuple[list[int], bool]]:
+    def with_tool(self, task: dict[str, Any]) -> Episode:
         """Call, read, answer; now and then the first call fails and is made again."""
         expression = task["metadata"]["expression"]
         parts = [(self.prompt(task["question"]), False)]
@@ -186,27 +192,26 @@ class Demonstrations:
         parts += [(self.turn(tool_call(expression)), True), (self.tool_result(result), False)]
         return [*parts, (self.turn(task["answer"]), True)]
 
-    def in_the_head(self, task: dict[str, Any]) -> list[tuple[list[int], bool]]:
+    def in_the_head(self, task: dict[str, Any]) -> Episode:
         """A guess: right half of the time in the data, far less often once a 0.85 M model has
         to add three numbers without a tool."""
         off = self.rng.choice([-100, -20, -10, -1, 1, 10, 20, 100]) * self.rng.randint(0, 1)
         guess = str(int(task["answer"]) + off)
         return [(self.prompt(task["question"]), False), (self.turn(guess), True)]
 
-    def batch(
-        self, some: list[dict[str, Any]], tool_share: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids and labels, [B, T]; -100 where there is no loss."""
-        rows = [
-            self.with_tool(t) if self.rng.random() < tool_share else self.in_the_head(t)
-            for t in some
-        ]
-        ids = [[i for part, _ in row for i in part] for row in rows]
-        labels = [[i if loss else -100 for part, loss in row for i in part] for row in rows]
+    def batch(self, some: list[dict[str, Any]], tool_share: float) -> list[Rows]:
+        """The episodes of one update, short and long ones apart so that little is padding."""
+        with_tool = [self.rng.random() < tool_share for _ in some]
+        long = [self.with_tool(t) for t, tool in zip(some, with_tool, strict=True) if tool]
+        short = [self.in_the_head(t) for t, tool in zip(some, with_tool, strict=True) if not tool]
+        return [self._rows(episodes) for episodes in (long, short) if episodes]
+
+    def _rows(self, episodes: list[Episode]) -> Rows:
+        ids = [[i for part, _ in parts for i in part] for parts in episodes]
+        labels = [[i if loss else -100 for part, loss in parts for i in part] for parts in episodes]
         width = max(map(len, ids))
-        pad = self.tokenizer.pad_token_id
         return (
-            torch.tensor([r + [pad] * (width - len(r)) for r in ids]),
+            torch.tensor([r + [0] * (width - len(r)) for r in ids]),
             torch.tensor([r + [-100] * (width - len(r)) for r in labels]),
         )
 
@@ -238,28 +243,47 @@ def warm_up(
     demonstrations: Demonstrations,
     updates: int,
     tool_share: float,
-    batch_size: int = 64,
+    batch_size: int = 32,
     peak_lr: float = 2e-3,
 ) -> None:
-    """First a third of pure tool use (the skill), then the mixture (the habit of guessing)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, weight_decay=0.01)
+    """First pure tool use (the skill), then the mixture (the habit of guessing).
+
+    Muon on the matrices: with AdamW alone, copying digits takes several times as many updates to
+    learn (accuracy with the tool after 400 updates of 32: 1.00 against 0.05).
+    """
+    decoder = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not d for d in decoder)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(decoder, lr=peak_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=peak_lr, weight_decay=0.01, betas=(0.9, 0.98)),
+    ]
     source = tasks(WARM_UP_SEED, updates * batch_size)
     started = time.monotonic()
     model.train()
     for update in range(1, updates + 1):
-        lr = peak_lr * min(1.0, update / 50) * max(0.05, 1 - update / updates)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        share = 1.0 if update <= updates * 0.3 else tool_share
-        ids, labels = demonstrations.batch([next(source) for _ in range(batch_size)], share)
-        logits = model(input_ids=ids).logits[:, :-1]
-        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        optimizer.zero_grad()
-        loss.backward()
+        lr = peak_lr * min(1.0, update / 30) * max(0.03, 1 - update / updates)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        share = 1.0 if update <= 0.4 * updates else tool_share
+        batch = demonstrations.batch([next(source) for _ in range(batch_size)], share)
+        n_tokens = sum(int((labels != -100).sum()) for _, labels in batch)
+        total = 0.0
+        for ids, labels in batch:
+            learnt = labels[:, 1:] != -100
+            hidden = model.model(input_ids=ids).last_hidden_state[:, :-1][learnt]
+            logits = model.lm_head(hidden)
+            loss = cross_entropy(logits, labels[:, 1:][learnt], reduction="sum") / n_tokens
+            loss.backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if update % 100 == 0:
-            print(f"update {update}  {time.monotonic() - started:.0f} s  loss {loss.item():.3f}")
+            print(
+                f"update {update}  {time.monotonic() - started:.0f} s  loss {total:.3f}", flush=True
+            )
 
 
 # ── measurement ──────────────────────────────────────────────────────────────────────────────────
@@ -274,7 +298,8 @@ def sample(
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    out = model.generate(
+    generator: Any = model  # generate() is typed for a mixin that the class does not declare
+    out = generator.generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=max_new_tokens,
@@ -290,7 +315,7 @@ def measure(
     model: Qwen3ForCausalLM, demonstrations: Demonstrations, n: int = 256, turns: int = 3
 ) -> dict[str, float]:
     """Accuracy, tool use and how often a used tool leads to the answer, over `n` fresh tasks."""
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call] # untyped in transformers
     tokenizer = demonstrations.tokenizer
     some = list(tasks(EVAL_SEED, n))
     state = {i: demonstrations.prompt(t["question"]) for i, t in enumerate(some)}
@@ -323,7 +348,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=HERE / "model")
-    parser.add_argument("--updates", type=int, default=600)
+    parser.add_argument("--updates", type=int, default=700)
     parser.add_argument("--tool-share", type=float, default=0.4)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -338,7 +363,8 @@ def main() -> None:
     warm_up(model, demonstrations, options.updates, options.tool_share)
     figures = measure(model, demonstrations)
     print(json.dumps(figures))
-    model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
+    sampling = {"do_sample": True, "temperature": 1.0}
+    model.generation_config.update(**sampling)  # type: ignore[no-untyped-call] # untyped in transformers
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
 

@@ -146,7 +146,7 @@ def test_too_few_rollouts_drop_the_group_with_a_reason(pool, make_step):
 def test_declaring_a_group_twice_is_a_no_op_unless_the_numbers_differ(pool):
     assert pool.open_group("p", 2) == "accepted"
     assert pool.open_group("p", 2) == "duplicate"
-    with pytest.raises(GroupConflictError, match="'n_rollouts': 2.*'n_rollouts': 3"):
+    with pytest.raises(GroupConflictError, match=r"'n_rollouts': 2.*'n_rollouts': 3"):
         pool.open_group("p", 3)
 
 

@@ -120,3 +120,14 @@ def test_a_returned_group_of_a_full_queue_is_the_oldest_and_goes_first(make_pool
     pool.nack(lease.lease_id)
     assert groups(pool.lease_batch()) == [("p2", 1)]
     assert pool.stats()["groups"]["drop_reasons"] == {"max_queue_size": 1}
+
+
+def test_giving_up_a_retry_of_a_leased_group_does_not_make_it_ready(pool, make_step):
+    pool.open_group("p", 1)
+    pool.submit_step(make_step("b"))
+    pool.abort_trajectory("b", "crash", will_retry=True)
+    pool.finish("p", "a")
+    pool.lease_batch()
+    assert pool.abort_trajectory("b", "gave up", will_retry=False) == "aborted"
+    stats = pool.stats()
+    assert (stats["ready"], stats["oldest_policy_version_ready"]) == (0, None)

@@ -116,9 +116,10 @@ class Model:
 
     def set_deadline(self, g: Prompt, seconds: float | None, now: float) -> None:
         seconds = self.config.group_deadline_s if seconds is None else seconds
-        if seconds is not None and g.due is None:
-            if g.deadline is None or g.deadline[0] != now + seconds:
-                g.deadline = (now + seconds, self.event())
+        if seconds is None or g.due is not None:
+            return
+        if g.deadline is None or g.deadline[0] != now + seconds:
+            g.deadline = (now + seconds, self.event())
 
     def find(self, uid: str, p: str, now: float) -> Rollout | str:
         r = self.rollouts.get(uid)

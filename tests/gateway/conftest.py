@@ -360,7 +360,7 @@ class ScriptedEngine:
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
+async def serving(app: Any, *, graceful: bool = True) -> AsyncIterator[str]:
     """`app` over HTTP on a free port, in this event loop."""
     listening = bind("127.0.0.1", 0)
     config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5)
@@ -372,7 +372,13 @@ async def serving(app: Any) -> AsyncIterator[str]:
     try:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
-        await server.shutdown(sockets=[listening])
+        if graceful:
+            await server.shutdown(sockets=[listening])
+        else:
+            server.servers[0].close()
+            for connection in list(server.server_state.connections):
+                connection.shutdown()
+            listening.close()
 
 
 # -- the pool --------------------------------------------------------------------------------
@@ -516,7 +522,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 engine = ScriptedEngine(
                     default=lambda _: Sampled([*tokenizer.encode("fine").tolist(), eos])
                 )
-                engine.url = await stack.enter_async_context(serving(engine.app()))
+                engine.url = await stack.enter_async_context(serving(engine.app(), graceful=False))
                 made.append(engine)
             pool = LocalPool()
             config = GatewayConfig(

@@ -307,6 +307,33 @@ async def test_a_weight_update_in_the_middle_is_invisible_and_recorded(
     world.check_exact()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_across_a_weight_update_still_ends_the_response(
+    world: Any, stream: bool
+) -> None:
+    client = await world.client()
+    before, after = world.ids("act\nObser", close=False), world.ids("vation: made up", close=False)
+    world.say("", close=False, finish="abort", version="1").ids = before
+    world.say("", close=False, finish="length", version="2").ids = after
+    answer = await client.chat.completions.create(
+        model="m", messages=MESSAGES, stop=["Observation:"], stream=stream, max_tokens=200
+    )
+    if stream:
+        chunks = [c async for c in answer]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks)
+        finish = chunks[-1].choices[0].finish_reason
+    else:
+        text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert (text, finish) == ("act\n", "stop")
+    [step] = world.pool.stored()
+    assert world.tokenizer.decode(step.response_ids.tolist()) == "act\nObservation:"
+    n = len(step.response_ids)
+    assert [(s.version, s.start, s.end) for s in step.version_spans] == [
+        (1, 0, len(before)),
+        (2, len(before), n),
+    ]
+
+
 async def test_an_abort_at_the_token_limit_ends_with_length(world: Any) -> None:
     client = await world.client()
     said = world.say("", close=False, finish="abort")
@@ -446,3 +473,71 @@ async def test_a_body_that_is_too_large_answers_413(worlds: Any) -> None:
         )
     assert refusal.value.status_code == 413
     assert "gateway.max_body_bytes" in refusal.value.message
+
+
+async def test_of_several_commits_lost_at_one_index_the_stored_one_is_found(world: Any) -> None:
+    client = await world.client()
+    world.pool.failures = ["before", "after", "before"]
+    for text in ("a", "b", "c"):
+        with pytest.raises(openai.InternalServerError):
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": text}]
+            )
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert [s.step_index for s in world.pool.stored()] == [0, 1]
+    replies = {}
+    for text in ("a", "b", "c"):
+        replies[text] = await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": text}],
+            extra_headers={"x-stainless-retry-count": "1"},
+        )
+    assert [s.step_index for s in world.pool.stored()] == [0, 1, 2, 3]
+    assert len(world.engine.requests) == 4  # nothing was sampled twice
+    # "b" was the one in the pool already, and the graph knows it under its index.
+    content = replies["b"].choices[0].message.content
+    await client.chat.completions.create(
+        model="m",
+        messages=[
+            {"role": "user", "content": "b"},
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": "more"},
+        ],
+    )
+    assert world.pool.stored()[-1].parent_index == 0
+    world.check_exact()
+
+
+async def test_a_retry_of_one_failed_sample_is_not_given_another_sample(world: Any) -> None:
+    client = await world.client()
+    world.say("kept")
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    world.say("", status=500)
+    with pytest.raises(openai.InternalServerError):
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    world.say("another")
+    reply = await client.chat.completions.create(
+        model="m", messages=MESSAGES, extra_headers={"x-stainless-retry-count": "1"}
+    )
+    assert reply.choices[0].message.content == "another"
+    assert len(world.pool.stored()) == 2
+
+
+async def test_log_probs_of_other_tokens_are_refused(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await world.client()
+    said = world.say("fine")
+    honest = said.chunk
+
+    def lying(n: int, **how: Any) -> Any:
+        chunk = honest(n, **how)
+        chunk["meta_info"]["output_token_logprobs"][0][1] += 1
+        return chunk
+
+    said.chunk = lying
+    for stream in (False, True):
+        world.engine.script[:] = [said]
+        with pytest.raises(openai.APIError, match="other tokens than output_ids"):
+            await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
+    assert world.pool.stored() == []

@@ -60,6 +60,15 @@ async def test_init_hands_out_an_address_that_works(world: Any, http: Http) -> N
     assert trajectory.steps[0].is_last
 
 
+async def test_lifecycle_bodies_may_be_left_out(world: Any, http: Http) -> None:
+    async with http.session.post(world.url + "/init_trajectory") as response:
+        assert response.status == 200
+        base_url = (await response.json())["base_url"]
+    for name in ("register", "complete"):
+        async with http.session.post(f"{base_url}/v1/{name}_trajectory") as response:
+            assert response.status == 200
+
+
 async def test_a_repeated_init_with_its_own_uid_is_one_trajectory(world: Any, http: Http) -> None:
     body = {"trajectory_uid": "mine", "prompt_uid": "p"}
     first = await http.post(f"{world.url}/init_trajectory", **body)

@@ -59,6 +59,12 @@ def test_an_unknown_section_is_refused_with_the_nearest_known_one() -> None:
     assert "did you mean 'trainer'?" in fails("trainr.total_steps=3")
 
 
+def test_a_key_inside_a_union_is_named_as_the_file_spells_it() -> None:
+    message = fails("data.train.sise=3")
+    assert "data.train.sise is not a known key; did you mean 'size'?" in message
+    assert "data.val.kind is 'csv'" in fails("data.val.kind=csv")
+
+
 def test_a_wrong_type_names_key_value_and_what_it_should_be() -> None:
     message = fails("trainer.total_steps=many")
     assert "trainer.total_steps is 'many'; it should be a valid integer" in message

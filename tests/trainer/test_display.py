@@ -61,6 +61,7 @@ def test_the_summary_shows_before_and_after_and_where_the_files_are(
             "tool_use_after": 0.99,
             "optimizer_steps": 5,
             "wall_s": 60.0,
+            "rewards": [0.25, 1.0],
             "trajectories_trained": 320,
             "steps_per_trajectory_mean": None,
             "off_policy_share": None,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -24,7 +25,6 @@ class RecordingGateway:
         body = await request.json()
         uid = f"t{len(self.calls)}"
         self.calls.append(("init", uid, body))
-        self._called.set()
         base_url = f"{self.url}/{uid}/{body['prompt_uid']}"
         return web.json_response({"trajectory_uid": uid, "base_url": base_url})
 
@@ -32,11 +32,12 @@ class RecordingGateway:
         self.calls.append(
             (request.match_info["how"], request.match_info["uid"], await request.json())
         )
+        self._called.set()
         return web.json_response({"status": "ok"})
 
-    async def started(self, n: int) -> None:
-        """Returns once `n` rollouts have begun."""
-        while len(self.told("init")) < n:
+    async def hanging(self, n: int) -> None:
+        """Returns once `n` agents hang."""
+        while len(self.told("hangs")) < n:
             self._called.clear()
             await self._called.wait()
 
@@ -72,6 +73,8 @@ async def crashes(task: Mapping[str, Any], base_url: str, api_key: str) -> float
 
 
 async def hangs(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    async with aiohttp.ClientSession() as session:
+        await session.post(f"{base_url}/v1/hangs_trajectory", json={})
     await asyncio.sleep(3600)
     return 0.0
 
@@ -133,7 +136,7 @@ async def test_a_failed_attempt_is_tried_again_as_a_new_trajectory(
 async def test_a_cancelled_group_aborts_its_rollouts(gateway: RecordingGateway) -> None:
     worker = RolloutWorker(RolloutConfig(agent=f"{__name__}:hangs"), gateway.url)
     running = asyncio.create_task(worker.run_group({"question": "?"}, "p", 2, "train"))
-    await gateway.started(2)
+    await gateway.hanging(2)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await worker.close()
@@ -144,7 +147,8 @@ async def test_no_more_agents_run_at_once_than_configured(gateway: RecordingGate
     config = RolloutConfig(agent=f"{__name__}:hangs", concurrency=3)
     worker = RolloutWorker(config, gateway.url)
     running = asyncio.create_task(worker.run_group({"question": "?"}, "p", 8, "train"))
-    await asyncio.sleep(0.3)
+    await gateway.hanging(3)
+    await asyncio.sleep(0.2)
     assert len(gateway.told("init")) == 3
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

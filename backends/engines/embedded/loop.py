@@ -135,12 +135,9 @@ class GenerationLoop:
                     # Requests that wait while an update is due start under the new weights.
                     self.scheduler.step(admit=not self._updates)
                 self._announce()
-        except BaseException as e:
+        except Exception as e:
             log.exception("a generation step failed; the engine ends")
             self.failure = e
-            self.scheduler.abort(None)
-            self._announce()
-            raise
         finally:
             self._reject_rest()
             if self.failure is not None and self._event_loop is not None:
@@ -190,7 +187,8 @@ class GenerationLoop:
 
     def _reject_rest(self) -> None:
         """Answer everybody who waits on a loop that has ended."""
-        error = EngineStoppedError(f"the generation loop has ended ({self.failure!r})")
+        message = f"the generation loop has ended ({self.failure!r})"
+        error = EngineStoppedError(message)
         for update in self._updates:
             update.done.set_exception(error)
         self._updates.clear()
@@ -200,5 +198,5 @@ class GenerationLoop:
             except queue.Empty:
                 break
             command()
-        self.scheduler.abort(None)
+        self.scheduler.abort(None, message)
         self._announce()

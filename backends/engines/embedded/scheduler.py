@@ -110,16 +110,16 @@ class Scheduler:
         self.by_rid[request.rid] = request
         self.waiting.append(request)
 
-    def abort(self, rid: str | None) -> None:
+    def abort(self, rid: str | None, message: str = "Aborted") -> None:
         """Abort the requests whose id starts with `rid`; all if `rid` is None."""
         chosen = [r for r in self.by_rid.values() if rid is None or r.rid.startswith(rid)]
         for request in chosen:
-            self.cancel(request)
+            self.cancel(request, message)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, message: str = "Aborted") -> None:
         """Abort one request; nothing happens if it has finished."""
         if not request.finished:
-            request.abort()
+            request.abort(message)
             self._remove(request)
 
     def pause(self, mode: PauseMode) -> None:

@@ -163,6 +163,8 @@ class Server:
                 await wait()
                 for i, reply in list(open_replies.items()):
                     finished = reply.request.finished
+                    if finished:  # free before the client knows: it may send the id again
+                        self.rids.discard(reply.request.rid)
                     chunk = reply.body(
                         self.loop.scheduler.weight_version, stream=True, index=i if batch else None
                     )

@@ -219,6 +219,6 @@ def _eventually() -> Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]:
     return eventually
 
 
-@pytest.fixture(name="make_engine_config")
+@pytest.fixture(scope="session", name="make_engine_config")
 def _make_engine_config() -> Callable[..., EngineConfig]:
     return engine_config

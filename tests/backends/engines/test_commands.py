@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ LAUNCH = Launch(port=31000, model_path="/run/weights/v7", weight_version="7")
 
 
 def pairs(argv: list[str]) -> dict[str, str]:
-    return {a: b for a, b in zip(argv, argv[1:], strict=False) if a.startswith("--")}
+    return {a: b for a, b in pairwise(argv) if a.startswith("--")}
 
 
 def test_sglang_is_launched_with_its_own_flags() -> None:

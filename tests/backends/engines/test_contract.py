@@ -1,9 +1,11 @@
-"""What every engine must do, embedded or a real SGLang: SGLang's HTTP API as Stepwell relies on it."""
+"""What every engine must do, embedded or a real SGLang: the API as Stepwell relies on it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -47,10 +49,7 @@ class InFlight:
         raise AssertionError("the stream ended early")
 
     async def rest(self) -> dict[str, Any]:
-        last: dict[str, Any] = {}
-        async for last in self._chunks:
-            pass
-        return last
+        return [chunk async for chunk in self._chunks][-1]
 
     async def leave(self) -> None:
         await self._chunks.aclose()  # type: ignore[attr-defined]  # it is an async generator
@@ -96,10 +95,8 @@ async def test_a_stream_is_cumulative_and_ends_with_done(client: EngineClient) -
     ):
         lines = [line for line in (await response.text()).split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
-    import json
-
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    for earlier, later in zip(chunks, chunks[1:], strict=False):
+    for earlier, later in pairwise(chunks):
         n = len(earlier["output_ids"])
         assert later["output_ids"][:n] == earlier["output_ids"]
         assert later["text"].startswith(earlier["text"])
@@ -392,8 +389,6 @@ async def test_tool_calls_are_parsed_and_what_is_no_call_stays_text(client: Engi
     )
     assert parsed["normal_text"] == "Let me see."
     assert [c["name"] for c in parsed["calls"]] == ["sub", "add"]
-    import json
-
     assert json.loads(parsed["calls"][0]["parameters"]) == {"a": 1, "b": "é"}
     for text in ("no call", call % "unknown", '<tool_call>\n{"name": "add", "argu'):
         parsed = await client.parse_function_call(text, TOOLS, "qwen25")

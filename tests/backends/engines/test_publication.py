@@ -47,17 +47,20 @@ async def short(client: EngineClient) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place", "drain"])
 async def test_a_publication_commits_and_generation_goes_on(
-    mode: Any, client: EngineClient, model_dirs: Any, tmp_path: Path
+    mode: Any,
+    client: EngineClient,
+    model_dirs: Any,
+    tmp_path: Path,
+    eventually: Callable[..., Any],
 ) -> None:
     store = WeightStore(tmp_path)
     long = {"max_new_tokens": 300, "ignore_eos": True}
     flight = asyncio.create_task(client.generate(PROMPT, long))
 
-    async def runs() -> None:
-        while not (await client.loads())["loads"][0]["num_running_reqs"]:
-            await asyncio.sleep(0.005)
+    async def runs() -> bool:
+        return bool((await client.loads())["loads"][0]["num_running_reqs"])
 
-    await asyncio.wait_for(runs(), 10)
+    await eventually(runs)
     done = await publish([client], model_dirs.new, 1, mode, store=store)
     assert done.version == 1
     assert await client.weight_version() == 1

@@ -147,7 +147,8 @@ def test_killing_the_supervisors_process_leaves_no_engine(model_dirs: Any, tmp_p
         from pathlib import Path
         from backends.config import EngineConfig
         from backends.engines.supervisor import Supervisor
-        supervisor = Supervisor(EngineConfig(model_path=Path({str(model_dirs.base)!r})), {str(tmp_path)!r})
+        config = EngineConfig(model_path=Path({str(model_dirs.base)!r}))
+        supervisor = Supervisor(config, {str(tmp_path)!r})
         supervisor.start()
         print(supervisor.pid, flush=True)
         time.sleep(600)

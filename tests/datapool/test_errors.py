@@ -1,0 +1,37 @@
+"""Errors cross Ray: they pickle, keep their type, and are the built-in a reader expects."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import datapool.errors as errors
+
+ALL = [
+    value
+    for value in vars(errors).values()
+    if isinstance(value, type) and issubclass(value, errors.DataPoolError)
+]
+
+
+@pytest.mark.parametrize("error_type", ALL)
+def test_errors_survive_pickling_and_read_as_their_message(error_type):
+    error = pickle.loads(pickle.dumps(error_type("step 't'[0] is wrong; do this")))
+    assert type(error) is error_type
+    assert str(error) == "step 't'[0] is wrong; do this"
+
+
+@pytest.mark.parametrize("error_type", [e for e in ALL if e is not errors.DataPoolError])
+def test_every_error_is_also_a_builtin_and_stands_in_the_drawn_tree(error_type):
+    builtin = error_type.__mro__[2]
+    assert builtin.__module__ == "builtins"
+    assert builtin is not Exception
+    assert f"{error_type.__name__}({builtin.__name__})" in (errors.__doc__ or "")
+
+
+def test_the_package_exports_every_error():
+    import datapool
+
+    assert {e.__name__ for e in ALL} <= set(datapool.__all__)
+    assert all(getattr(datapool, name) is not None for name in datapool.__all__)

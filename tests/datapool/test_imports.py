@@ -1,0 +1,29 @@
+"""What `import datapool` costs."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+
+import datapool
+
+
+def modules_loaded_by(code: str) -> set[str]:
+    program = f"import sys\n{code}\nprint(*sys.modules, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
+    )
+    return set(done.stdout.split())
+
+
+def test_no_module_of_the_datapool_loads_torch_or_another_package_of_ours():
+    names = [f"datapool.{m.name}" for m in pkgutil.iter_modules(datapool.__path__)]
+    assert {"datapool.pool", "datapool.actor", "datapool.client"} <= set(names)
+    loaded = modules_loaded_by("import " + ", ".join(names))
+    assert set(names) <= loaded
+    assert not loaded & {"torch", "transformers", "gateway", "trainer", "backends"}
+
+
+def test_the_nouns_come_without_ray():
+    assert "ray" not in modules_loaded_by("from datapool import Step, DataPool, PoolConfig")

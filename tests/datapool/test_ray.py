@@ -1,0 +1,317 @@
+"""The pool as its users meet it: a Ray actor, a bare handle, a client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+
+import pytest
+import ray
+
+import datapool.client as client_module
+from datapool import (
+    DataPoolClient,
+    DataPoolError,
+    PoolConfig,
+    PoolUnavailableError,
+    StepConflictError,
+    UnknownLeaseError,
+    UnknownTrajectoryError,
+    start_data_pool,
+)
+
+NAMESPACE = f"datapool-test-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared_actor(cluster):
+    return start_data_pool(PoolConfig(), name="shared")
+
+
+@pytest.fixture
+def channel():
+    """A channel of this test's own, so that tests can share the actor."""
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def client(shared_actor):
+    return DataPoolClient(shared_actor)
+
+
+@pytest.fixture
+def own_actor(cluster):
+    """An actor that the test may kill."""
+    name = uuid.uuid4().hex
+    handle = start_data_pool(name=name)
+    yield handle
+    ray.kill(handle)
+
+
+async def until(condition):
+    """Wait for something that another process does; the test's timeout is the limit."""
+    while not await condition():  # noqa: ASYNC110 - it happens elsewhere, no event tells of it
+        await asyncio.sleep(0.02)
+
+
+async def consumers(client, channel):
+    return (await client.get_statistics(channel))["waiting"]["consumers"]
+
+
+async def test_the_documented_lines_run_as_they_stand(own_actor, make_step):
+    data_pool = own_actor
+    for trajectory_uid in "abcde":
+        step = make_step(trajectory_uid, "p")
+        steps = [make_step(trajectory_uid, "p", i) for i in range(2)]
+        data_pool.submit_step.remote(step, channel="train")
+        data_pool.submit_steps.remote(steps, channel="val")
+        data_pool.complete_trajectory.remote(trajectory_uid, reward=1.0, channel="train")
+    batch = await data_pool.fetch_batch.remote(n_rollouts=5)
+    stats = await data_pool.get_statistics.remote()
+    assert [(s.trajectory_uid, s.reward, s.is_last) for s in batch] == [
+        (uid, 1.0, True) for uid in "abcde"
+    ]
+    assert batch[0].prompt_ids.tolist() == [1, 2, 3]
+    assert stats["train"]["groups"]["acked"] == 1
+    assert stats["val"]["steps"]["accepted"] == 10
+
+
+async def test_calls_fired_without_waiting_take_effect_in_order(own_actor, make_step):
+    references = []
+    for i in range(200):
+        uid = f"t{i}"
+        size = 60_000 if i % 20 == 0 else 3  # large arguments travel another way
+        references += [
+            own_actor.submit_step.remote(make_step(uid, f"p{i}", k, prompt_ids=[1] * size))
+            for k in range(3)
+        ]
+        references.append(own_actor.complete_trajectory.remote(uid, reward=1.0))
+    statistics = own_actor.get_statistics.remote("train")
+    assert await asyncio.gather(*references) == (["accepted"] * 3 + ["complete"]) * 200
+    assert (await statistics)["groups"]["ready"] == 200
+
+
+async def test_errors_keep_their_type_through_a_bare_handle(shared_actor, channel, make_step):
+    await shared_actor.submit_step.remote(make_step("t"), channel)
+    with pytest.raises(StepConflictError):
+        await shared_actor.submit_step.remote(make_step("t", response_ids=[9, 9]), channel)
+    with pytest.raises(KeyError):
+        ray.get(shared_actor.complete_trajectory.remote("unknown", channel=channel))
+
+
+async def test_errors_through_the_client_are_one_plain_line(client, channel, make_step):
+    await client.submit_step(make_step("t"), channel)
+    with pytest.raises(StepConflictError) as conflict:
+        await client.submit_step(make_step("t", response_ids=[9, 9]), channel)
+    with pytest.raises(UnknownTrajectoryError) as unknown:
+        await client.complete_trajectory("u", channel=channel)
+    with pytest.raises(UnknownLeaseError) as lease:
+        await client.ack("nobody's")
+    for error in (conflict.value, unknown.value, lease.value):
+        assert type(error).__module__ == "datapool.errors"
+        assert "\n" not in str(error)
+
+
+async def test_every_method_of_the_client_reaches_the_pool(client, channel, make_step):
+    where = {"channel": channel}
+    assert await client.open_group("p", 2, 60.0, 1, {"k": 1}, **where) == "accepted"
+    assert await client.open_trajectory("a", "p", 1, {"m": 2}, **where) == "accepted"
+    steps = [make_step("a", index=i) for i in range(2)]
+    assert await client.submit_steps(steps, **where) == ["accepted", "accepted"]
+    assert await client.submit_steps([], **where) == []
+    assert await client.complete_trajectory("a", 1.0, {"n": 3}, **where) == "complete"
+    assert await client.submit_step(make_step("b"), **where) == "accepted"
+    assert await client.abort_trajectory("b", "crash", True, **where) == "aborted"
+    assert await client.abort_trajectory("b", "gave up", False, **where) == "aborted"
+    lease = await client.lease_batch(channel=channel, lease_s=30)
+    (group,) = lease.groups
+    assert (group.n_rollouts, group.metadata) == (2, {"k": 1})
+    assert group.trajectories[0].metadata == {"m": 2, "n": 3}
+    assert await client.renew(lease.lease_id, 60) > lease.expires_at
+    await client.nack(lease.lease_id, "test")
+    lease = await client.lease_batch(channel=channel)
+    await client.ack(lease.lease_id)
+    await client.open_group("q", 1, **where)
+    await client.drop_group("q", "test", **where)
+    groups = (await client.get_statistics(channel))["groups"]
+    assert (groups["submitted"], groups["acked"], groups["dropped"]) == (2, 1, 1)
+
+
+async def test_a_waiting_consumer_is_woken_by_another_process(client, channel, make_step):
+    @ray.remote(num_cpus=0)
+    def produce(client, channel, step):
+        async def run():
+            await client.submit_step(step, channel)
+            await client.complete_trajectory(step.trajectory_uid, channel=channel)
+
+        asyncio.run(run())
+
+    waiting = asyncio.create_task(client.fetch_batch(channel=channel, timeout_s=None))
+    await until(lambda: is_true(consumers(client, channel)))
+    produce.remote(client, channel, make_step("t"))
+    assert [s.trajectory_uid for s in await waiting] == ["t"]
+
+
+async def is_true(awaitable):
+    return bool(await awaitable)
+
+
+async def test_a_wait_is_as_long_as_asked_however_it_is_sliced(client, channel, monkeypatch):
+    monkeypatch.setattr(client_module, "SLICE_S", 0.02)
+    assert await client.fetch_batch(channel=channel, timeout_s=0.1) is None
+    waiting = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=None))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await client.shutdown(channel)
+    assert await waiting is None
+
+
+async def test_cancelled_callers_leave_the_queue(shared_actor, client, channel):
+    reference = shared_actor.fetch_batch.remote(channel=channel, timeout_s=None)
+    task = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=None))
+
+    async def both_wait():
+        return await consumers(client, channel) == 2
+
+    async def nobody_waits():
+        return await consumers(client, channel) == 0
+
+    await until(both_wait)
+    ray.cancel(reference)
+    task.cancel()
+    await until(nobody_waits)
+
+
+async def test_a_consumer_whose_process_died_leaves_the_queue(client, channel):
+    @ray.remote(num_cpus=0)
+    class Consumer:
+        async def consume(self, client, channel):
+            client_module.SLICE_S = 0.2
+            return await client.fetch_batch(channel=channel, timeout_s=None)
+
+    consumer = Consumer.remote()
+    consumer.consume.remote(client, channel)
+    await until(lambda: is_true(consumers(client, channel)))
+    ray.kill(consumer)
+
+    async def nobody_waits():
+        # Twice, because a living consumer, too, is away between two slices.
+        first = await consumers(client, channel)
+        await asyncio.sleep(0.1)
+        return first == 0 == await consumers(client, channel)
+
+    await until(nobody_waits)
+
+
+async def test_many_waiting_consumers_do_not_shut_out_producers(shared_actor, channel, make_step):
+    waiting = [
+        shared_actor.fetch_batch.remote(channel=channel, timeout_s=None) for _ in range(1100)
+    ]
+    assert await shared_actor.submit_step.remote(make_step("t"), channel) == "accepted"
+    await shared_actor.shutdown.remote(channel)
+    assert await asyncio.gather(*waiting) == [None] * 1100
+
+
+class CountingHandle:
+    """The real handle, counting the calls that carry steps."""
+
+    def __init__(self, handle):
+        self._handle = handle
+        self.calls = 0
+
+    def __getattr__(self, name):
+        self.calls += name == "apply_steps"
+        return getattr(self._handle, name)
+
+
+async def test_concurrent_submits_travel_together_and_each_gets_its_own_answer(
+    shared_actor, channel, make_step
+):
+    handle = CountingHandle(shared_actor)
+    client = DataPoolClient(handle)
+    await client.submit_step(make_step("t"), channel)
+    answers = await asyncio.gather(
+        *(client.submit_step(make_step(f"u{i}", index=i), channel) for i in range(100)),
+        client.submit_step(make_step("t"), channel),
+        client.submit_step(make_step("t", response_ids=[9, 9]), channel),
+        client.submit_steps([make_step("t", index=1), make_step("t", index=2)], channel),
+        return_exceptions=True,
+    )
+    assert answers[:100] == ["accepted"] * 100
+    assert answers[100] == "duplicate"
+    assert isinstance(answers[101], StepConflictError)
+    assert answers[102] == ["accepted", "accepted"]
+    assert handle.calls <= 4
+
+
+async def test_a_step_that_cannot_travel_fails_alone(client, channel, make_step):
+    answers = await asyncio.gather(
+        client.submit_step(make_step("good"), channel),
+        client.submit_step(make_step("bad", metadata={"lock": threading.Lock()}), channel),
+        client.submit_step(make_step("fine"), channel),
+        return_exceptions=True,
+    )
+    assert isinstance(answers[1], TypeError)
+    assert {answers[0], answers[2]} <= {"accepted", "duplicate"}
+    assert (await client.get_statistics(channel))["steps"]["stored"] == 2
+
+
+async def test_a_producer_that_leaves_does_not_disturb_the_others(client, channel, make_step):
+    leaving = asyncio.create_task(client.submit_step(make_step("a"), channel))
+    staying = asyncio.create_task(client.submit_step(make_step("b"), channel))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert await staying == "accepted"
+
+
+async def test_a_client_is_found_by_name_and_a_missing_pool_is_named(shared_actor):
+    client = DataPoolClient.connect("shared", NAMESPACE)
+    assert "train" in await client.get_statistics()
+    with pytest.raises(PoolUnavailableError, match="no DataPool named 'missing'"):
+        DataPoolClient.connect("missing")
+
+
+async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_step):
+    client = DataPoolClient(own_actor)
+    waiting = asyncio.create_task(client.fetch_batch(timeout_s=None))
+    await until(lambda: is_true(consumers(client, "train")))
+    ray.kill(own_actor)
+    for call in (waiting, client.submit_step(make_step("t")), client.get_statistics()):
+        with pytest.raises(ConnectionError, match="the DataPool cannot be reached") as e:
+            await call
+        assert isinstance(e.value, DataPoolError)
+        assert "\n" not in str(e.value)
+
+
+async def test_a_restarted_pool_answers_again_and_knows_no_lease_of_its_former_life(
+    own_actor, make_step
+):
+    client = DataPoolClient(own_actor)
+
+    async def lease_one():
+        await client.submit_step(make_step("t", is_last=True))
+        return await client.lease_batch()
+
+    before = await lease_one()
+    ray.kill(own_actor, no_restart=False)
+
+    async def is_back():
+        try:  # and not still there: the kill takes its time
+            return (await client.get_statistics("train"))["groups"]["submitted"] == 0
+        except PoolUnavailableError:
+            return False
+
+    await until(is_back)
+    after = await lease_one()
+    assert after.lease_id != before.lease_id
+    with pytest.raises(UnknownLeaseError, match="before a restart"):
+        await client.ack(before.lease_id)
+    await client.ack(after.lease_id)

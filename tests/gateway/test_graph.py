@@ -1,0 +1,178 @@
+"""The turn graph without HTTP: what counts as the same conversation, and which turn is extended."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.graph import TurnGraph, join
+from gateway.messages import canonical, parse_arguments, root_key
+
+ROOT = root_key(None, {})
+
+
+def say(role: str, content: Any = "", **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def call(arguments: Any, call_id: str = "c1", name: str = "f") -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def add(graph: TurnGraph, messages: list[Any], reply: Any, index: int, root: bytes = ROOT) -> Any:
+    attachment = graph.attach(root, messages)
+    return graph.add(
+        root,
+        attachment,
+        parent=attachment.turn,
+        new_prompt_ids=np.asarray([index, 100], np.int32),
+        response_ids=np.asarray([200 + index], np.int32),
+        reply=reply,
+        has_reasoning=False,
+        step_index=index,
+    )
+
+
+def test_the_deepest_stored_turn_is_extended() -> None:
+    graph = TurnGraph()
+    one = [say("user", "a")]
+    first = add(graph, one, say("assistant", "b"), 0)
+    two = [*one, say("assistant", "b"), say("user", "c")]
+    second = add(graph, two, say("assistant", "d"), 1)
+    assert second.parent is first
+    attachment = graph.attach(ROOT, [*two, say("assistant", "d"), say("user", "e")])
+    assert (attachment.turn, attachment.n_known, attachment.cause) == (second, 4, None)
+    attachment = graph.attach(ROOT, [*two, say("assistant", "other"), say("user", "e")])
+    assert (attachment.turn, attachment.n_known) == (first, 2)
+    assert join(second.arrays()).tolist() == [0, 100, 200, 1, 100, 201]
+    assert second.n_tokens == 6
+
+
+def test_forks_of_one_turn_share_its_tokens() -> None:
+    graph = TurnGraph()
+    one = [say("user", "a")]
+    first = add(graph, one, say("assistant", "b"), 0)
+    forks = [
+        add(graph, [*one, say("assistant", "b"), say("user", x)], say("assistant", x), i + 1)
+        for i, x in enumerate("xyz")
+    ]
+    assert all(f.parent is first for f in forks)
+
+
+def test_the_same_prompt_again_can_use_its_ids_again() -> None:
+    graph = TurnGraph()
+    one = [say("user", "a")]
+    first = add(graph, one, say("assistant", "b"), 0)
+    again = graph.attach(ROOT, one)
+    assert (again.twin, again.cause, again.turn) == (first, "resampled", None)
+    two = [*one, say("assistant", "b"), say("user", "c")]
+    second = add(graph, two, say("assistant", "d"), 1)
+    again = graph.attach(ROOT, two)
+    assert (again.twin, again.cause, again.turn) == (second, None, first)
+
+
+def test_a_turn_knows_the_nearest_step_above_white_box_turns() -> None:
+    graph = TurnGraph()
+    one = [say("user", "a")]
+    add(graph, one, say("assistant", "b"), 0)
+    two = [*one, say("assistant", "b"), say("user", "c")]
+    attachment = graph.attach(ROOT, two)
+    white = graph.add(
+        ROOT,
+        attachment,
+        parent=attachment.turn,
+        new_prompt_ids=np.asarray([1], np.int32),
+        response_ids=np.asarray([2], np.int32),
+        reply=say("assistant", "d"),
+        has_reasoning=False,
+        step_index=None,
+    )
+    assert white.nearest_step() == 0
+
+
+def test_empty_contents_are_one() -> None:
+    calls = [call('{"a": 1}')]
+    forms = [
+        say("assistant", None, tool_calls=calls),
+        say("assistant", "", tool_calls=calls),
+        say("assistant", "\n", tool_calls=calls),
+        {"role": "assistant", "tool_calls": calls},
+    ]
+    assert len({canonical(f) for f in forms}) == 1
+
+
+def test_arguments_compare_as_values_and_calls_by_id() -> None:
+    same = [call('{"a": 1, "b": [2]}'), call('{"b":[2],"a":1}'), call({"b": [2], "a": 1})]
+    assert len({canonical(say("assistant", tool_calls=[c])) for c in same}) == 1
+    other = [call('{"a": 1}', "c2"), call('{"a": 2}'), call('{"a": 1}', name="g"), call("{a: 1}")]
+    forms = [canonical(say("assistant", tool_calls=[c])) for c in [same[0], *other]]
+    assert len(set(forms)) == 5
+
+
+def test_reasoning_kept_or_dropped_is_the_same_reply() -> None:
+    forms = [
+        say("assistant", "<think>\nhm\n</think>\n\nyes"),
+        say("assistant", "yes", reasoning_content="hm"),
+        say("assistant", " yes\n"),
+    ]
+    assert len({canonical(f) for f in forms}) == 1
+
+
+def test_user_and_tool_text_must_be_equal_to_the_letter() -> None:
+    forms = [say("user", "a"), say("user", "a "), say("system", "a"), say("tool", "a")]
+    assert len({canonical(f) for f in forms}) == 4
+    answers = [say("tool", "a", tool_call_id=i) for i in ("c1", "c2")]
+    assert canonical(answers[0]) != canonical(answers[1])
+
+
+@pytest.mark.parametrize(
+    ("sent", "value"),
+    [
+        ('{"x": 1}', {"x": 1}),
+        ("[1]", "[1]"),
+        ("{bad", "{bad"),
+        ('{"x": NaN}', '{"x": NaN}'),
+        ('{"x": "\\ud800"}', '{"x": "\\ud800"}'),
+        ({"x": 1}, {"x": 1}),
+        ('{"x": 123456789012345678901}', {"x": 123456789012345678901}),
+    ],
+)
+def test_only_json_objects_are_arguments(sent: Any, value: Any) -> None:
+    assert parse_arguments(sent) == value
+    canonical(say("assistant", tool_calls=[call(sent)]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz")), max_size=8), st.data())
+def test_a_request_attaches_exactly_as_deep_as_it_agrees(
+    history: list[tuple[str, str]], data: Any
+) -> None:
+    graph = TurnGraph()
+    messages: list[Any] = []
+    for i, (asked, said) in enumerate(history):
+        messages = [*messages, say("user", asked)]
+        add(graph, messages, say("assistant", said), i)
+        messages = [*messages, say("assistant", said)]
+    edit = data.draw(st.integers(0, len(messages)))
+    changed = [*messages[:edit], say("user", "CHANGED")] if edit < len(messages) else messages
+    attachment = graph.attach(ROOT, [*changed, say("user", "next")])
+    assert attachment.n_known == min(edit, len(messages)) // 2 * 2
+    assert (attachment.turn is None) == (attachment.n_known == 0)
+
+
+def test_other_tools_or_template_arguments_are_another_conversation() -> None:
+    keys = [
+        root_key(tools, args)
+        for tools, args in itertools.product((None, [{"a": 1}], [{"a": 2}]), ({}, {"x": 1}))
+    ]
+    assert len(set(keys)) == 6
+    assert root_key([], {}) == root_key(None, {})
