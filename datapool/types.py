@@ -47,7 +47,7 @@ class VersionSpan:
 
 
 def _column(name: str, value: Any, dtype: type[np.generic], owner: str) -> npt.NDArray[Any]:
-    """`value` as a read-only 1-D array of `dtype`, refusing whatever would be changed by the cast."""
+    """`value` as a read-only 1-D array of `dtype`; whatever the cast would change is refused."""
     if isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
         array = value if not value.flags.writeable else value.copy()
     else:
@@ -160,7 +160,7 @@ class Step:
         if self.reward is not None:
             if not isinstance(self.reward, int | float) or not np.isfinite(self.reward):
                 raise InvalidStepError(
-                    f"{owner}: reward is {self.reward!r}; pass a finite number, or None if not scored"
+                    f"{owner}: reward is {self.reward!r}; pass a finite number, None if not scored"
                 )
             put(self, "reward", float(self.reward))
         if not isinstance(self.metadata, Mapping):
@@ -179,7 +179,7 @@ class Step:
         edges = [0, *(s.end for s in spans)]
         if [s.start for s in spans] != edges[:-1] or edges[-1] != len(self.response_ids):
             raise InvalidStepError(
-                f"{owner}: version_spans {spans} do not cover [0, {len(self.response_ids)}) in order"
+                f"{owner}: version_spans {spans} do not cover [0, {len(self.response_ids)})"
             )
         if self.policy_version != min(s.version for s in spans):
             raise InvalidStepError(
@@ -202,7 +202,7 @@ class Step:
 
     @property
     def temperature(self) -> float:
-        """Sampling temperature the log-probs were taken at; greedy (0) scores at 1, as SGLang does."""
+        """Temperature the log-probs were taken at; greedy (0) scores at 1, as SGLang does."""
         params = self.metadata.get("sampling_params") or {}
         return float(params.get("temperature") or 1.0)
 
@@ -220,7 +220,7 @@ class Trajectory:
 
     @property
     def reward(self) -> float | None:
-        """Sum of the step rewards (the outcome reward sits on the last step); None if none is set."""
+        """Sum of the step rewards (the outcome reward is on the last); None if none is set."""
         scored = [s.reward for s in self.steps if s.reward is not None]
         return sum(scored) if scored else None
 

@@ -240,6 +240,8 @@ class Call:
             },
             "call_id": self.uid,
         }
+        if calls := self.reply.text.tool_calls:
+            metadata["tool_calls"] = len(calls)
         if prompt.cause is not None:
             metadata["branch"] = prompt.cause
         return Step(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
             engine_config = engine_config.model_copy(
                 update={"model_path": engine_config.model_path.absolute()}
             )
+        # Weights of an earlier process are not ours: a resume publishes those of its checkpoint.
+        shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
         engine = start_engine(engine_config, log_dir=folder / "logs", weights_dir=folder / WEIGHTS)
         stack.push_async_callback(_stop, engine)
         urls: list[str] = await engine.start.remote()

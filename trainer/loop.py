@@ -25,7 +25,7 @@ import torch
 from backends.base import TokenBatch, TrainingBackend
 from backends.config import PublishMode
 from backends.engines.client import EngineClient
-from backends.weights import WeightStore, publish
+from backends.weights import Publication, WeightStore, publish
 from datapool.client import DataPoolClient
 from datapool.types import TRAIN, VAL, Group, Lease
 from trainer.advantages import estimator, step_advantages
@@ -96,6 +96,7 @@ class Trainer:
         self._estimator = estimator(config.algorithm.advantage)
         self._loss_fn = make_loss_fn(config.algorithm.loss)
         self._unacked: list[Lease] = []
+        self._publication: asyncio.Task[Publication] | None = None
         self._mark = time.monotonic()
         # One thread: torch keeps its own pool per thread, and the model is not to be shared.
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
@@ -117,6 +118,7 @@ class Trainer:
             async for record in self._train_on(lease):
                 yield record
                 self._mark = time.monotonic()  # what the consumer did meanwhile is not training
+        await self.published()
         if self._unacked:
             await self.checkpoint()
 
@@ -213,13 +215,31 @@ class Trainer:
         return float(gap.max()) if len(gap) else None
 
     async def publish(self) -> None:
-        """Give the engines the weights of now as the next policy version."""
+        """Give the engines the weights of now as the next policy version.
+
+        Returns once they are written: training goes on while the engines load them. What fails
+        then is raised by the next `publish` or `published`.
+        """
+        await self.published()
         version = self.progress.version + 1
         path = await self._compute(self._weights.write, version, self._backend.save_weights)
-        mode: PublishMode = "retract" if self.config.async_training.partial_rollout else "drain"
-        await publish(self._engines, path, version, mode, store=self._weights)
+        # Before the first engine has them: their steps must find their version in the table.
         self.progress.version = version
         self.progress.published[version] = self.progress.updates
+        mode: PublishMode = "retract" if self.config.async_training.partial_rollout else "drain"
+        self._publication = asyncio.create_task(
+            publish(self._engines, path, version, mode, store=self._weights)
+        )
+
+    async def published(self) -> None:
+        """Returns once every engine serves the version that was published last.
+
+        Raises:
+            WeightUpdateError: an engine does not.
+        """
+        if self._publication is not None:
+            publication, self._publication = self._publication, None
+            await publication
 
     async def checkpoint(self) -> None:
         """Make everything up to here durable, then ack the groups it was trained on."""
@@ -256,6 +276,7 @@ class Trainer:
 
     async def evaluate(self, tasks: Sequence[Task]) -> Evaluation:
         """Run the agent on `tasks` through the `"val"` channel, with the weights now published."""
+        await self.published()
         n = self.config.trainer.eval_rollouts
         await self.producer.evaluate(list(tasks), n, VAL)
         groups: list[Group] = []

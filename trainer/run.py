@@ -44,8 +44,6 @@ async def train(config: RunConfig) -> dict[str, Any]:
         display.status("this run is complete; run.resume=never starts it over")
         display.summary(done, folder)
         return done
-    # Weights of an earlier process are not ours: a resume publishes those of its checkpoint.
-    shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)
     torch.manual_seed(config.run.seed)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI, DefaultAioHttpClient
 
 from trainer.rewards.reasoning_gym import score
 
@@ -61,9 +61,9 @@ async def agent(task: Mapping[str, Any], base_url: str, api_key: str) -> float |
 
 
 @lru_cache(maxsize=1)
-def http_client(loop: asyncio.AbstractEventLoop) -> DefaultAsyncHttpxClient:
+def http_client(loop: asyncio.AbstractEventLoop) -> DefaultAioHttpClient:
     """One connection pool per event loop: it costs 20 ms, an `AsyncOpenAI` on top of it 0.04."""
-    return DefaultAsyncHttpxClient()
+    return DefaultAioHttpClient()
 
 
 # ── the tool ─────────────────────────────────────────────────────────────────────────────────────

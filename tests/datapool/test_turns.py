@@ -72,7 +72,8 @@ async def test_a_call_cancelled_in_line_does_not_hold_up_the_next():
     await settle()
     assert not second.done()
     start(turns, began, ("me", 0))
-    await second
+    await settle()
+    assert second.done()
     assert began == [("me", 0), ("me", 2)]
 
 
