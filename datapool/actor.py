@@ -27,7 +27,7 @@ import numpy as np
 import ray
 
 from datapool.config import PoolConfig
-from datapool.errors import DataPoolError, PoolFullError
+from datapool.errors import DataPoolError, InvalidRequestError, PoolFullError
 from datapool.pool import DataPool, check_lease_request
 from datapool.records import SubmitOutcome, TrajectoryOutcome
 from datapool.turns import Numbering, Order, Turns
@@ -38,6 +38,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_NAME = "data_pool"
+Operation: TypeAlias = tuple[str, tuple[Any, ...]]
+"""(method, its positional arguments)"""
+BATCHED = frozenset({"open_trajectory", "apply_steps", "complete_trajectory", "abort_trajectory"})
+"""Operations that `apply` carries: none of them waits, and repeating one is harmless."""
 
 DataPoolHandle: TypeAlias = Any
 """A Ray handle of `DataPoolActor`. Any, because Ray types a handle's methods as Never."""
@@ -224,6 +228,24 @@ class DataPoolActor:
             ),
             channel,
         )
+
+    async def apply(self, operations: Sequence[Operation]) -> list[Any]:
+        """Producers' operations in one trip, in order: each one's result or, as a value, refusal.
+
+        Raises:
+            InvalidRequestError: an operation that is not in `BATCHED`; those before it are applied.
+        """
+        results: list[Any] = []
+        for name, arguments in operations:
+            if name not in BATCHED:
+                raise InvalidRequestError(
+                    f"operation is {name!r}; apply takes {', '.join(sorted(BATCHED))}"
+                )
+            try:
+                results.append(await getattr(self, name)(*arguments))
+            except DataPoolError as e:
+                results.append(e)
+        return results
 
     async def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN) -> None:
         """`DataPool.drop_group`."""

@@ -2,12 +2,12 @@
 
 Same methods as `DataPoolActor`. It adds three things to a bare Ray handle: errors arrive as
 themselves, with a one-line message; a pool that cannot be reached is a `PoolUnavailableError`;
-and steps submitted at the same time travel together::
+and what producers send at the same time travels together, in order::
 
-    submit_step ─┐                        ┌─► its own outcome or error
-    submit_step ─┼─► one call in flight ──┼─► …
-    submit_steps ┘   (the next one fills  └─►
-                      while it is away)
+    open_trajectory ─────┐                        ┌─► its own outcome or error
+    submit_step(s) ──────┼─► one call in flight ──┼─► …
+    complete_trajectory ─┘   (the next one fills  └─►
+                              while it is away)
 
 A step is acknowledged only after the pool applied it. Nothing is retried here: a resubmission is
 safe (it is a duplicate), so the caller decides. Not thread-safe: one client per event loop.
@@ -20,13 +20,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from datapool.actor import DEFAULT_NAME, DataPoolHandle
+from datapool.actor import DEFAULT_NAME, DataPoolHandle, Operation
 from datapool.errors import DataPoolError, PoolFullError, PoolUnavailableError
 from datapool.pool import outcomes_or_raise
 from datapool.records import SubmitOutcome, TrajectoryOutcome
@@ -47,7 +47,7 @@ class DataPoolClient:
 
     def __init__(self, actor: DataPoolHandle) -> None:
         self.actor = actor
-        self._outboxes: dict[str, _Outbox] = {}
+        self._outbox = _Outbox(actor)
 
     @classmethod
     def connect(cls, name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
@@ -108,27 +108,25 @@ class DataPoolClient:
         channel: str = TRAIN,
     ) -> SubmitOutcome:
         """`DataPool.open_trajectory`."""
-        outcome: SubmitOutcome = await _call(
-            self.actor.open_trajectory.remote(
-                trajectory_uid, prompt_uid, attempt, metadata, channel
-            )
+        outcome: SubmitOutcome = await self._outbox.send(
+            "open_trajectory", trajectory_uid, prompt_uid, attempt, metadata, channel
         )
         return outcome
 
     async def submit_step(self, step: Step, channel: str = TRAIN) -> SubmitOutcome:
-        """`DataPool.submit_step`; concurrent calls share one trip to the actor."""
+        """`DataPool.submit_step`."""
         return (await self.submit_steps([step], channel))[0]
 
     async def submit_steps(
         self, steps: Sequence[Step], channel: str = TRAIN
     ) -> list[SubmitOutcome]:
-        """`DataPool.submit_steps`; concurrent calls share one trip to the actor."""
+        """`DataPool.submit_steps`."""
         if not steps:
             return []
-        outbox = self._outboxes.get(channel)
-        if outbox is None:
-            outbox = self._outboxes[channel] = _Outbox(self.actor, channel)
-        return outcomes_or_raise(await outbox.submit(steps))
+        results: Results = await self._outbox.send(
+            "apply_steps", steps, channel, n_steps=len(steps)
+        )
+        return outcomes_or_raise(results)
 
     async def complete_trajectory(
         self,
@@ -138,8 +136,8 @@ class DataPoolClient:
         channel: str = TRAIN,
     ) -> TrajectoryOutcome:
         """`DataPool.complete_trajectory`."""
-        outcome: TrajectoryOutcome = await _call(
-            self.actor.complete_trajectory.remote(trajectory_uid, reward, metadata, channel)
+        outcome: TrajectoryOutcome = await self._outbox.send(
+            "complete_trajectory", trajectory_uid, reward, metadata, channel
         )
         return outcome
 
@@ -151,8 +149,8 @@ class DataPoolClient:
         channel: str = TRAIN,
     ) -> TrajectoryOutcome:
         """`DataPool.abort_trajectory`."""
-        outcome: TrajectoryOutcome = await _call(
-            self.actor.abort_trajectory.remote(trajectory_uid, reason, will_retry, channel)
+        outcome: TrajectoryOutcome = await self._outbox.send(
+            "abort_trajectory", trajectory_uid, reason, will_retry, channel
         )
         return outcome
 
@@ -249,62 +247,73 @@ class _Wait:
         return time.monotonic() - self._asked_at < self._slice
 
 
-Part: TypeAlias = tuple[Sequence[Step], asyncio.Future[Results]]
+@dataclass(frozen=True, eq=False, slots=True)
+class _Letter:
+    """An operation on its way, and who waits for its result."""
+
+    operation: Operation
+    n_steps: int
+    answer: asyncio.Future[Any]
 
 
 class _Outbox:
-    """Steps of one channel on their way: one call is in flight, the next one fills meanwhile."""
+    """Producers' operations on their way: one call is in flight, the next one fills meanwhile."""
 
-    def __init__(self, actor: DataPoolHandle, channel: str) -> None:
+    def __init__(self, actor: DataPoolHandle) -> None:
         self._actor = actor
-        self._channel = channel
-        self._waiting: deque[Part] = deque()
+        self._waiting: deque[_Letter] = deque()
         self._sender: asyncio.Task[None] | None = None
 
-    async def submit(self, steps: Sequence[Step]) -> Results:
-        answer: asyncio.Future[Results] = asyncio.get_running_loop().create_future()
-        self._waiting.append((steps, answer))
+    async def send(self, name: str, *arguments: Any, n_steps: int = 1) -> Any:
+        """The result of operation `name`; its refusal is raised."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Letter((name, arguments), n_steps, answer))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send_all())
         return await answer
 
     async def _send_all(self) -> None:
         while self._waiting:
-            parts: list[Part] = []
+            letters: list[_Letter] = []
             n_steps = 0
             while self._waiting and n_steps < STEPS_PER_CALL:
-                parts.append(self._waiting.popleft())
-                n_steps += len(parts[-1][0])
-            error = await self._send(parts)
+                letters.append(self._waiting.popleft())
+                n_steps += letters[-1].n_steps
+            error = await self._send(letters)
             if error is None:
                 continue
-            if len(parts) > 1 and not isinstance(error, PoolUnavailableError):
+            if len(letters) > 1 and not isinstance(error, PoolUnavailableError):
                 # One producer's step did not travel (metadata that cannot be pickled, say). It
                 # must not take the others down; what was applied already is a duplicate now.
-                for part in parts:
-                    await self._send([part])
+                for letter in letters:
+                    await self._send([letter])
 
-    async def _send(self, parts: list[Part]) -> BaseException | None:
+    async def _send(self, letters: list[_Letter]) -> BaseException | None:
         """Send and hand out the answers. An error that is all theirs is handed out, too."""
-        steps = [step for own, _ in parts for step in own]
+        applying = self._apply([letter.operation for letter in letters])
         # Gathered and not raised: whatever went wrong has to reach the producers who wait for it.
-        (result,) = await asyncio.gather(self._apply(steps), return_exceptions=True)
-        if isinstance(result, BaseException):
-            if len(parts) == 1 or isinstance(result, PoolUnavailableError):
-                for _, answer in parts:
-                    if not answer.done():
-                        answer.set_exception(result)
-            return result
-        results = iter(result)
-        for own, answer in parts:
-            outcomes = list(islice(results, len(own)))
-            if not answer.done():
-                answer.set_result(outcomes)
+        (answer,) = await asyncio.gather(applying, return_exceptions=True)
+        if isinstance(answer, BaseException):
+            if len(letters) == 1 or isinstance(answer, PoolUnavailableError):
+                for letter in letters:
+                    _answer(letter, answer)
+            return answer
+        for letter, result in zip(letters, answer, strict=True):
+            _answer(letter, result)
         return None
 
-    async def _apply(self, steps: list[Step]) -> Results:
-        results: Results = await _call(self._actor.apply_steps.remote(steps, self._channel))
+    async def _apply(self, operations: list[Operation]) -> list[Any]:
+        results: list[Any] = await _call(self._actor.apply.remote(operations))
         return results
+
+
+def _answer(letter: _Letter, result: Any) -> None:
+    if letter.answer.done():  # its producer left
+        return
+    if isinstance(result, BaseException):
+        letter.answer.set_exception(result)
+    else:
+        letter.answer.set_result(result)
 
 
 async def _call(reference: Any) -> Any:

@@ -13,6 +13,7 @@ import datapool.client as client_module
 from datapool import (
     DataPoolClient,
     DataPoolError,
+    InvalidRequestError,
     PoolConfig,
     PoolUnavailableError,
     StepConflictError,
@@ -221,14 +222,14 @@ async def test_many_waiting_consumers_do_not_shut_out_producers(shared_actor, ch
 
 
 class CountingHandle:
-    """The real handle, counting the calls that carry steps."""
+    """The real handle, counting the calls that carry operations."""
 
     def __init__(self, handle):
         self._handle = handle
         self.calls = 0
 
     def __getattr__(self, name):
-        self.calls += name == "apply_steps"
+        self.calls += name == "apply"
         return getattr(self._handle, name)
 
 
@@ -250,6 +251,29 @@ async def test_concurrent_submits_travel_together_and_each_gets_its_own_answer(
     assert isinstance(answers[101], StepConflictError)
     assert answers[102] == ["accepted", "accepted"]
     assert handle.calls <= 4
+
+
+async def test_a_whole_trajectory_sent_at_once_travels_together_and_in_order(
+    shared_actor, channel, make_step
+):
+    handle = CountingHandle(shared_actor)
+    client = DataPoolClient(handle)
+
+    async def trajectory(uid):
+        return await asyncio.gather(
+            client.open_trajectory(uid, "p", channel=channel),
+            client.submit_step(make_step(uid), channel),
+            client.complete_trajectory(uid, 1.0, channel=channel),
+        )
+
+    answers = await asyncio.gather(*(trajectory(f"t{i}") for i in range(100)))
+    assert answers == [["accepted", "accepted", "complete"]] * 100
+    assert handle.calls <= 4
+
+
+async def test_an_operation_that_is_not_a_producers_is_refused(shared_actor):
+    with pytest.raises(InvalidRequestError, match="operation is 'shutdown'"):
+        await shared_actor.apply.remote([("shutdown", ())])
 
 
 async def test_a_step_that_cannot_travel_fails_alone(client, channel, make_step):
