@@ -292,7 +292,8 @@ class _Outbox:
         """Send and hand out the answers. An error that is all theirs is handed out, too."""
         applying = self._apply([letter.operation for letter in letters])
         # Gathered and not raised: whatever went wrong has to reach the producers who wait for it.
-        (answer,) = await asyncio.gather(applying, return_exceptions=True)
+        answers: list[Any] = await asyncio.gather(applying, return_exceptions=True)
+        answer = answers[0]
         if isinstance(answer, BaseException):
             if len(letters) == 1 or isinstance(answer, PoolUnavailableError):
                 for letter in letters:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from datapool.process import settle_heap
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayError, PortInUseError
 from gateway.pool_port import PoolPort
@@ -187,6 +188,7 @@ class GatewayServer:
         """Serve; returns the origin. Repeating it is harmless."""
         if self._origin is None:
             self._origin = await asyncio.to_thread(self._http.start)
+            settle_heap()
         return self._origin
 
     async def stop(self) -> None:

@@ -23,6 +23,7 @@ from backends.engines.client import EngineClient
 from backends.engines.server import start_engine
 from datapool.actor import start_data_pool
 from datapool.client import DataPoolClient
+from datapool.process import settle_heap
 from datapool.types import TRAIN
 from gateway.server import start_gateway
 from trainer.config import RunConfig
@@ -79,6 +80,7 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         stack.push_async_callback(_stop, gateway)
         gateway_url: str = await gateway.start.remote()
         workers = start_workers(config.rollout, gateway_url)
+        settle_heap()
         yield Cluster(pool, engines, gateway_url, workers)
 
 

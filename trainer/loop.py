@@ -97,7 +97,7 @@ class Trainer:
         self._loss_fn = make_loss_fn(config.algorithm.loss)
         self._unacked: list[Lease] = []
         self._publication: asyncio.Task[Publication] | None = None
-        self._mark = time.monotonic()
+        self._mark = self._renewed = time.monotonic()
         # One thread: torch keeps its own pool per thread, and the model is not to be shared.
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
 
@@ -111,10 +111,7 @@ class Trainer:
             generation: the running producer; if it fails, so does the training that waits for it.
         """
         self._mark = time.monotonic()
-        while self.progress.updates < until:
-            lease = await self._lease(generation)
-            if lease is None:
-                break
+        async for lease in self._leases(until, generation):
             async for record in self._train_on(lease):
                 yield record
                 self._mark = time.monotonic()  # what the consumer did meanwhile is not training
@@ -302,13 +299,30 @@ class Trainer:
         self._compute_thread.shutdown()
         self._backend.close()
 
+    async def _leases(
+        self, until: int, generation: asyncio.Task[None] | None
+    ) -> AsyncGenerator[Lease, None]:
+        """The batches up to `until` updates; the next one is on its way while one is trained."""
+        per_lease = self.config.async_training.require_batches
+        coming: asyncio.Task[Lease | None] | None = None
+        try:
+            while self.progress.updates < until:
+                lease = await (coming or self._lease(generation))
+                if lease is None:
+                    return
+                more = self.progress.updates + per_lease < until
+                coming = asyncio.create_task(self._lease(generation)) if more else None
+                yield lease
+        finally:
+            if coming is not None:
+                coming.cancel()
+
     async def _lease(self, generation: asyncio.Task[None] | None) -> Lease | None:
         """The next `require_batches` × `groups_per_step` ready groups; None when generation has
         ended (all epochs are done) and fewer are left."""
         trainer = self.config.trainer
         size = trainer.groups_per_step * self.config.async_training.require_batches
-        for held in self._unacked:
-            await self.pool.renew(held.lease_id)
+        await self._renew()
         request = asyncio.ensure_future(
             self.pool.lease_batch(
                 channel=TRAIN,
@@ -330,6 +344,13 @@ class Trainer:
         if lease is None:
             raise StarvedError(await self._why_starved())
         return lease
+
+    async def _renew(self) -> None:
+        """Keep what is trained and not yet in a checkpoint, well before its lease runs out."""
+        if time.monotonic() - self._renewed < self.config.pool.channel(TRAIN).lease_s / 4:
+            return
+        self._renewed = time.monotonic()
+        await asyncio.gather(*(self.pool.renew(held.lease_id) for held in self._unacked))
 
     async def _why_starved(self) -> str:
         stats = await self.pool.get_statistics(TRAIN)

@@ -33,6 +33,7 @@ import ray
 
 from datapool.client import DataPoolClient
 from datapool.errors import DataPoolError
+from datapool.process import settle_heap
 from datapool.types import TRAIN
 from trainer.config import RolloutConfig
 from trainer.data import DataExhaustedError, PromptSource, Task
@@ -76,6 +77,7 @@ class RolloutWorker:
         self._agent = load_agent(config.agent)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._session: aiohttp.ClientSession | None = None
+        settle_heap()
 
     async def run_group(
         self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN

@@ -2,12 +2,14 @@
 
 On the quickstart, in one run and on the same parts, the same number of batches three times:
 
-    generate only     produce and lease them, train nothing
-    train only        train on exactly those, produce nothing
+    generate only     batch by batch, as a synchronous loop must: the next one starts from the
+                      weights that this one gives, so its rollouts are waited for
+    train only        on exactly those batches, producing nothing
     both              the async loop
 
-wall(both) / (wall(generate) + wall(train)) is 1 without overlap and 0.5 at best if the two take the
-same time. Publishing weights counts as training.
+generate + train is the synchronous loop: one after the other. wall(both) / (wall(generate) +
+wall(train)) is 1 without overlap and 0.5 at best if the two take the same time. Publishing weights
+counts as training.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from trainer.config import load_config
 from trainer.loop import Trainer
 from trainer.run import build_trainer
 
-BATCHES = 20
+BATCHES = 32
 BOUND = 0.75
 
 
@@ -56,8 +58,8 @@ async def _generate(trainer: Trainer, batches: int) -> float:
     groups = trainer.config.trainer.groups_per_step
     began = time.monotonic()
     leases = []
-    async with trainer.producer.running(limit=batches * groups):
-        for _ in range(batches):
+    for _ in range(batches):
+        async with trainer.producer.running(limit=groups):
             leases.append(
                 await trainer.pool.lease_batch(channel=TRAIN, batch_size=groups, timeout_s=600)
             )

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from datapool.process import settle_heap
+
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 GIL_SWITCH_S = 0.0005
 """A torch op gives up the GIL and wants it back some microseconds later; with Python's default
@@ -127,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     )
     sys.setswitchinterval(GIL_SWITCH_S)
+    settle_heap()
     host, port = sock.getsockname()[:2]
     print(f"embedded engine listens on http://{host}:{port}", flush=True)
     server.run(sockets=[sock])
