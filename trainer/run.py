@@ -28,7 +28,7 @@ from trainer.display import Display
 from trainer.loop import Progress, Trainer
 from trainer.metrics import MemoryMeter, MetricsWriter
 from trainer.report import plot_reward, read_summary, write_summary
-from trainer.rollout import Producer
+from trainer.rollout import Producer, load_agent
 from trainer.scoring import Scorer
 
 CHECKPOINTS = "checkpoints"
@@ -44,6 +44,7 @@ async def train(config: RunConfig) -> dict[str, Any]:
         display.status("this run is complete; run.resume=never starts it over")
         display.summary(done, folder)
         return done
+    load_agent(config.rollout.agent)  # a wrong path costs no start
     random.seed(config.run.seed)
     np.random.seed(config.run.seed)
     torch.manual_seed(config.run.seed)

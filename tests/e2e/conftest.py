@@ -56,7 +56,8 @@ class EngineRecorder:
             headers={"content-type": "application/json"},
         ) as reply:
             out = web.StreamResponse(
-                status=reply.status, headers={"content-type": reply.headers["content-type"]}
+                status=reply.status,
+                headers={"content-type": reply.headers.get("content-type", "text/plain")},
             )
             await out.prepare(request)
             received = b""

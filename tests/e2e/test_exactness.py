@@ -3,7 +3,7 @@ strictly extends its parent."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import pytest
 
 from backends.torch_backend import TorchBackend
 from datapool.types import Lease, Step, VersionSpan
-from tests.e2e.conftest import EngineRecorder, engine, small_config
+from tests.e2e.conftest import ROOT, EngineRecorder, engine, small_config
 from trainer.cluster import start_cluster
 from trainer.config import RunConfig
 from trainer.run import build_trainer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.e2e
 
 STEPS = 4
 
@@ -50,25 +50,29 @@ class RecordingPool:
 
 
 @pytest.fixture(scope="module")
-async def run(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Run]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A short run with an update after each step, through a recording proxy before the engine."""
-    folder = tmp_path_factory.mktemp("exactness")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[2])
-        async with engine(folder) as url, EngineRecorder(url).serving() as recorder:
-            config = small_config(
-                folder,
-                "trainer.keep_weights=100",
-                "engine.kind=attach",
-                f"engine.urls=[{recorder.url}]",
-            )
-            async with start_cluster(config) as cluster:
-                with build_trainer(config, cluster) as trainer:
-                    pool = RecordingPool(cluster.pool)
-                    trainer.pool = pool
-                    async with trainer.producer.running() as generation:
-                        records = [r async for r in trainer.train(STEPS, generation)]
-        yield Run(config, pool.steps, recorder.answers, records)
+        patch.chdir(ROOT)
+        return asyncio.run(recorded_run(tmp_path_factory.mktemp("exactness")))
+
+
+async def recorded_run(folder: Path) -> Run:
+    async with engine(folder) as url, EngineRecorder(url).serving() as recorder:
+        config = small_config(
+            folder,
+            "trainer.keep_weights=100",
+            "async_training.trigger_parameter_sync_step=1",
+            "engine.kind=attach",
+            f"engine.urls=[{recorder.url}]",
+        )
+        async with start_cluster(config) as cluster:
+            with build_trainer(config, cluster) as trainer:
+                pool = RecordingPool(cluster.pool)
+                trainer.pool = pool
+                async with trainer.producer.running() as generation:
+                    records = [r async for r in trainer.train(STEPS, generation)]
+        return Run(config, pool.steps, recorder.answers, records)
 
 
 def test_a_run_has_steps_of_several_versions(run: Run) -> None:
@@ -79,16 +83,19 @@ def test_a_run_has_steps_of_several_versions(run: Run) -> None:
 
 def test_stored_ids_and_log_probs_are_the_engines_own(run: Run) -> None:
     said = {
-        (tuple(prompt), tuple(answer["output_ids"])): np.float32(
-            [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        (
+            tuple(prompt),
+            tuple(answer["output_ids"]),
+            tuple(np.float32([e[0] for e in answer["meta_info"]["output_token_logprobs"]])),
         )
         for prompt, answer in run.answers
     }
+    assert run.steps
     for step in run.steps:
-        log_probs = said[tuple(step.prompt_ids.tolist()), tuple(step.response_ids.tolist())]
         assert step.rollout_log_probs is not None
         assert len(step.rollout_log_probs) == len(step.response_ids)
-        assert np.array_equal(step.rollout_log_probs, log_probs)
+        stored = (step.prompt_ids, step.response_ids, step.rollout_log_probs)
+        assert tuple(tuple(column) for column in stored) in said
 
 
 def test_every_childs_prompt_strictly_extends_its_parent(run: Run) -> None:
