@@ -146,6 +146,16 @@ def _pool_error(request: Request, e: Exception) -> Response:
 def _validation_error(request: Request, e: Exception) -> Response:
     if not isinstance(e, RequestValidationError):
         raise e
+    content_type = request.headers.get("content-type", "")
+    if "json" not in content_type:
+        # Not read as JSON on purpose: a web page could send a form to a server on loopback.
+        return error_response(
+            RequestError(
+                f"the body came as {content_type or 'nothing'!r}; send it with the header "
+                "content-type: application/json (curl --json does)",
+                None,
+            )
+        )
     first = e.errors()[0]
     name = ".".join(str(p) for p in first["loc"] if p != "body") or None
     return error_response(

@@ -71,11 +71,12 @@ def plot_reward(
             f"{e['score']:.2f}",
             (e["step"], e["score"]),
             textcoords="offset points",
-            xytext=(8, -4),
+            xytext=(0, 10),
+            ha="center",
             color=ORANGE,
             fontsize=10,
         )
-    top.set_ylim(-0.03, 1.05)
+    top.set_ylim(-0.03, 1.12)
     top.set_ylabel("mean reward")
     top.set_title(title, loc="left", color=INK)
     top.legend(loc="lower right", frameon=False)

@@ -69,6 +69,18 @@ async def test_lifecycle_bodies_may_be_left_out(world: Any, http: Http) -> None:
             assert response.status == 200
 
 
+async def test_a_body_that_is_not_sent_as_json_is_refused_with_the_remedy(
+    world: Any, http: Http
+) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    async with http.session.post(
+        f"{world.url}/init_trajectory", data='{"prompt_uid": "p"}', headers=form
+    ) as response:
+        message = (await response.json())["error"]["message"]
+    assert response.status == 400
+    assert "content-type: application/json" in message
+
+
 async def test_a_repeated_init_with_its_own_uid_is_one_trajectory(world: Any, http: Http) -> None:
     body = {"trajectory_uid": "mine", "prompt_uid": "p"}
     first = await http.post(f"{world.url}/init_trajectory", **body)
