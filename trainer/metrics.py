@@ -30,6 +30,8 @@ class MetricsWriter:
         mode = config.logging.wandb
         if mode == "auto":
             mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        # The setting alone leaves its advertisements.
+        os.environ.setdefault("WANDB_SILENT", "true")
         self._wandb = wandb.init(
             project=config.logging.project,
             name=config.run.name,
