@@ -58,8 +58,7 @@ class Display:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._mode == "rich":
-            self._live.stop()
+        self._live.stop()
 
     def status(self, text: str) -> None:
         """A phase outside the steps: starting, evaluating, saving."""
@@ -93,6 +92,7 @@ class Display:
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         """The last screen: what changed, how long it took, where the files are."""
+        self._live.stop()  # its last frame stays above
         table = Table(
             title=f"{self._name}: before and after", title_justify="left", box=SIMPLE_HEAD
         )
