@@ -1,5 +1,6 @@
 """The example agents, against a real HTTP server that answers from a script."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,10 +10,24 @@ import openai
 import pytest
 from aiohttp import web
 
-from examples.quickstart.agent import MAX_TOKENS, MAX_TURNS, TOOLS, agent, calculator
+from examples.quickstart.agent import (
+    MAX_TOKENS,
+    MAX_TURNS,
+    TOOLS,
+    agent,
+    calculator,
+    http_client,
+)
 from examples.smollm2.agent import agent as one_turn_agent
 
 TASK = {"question": "12 + 34 =", "answer": "46", "data_source": "chain_sum", "metadata": {}}
+
+
+@pytest.fixture(autouse=True)
+async def _close_the_shared_connections() -> AsyncIterator[None]:
+    yield
+    await http_client(asyncio.get_running_loop()).aclose()
+    http_client.cache_clear()
 
 
 class Policy:
