@@ -193,7 +193,7 @@ class Call:
             self._fail(EngineError(f"the engine's answer makes no Step: {e}"))
         except DataPoolError as e:
             self._fail(TrajectoryConflictError(f"the DataPool refuses the Step: {e}"))
-        except Exception as e:
+        except Exception as e:  # a bug of ours: logged, and whoever waits for the call is told
             log.exception("call %s on trajectory %s failed", self.uid, self._trajectory.uid)
             self._fail(GatewayError(f"the gateway failed ({type(e).__name__}); see its log"))
         finally:

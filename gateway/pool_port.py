@@ -66,7 +66,7 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
         raise PoolUnavailableError(
             f"the DataPool did not answer within {timeout_s:g} s (gateway.pool_timeout_s)"
         ) from e
-    except Exception as e:
+    except Exception as e:  # Ray has many errors; to a client each means "not stored, try again"
         raise PoolUnavailableError(
             f"the DataPool did not answer ({type(e).__name__}: {e!s:.200})"
         ) from e

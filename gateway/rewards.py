@@ -64,7 +64,7 @@ async def compute_reward(function: RewardFunction, fields: Mapping[str, Any]) ->
             result = await function(**fields)
         else:
             result = await asyncio.to_thread(function, **fields)
-    except Exception as e:
+    except Exception as e:  # foreign code: any failure is a missing score, never 0
         raise RewardError(f"gateway.reward_fn failed ({type(e).__name__}: {e!s:.200})") from e
     details: dict[str, Any] = {}
     reward = result

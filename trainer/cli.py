@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "stepwell: interrupted; everything that was started has been stopped", file=sys.stderr
         )
         return 130
-    except Exception as e:
+    except Exception as e:  # one line if the cause is known; a bug is raised again
         line = _expected(e)
         if line is None:
             raise

@@ -142,7 +142,9 @@ class Trainer:
                 "time/step_s": published - self._mark,
             }
             self.progress.train_s += published - self._mark
-            yield await self._record(metrics | update | times, groups)
+            uids = {batch.steps[i].prompt_uid for i in indices}
+            trained_on = [g for g in groups if g.prompt_uid in uids]
+            yield await self._record(metrics | update | times, trained_on)
             leased = self._mark
         # Between batches only: a checkpoint acks whole leases, and this one is now trained whole.
         every = self.config.trainer.checkpoint_every

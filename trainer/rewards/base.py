@@ -111,7 +111,7 @@ async def score_with(
                     result = await result
     except RewardError:
         raise
-    except Exception as e:
+    except Exception as e:  # foreign code: any failure is a missing score, never 0
         if isinstance(e, TimeoutError) and limit.expired():
             raise RewardTimeoutError(
                 f"{call} gave no score within {timeout_s:g} s; make it faster or raise the limit"

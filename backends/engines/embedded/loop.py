@@ -135,7 +135,9 @@ class GenerationLoop:
                     # Requests that wait while an update is due start under the new weights.
                     self.scheduler.step(admit=not self._updates)
                 self._announce()
-        except Exception as e:
+        except (
+            Exception
+        ) as e:  # kept for `failure`: the process ends with it, the supervisor restarts
             log.exception("a generation step failed; the engine ends")
             self.failure = e
         finally:
