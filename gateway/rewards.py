@@ -9,12 +9,12 @@ gives an error and no reward: missing is not zero.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from datapool.dotted import resolve
 from gateway.errors import GatewayConfigError, GatewayError, RequestError
 
 RewardFunction: TypeAlias = Callable[..., Any]
@@ -32,12 +32,9 @@ def load_reward_function(path: str) -> RewardFunction:
     Raises:
         GatewayConfigError
     """
-    module_name, sep, name = path.partition(":")
-    if not sep:
-        module_name, _, name = path.rpartition(".")
     try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as e:
+        function = resolve(path)
+    except ImportError as e:
         raise GatewayConfigError(
             f"gateway.reward_fn is {path!r}, which cannot be imported ({e}); "
             "name a function as package.module:function"

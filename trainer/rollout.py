@@ -18,7 +18,6 @@ returns None leaves its trajectory unscored, the trainer scores it), group readi
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import logging
 import uuid
@@ -32,6 +31,7 @@ import aiohttp
 import ray
 
 from datapool.client import DataPoolClient
+from datapool.dotted import resolve
 from datapool.errors import DataPoolError
 from datapool.process import settle_heap
 from datapool.types import TRAIN
@@ -50,12 +50,9 @@ def load_agent(path: str) -> Agent:
     Raises:
         RolloutError: it cannot be imported, or is no `async def agent(task, base_url, api_key)`.
     """
-    module_name, sep, name = path.partition(":")
-    if not sep:
-        module_name, _, name = path.rpartition(".")
     try:
-        agent = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError, ValueError) as e:
+        agent = resolve(path)
+    except ImportError as e:
         raise RolloutError(
             f"rollout.agent is {path!r}, which cannot be imported ({e}); "
             "name an async function as package.module:function"
