@@ -2,36 +2,54 @@
 
     submit ─► _change(pool op) ─► _wake: serve waiting consumers, admit waiting groups, set timer
                     ▲                          │
-                    └───── timer (tick) ◄──────┘
+                    └───── timer (tick) ◄──────┤
+                                               └─► journal: everybody's answer waits for its commit
 
 Waiters sleep on futures and are woken by the change that satisfies them; nothing polls. It owns
-the event loop's side only: what a call means is decided in `pool.py`, and `client.py` is what
-most callers use. Methods mirror `DataPool`, so `handle.submit_step.remote(step)` reads the same.
+the event loop's side only: what a call means is decided in `pool.py`, what is written where in
+`journal.py`, and `client.py` is what most callers use. Methods mirror `DataPool`, so
+`handle.submit_step.remote(step)` reads the same; leases travel packed and arrive as `Lease`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import inspect
 import logging
+import os
+import shutil
+import tempfile
 import time
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
 import ray
+from ray.exceptions import RayActorError
 
-from datapool.config import PoolConfig
-from datapool.errors import DataPoolError, InvalidRequestError, PoolFullError
+from datapool.config import PoolConfig, SelectionConfig
+from datapool.errors import (
+    DataPoolError,
+    InvalidRequestError,
+    PoolFullError,
+    PoolUnavailableError,
+)
+from datapool.events import Events
+from datapool.journal import Journal
+from datapool.payload import PackedLease, PackedStep, PackedSteps
 from datapool.pool import DataPool, check_lease_request
+from datapool.process import settle_heap
 from datapool.records import SubmitOutcome, TrajectoryOutcome
+from datapool.replay import restore
+from datapool.selection import DryRun, Marks
 from datapool.turns import Numbering, Order, Turns
-from datapool.types import TRAIN, Lease, Step
+from datapool.types import TRAIN, Step
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +58,8 @@ T = TypeVar("T")
 DEFAULT_NAME = "data_pool"
 Operation: TypeAlias = tuple[str, tuple[Any, ...]]
 """(method, its positional arguments)"""
-BATCHED = frozenset({"open_trajectory", "apply_steps", "complete_trajectory", "abort_trajectory"})
+APPLY_STEPS = "apply_steps"
+BATCHED = frozenset({"open_trajectory", APPLY_STEPS, "complete_trajectory", "abort_trajectory"})
 """Operations that `apply` carries: none of them waits, and repeating one is harmless."""
 
 DataPoolHandle: TypeAlias = Any
@@ -51,15 +70,23 @@ DataPoolHandle: TypeAlias = Any
 MAX_CONCURRENCY = 100_000
 
 
+class _Request(NamedTuple):
+    """Arguments of `DataPool.lease_packed`."""
+
+    n_rollouts: int | None
+    channel: str
+    batch_size: int
+    lease_s: float | None
+    request_id: str | None
+
+
 @dataclass(eq=False, slots=True)
 class _Consumer:
     """A `lease_batch` call that waits."""
 
     ticket: int
-    n_rollouts: int | None
-    batch_size: int
-    lease_s: float | None
-    answer: asyncio.Future[Lease | None]
+    request: _Request
+    answer: asyncio.Future[PackedLease | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -88,17 +115,42 @@ class _Waiting:
 class DataPoolActor:
     """Async actor around one `DataPool`. Start it with `start_data_pool`."""
 
-    def __init__(self, config: PoolConfig | None = None) -> None:
-        # A fresh epoch: leases of a lost predecessor must not name leases of this one.
-        self._pool = DataPool(config, epoch=uuid.uuid4().hex[:12])
+    def __init__(
+        self, config: PoolConfig | None = None, folder: Path | None = None, shard: int = 0
+    ) -> None:
+        config = config or PoolConfig()
+        restarted = _was_restarted()
+        self._journal: Journal | None = None
+        if folder is None:
+            # A fresh epoch: leases of a lost predecessor must not name leases of this one.
+            self._pool = DataPool(config, epoch=f"{shard}.{uuid.uuid4().hex[:12]}")
+            if restarted:
+                logger.warning("DataPool restarted without a journal: what it held is gone")
+        else:
+            self._pool = DataPool(config, epoch=str(shard))
+            self._journal = self._recover(folder)
         self._waiting: dict[str, _Waiting] = {}
+        self._watchers: set[asyncio.Future[None]] = set()
+        self._n_events_seen = 0
+        self._writing: set[asyncio.Task[None]] = set()
         self._tickets = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
-        restarted = _was_restarted()
         self.turns = Turns(resumed=restarted)
-        if restarted:
-            logger.warning("DataPool restarted: what it held before is gone; leases are void")
+        if ray.is_initialized():
+            settle_heap()
+
+    def _recover(self, folder: Path) -> Journal:
+        """Open the journal and make the pool what it says."""
+        began = time.monotonic()
+        journal = Journal(folder, "power" if self._pool.config.durability == "power" else "process")
+        n_rows = restore(self._pool, journal, journal.rows(), journal.states(), journal.read)
+        self._recovery_s = time.monotonic() - began
+        if n_rows:
+            logger.warning(
+                "DataPool: %d rows of %s replayed in %.2f s", n_rows, folder, self._recovery_s
+            )
+        return journal
 
     # -- producers ---------------------------------------------------------------------------
 
@@ -130,10 +182,37 @@ class DataPoolActor:
                 now=self._now(),
             )
 
+        def undo() -> None:
+            # Admitted while being cancelled: nobody would ever start its rollouts.
+            self._pool.drop_group(prompt_uid, "open_cancelled", channel, now=self._now())
+
+        return await self._admitted(attempt, channel, timeout_s, undo)
+
+    async def wait_for_room(self, channel: str = TRAIN, timeout_s: float | None = None) -> None:
+        """Return once a step of a new group would be admitted.
+
+        Raises:
+            PoolFullError: the channel still blocks after `timeout_s`.
+        """
+
+        def attempt() -> SubmitOutcome:
+            self._pool.channel(channel).check_room()
+            return "accepted"
+
+        await self._admitted(attempt, channel, timeout_s, undo=lambda: None)
+
+    async def _admitted(
+        self,
+        attempt: Callable[[], SubmitOutcome],
+        channel: str,
+        timeout_s: float | None,
+        undo: Callable[[], None],
+    ) -> SubmitOutcome:
+        """The attempt's outcome; while the channel is full it waits in line."""
         # Whoever waits is admitted by the change that frees credit, so credit found here is
         # nobody else's, and arriving late cannot mean passing the queue.
         try:
-            return self._change(attempt, channel)
+            return await self._commit(attempt, channel)
         except PoolFullError:
             if timeout_s is not None and timeout_s <= 0:
                 raise
@@ -144,21 +223,17 @@ class DataPoolActor:
         try:
             await asyncio.wait([waiter.answer], timeout=timeout_s)
             if waiter.answer.done():
+                await self._durable()
                 return waiter.answer.result()
         except asyncio.CancelledError:
-            # Admitted while being cancelled: nobody would ever start its rollouts.
             if _answered(waiter.answer) == "accepted":
-                self._change(
-                    lambda: self._pool.drop_group(
-                        prompt_uid, "open_cancelled", channel, now=self._now()
-                    ),
-                    channel,
-                )
+                self._change(undo, channel)
+                self._write_soon()
             raise
         finally:
             queue.pop(ticket, None)
             self._forget_idle(channel)
-        return self._change(attempt, channel)
+        return await self._commit(attempt, channel)
 
     async def open_trajectory(
         self,
@@ -169,7 +244,7 @@ class DataPoolActor:
         channel: str = TRAIN,
     ) -> SubmitOutcome:
         """`DataPool.open_trajectory`."""
-        return self._change(
+        return await self._commit(
             lambda: self._pool.open_trajectory(
                 trajectory_uid, prompt_uid, attempt, metadata, channel, now=self._now()
             ),
@@ -178,15 +253,15 @@ class DataPoolActor:
 
     async def submit_step(self, step: Step, channel: str = TRAIN) -> SubmitOutcome:
         """`DataPool.submit_step`."""
-        _own_payload([step])
-        return self._change(lambda: self._pool.submit_step(step, channel, now=self._now()), channel)
+        return await self._commit(
+            lambda: self._pool.submit_step(step, channel, now=self._now()), channel
+        )
 
     async def submit_steps(
         self, steps: Sequence[Step], channel: str = TRAIN
     ) -> list[SubmitOutcome]:
         """`DataPool.submit_steps`."""
-        _own_payload(steps)
-        return self._change(
+        return await self._commit(
             lambda: self._pool.submit_steps(steps, channel, now=self._now()), channel
         )
 
@@ -194,8 +269,7 @@ class DataPoolActor:
         self, steps: Sequence[Step], channel: str = TRAIN
     ) -> list[SubmitOutcome | DataPoolError]:
         """`DataPool.apply_steps`: `submit_steps` with the refusals among the results."""
-        _own_payload(steps)
-        return self._change(
+        return await self._commit(
             lambda: self._pool.apply_steps(steps, channel, now=self._now()), channel
         )
 
@@ -207,7 +281,7 @@ class DataPoolActor:
         channel: str = TRAIN,
     ) -> TrajectoryOutcome:
         """`DataPool.complete_trajectory`."""
-        return self._change(
+        return await self._commit(
             lambda: self._pool.complete_trajectory(
                 trajectory_uid, reward, metadata, channel, now=self._now()
             ),
@@ -222,7 +296,7 @@ class DataPoolActor:
         channel: str = TRAIN,
     ) -> TrajectoryOutcome:
         """`DataPool.abort_trajectory`."""
-        return self._change(
+        return await self._commit(
             lambda: self._pool.abort_trajectory(
                 trajectory_uid, reason, will_retry, channel, now=self._now()
             ),
@@ -232,24 +306,38 @@ class DataPoolActor:
     async def apply(self, operations: Sequence[Operation]) -> list[Any]:
         """Producers' operations in one trip, in order: each one's result or, as a value, refusal.
 
+        `apply_steps` takes packed steps as plain tuples.
+
         Raises:
-            InvalidRequestError: an operation that is not in `BATCHED`; those before it are applied.
+            InvalidRequestError: an operation that is not in `BATCHED`; none is applied.
+            JournalError: it could not be made durable.
         """
-        results: list[Any] = []
-        for name, arguments in operations:
+        for name, _ in operations:
             if name not in BATCHED:
                 raise InvalidRequestError(
                     f"operation is {name!r}; apply takes {', '.join(sorted(BATCHED))}"
                 )
+        return await self._commit(lambda: self._apply(operations))
+
+    def _apply(self, operations: Sequence[Operation]) -> list[Any]:
+        now = self._now()
+        results: list[Any] = []
+        refused: set[str] = set()
+        for name, arguments in operations:
             try:
-                results.append(await getattr(self, name)(*arguments))
+                if name == APPLY_STEPS:
+                    tuples, channel = arguments
+                    steps = list(map(PackedStep._make, tuples))
+                    results.append(self._pool.apply_steps(steps, channel, refused, now=now))
+                else:
+                    results.append(getattr(self._pool, name)(*arguments, now=now))
             except DataPoolError as e:
                 results.append(e)
         return results
 
     async def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN) -> None:
         """`DataPool.drop_group`."""
-        self._change(
+        await self._commit(
             lambda: self._pool.drop_group(prompt_uid, reason, channel, now=self._now()), channel
         )
 
@@ -262,31 +350,43 @@ class DataPoolActor:
         batch_size: int = 1,
         timeout_s: float | None = 0,
         lease_s: float | None = None,
-    ) -> Lease | None:
+        request_id: str | None = None,
+    ) -> PackedLease | None:
         """`DataPool.lease_batch`, waiting up to `timeout_s` (None: for ever) for the groups.
 
         None after the timeout, or as soon as the channel is shut down without enough of them.
-        Consumers that ask for the same `n_rollouts` are served first come, first served.
+        Consumers that ask for the same `n_rollouts` are served first come, first served. A call
+        that is repeated with its `request_id` gets the lease that it was given before.
         """
         check_lease_request(n_rollouts, batch_size, lease_s)
         ticket = self._ticket()
         waiter = _Consumer(
-            ticket, n_rollouts, batch_size, lease_s, asyncio.get_running_loop().create_future()
+            ticket,
+            _Request(n_rollouts, channel, batch_size, lease_s, request_id),
+            asyncio.get_running_loop().create_future(),
         )
+        if self._pool.leases.answer_to(request_id) is not None:
+            self._serve_one(waiter)
+            return await waiter.answer
         consumers = self._waiting.setdefault(channel, _Waiting()).consumers
         queue = consumers.setdefault(n_rollouts, OrderedDict())
         queue[ticket] = waiter
         try:
-            self._wake(channel)
+            self._change(lambda: None, channel)
             waits = timeout_s is None or timeout_s > 0
             if not waiter.answer.done() and waits and not self._pool.is_shut_down(channel):
                 await asyncio.wait([waiter.answer], timeout=timeout_s)
+            await self._durable()
             return waiter.answer.result() if waiter.answer.done() else None
         except asyncio.CancelledError:
             # Served while the caller was leaving: the groups go back, nobody has seen them.
             lease = _answered(waiter.answer)
             if lease is not None:
-                self._nack(lease.lease_id, "consumer_left", channel)
+                self._change(
+                    lambda: self._pool.nack(lease.lease_id, "consumer_left", now=self._now()),
+                    channel,
+                )
+                self._write_soon()
             raise
         finally:
             queue.pop(ticket, None)
@@ -302,7 +402,7 @@ class DataPoolActor:
         channel: str = TRAIN,
         batch_size: int = 1,
         timeout_s: float | None = 0,
-    ) -> list[Step] | None:
+    ) -> PackedSteps | None:
         """Lease and ack: the steps of the next ready groups, or None.
 
         Nothing takes them back if the consumer dies on the way; who cannot afford that leases.
@@ -311,19 +411,95 @@ class DataPoolActor:
         if lease is None:
             return None
         await self.ack(lease.lease_id)
-        return lease.steps
+        return lease.steps()
 
     async def ack(self, lease_id: str) -> None:
         """`DataPool.ack`."""
-        self._change(lambda: self._pool.ack(lease_id, now=self._now()))
+        await self._commit(lambda: self._pool.ack(lease_id, now=self._now()))
 
     async def nack(self, lease_id: str, reason: str = "") -> None:
         """`DataPool.nack`."""
-        self._nack(lease_id, reason, None)
+        await self._commit(lambda: self._pool.nack(lease_id, reason, now=self._now()))
 
     async def renew(self, lease_id: str, lease_s: float | None = None) -> float:
         """`DataPool.renew`."""
-        return self._change(lambda: self._pool.renew(lease_id, lease_s, now=self._now()))
+        return await self._commit(lambda: self._pool.renew(lease_id, lease_s, now=self._now()))
+
+    async def release_leases(self, channel: str = TRAIN, reason: str = "released") -> int:
+        """`DataPool.release_leases`: what a consumer that starts over calls."""
+        return await self._commit(
+            lambda: self._pool.release_leases(channel, reason, now=self._now()), channel
+        )
+
+    # -- people and sources ------------------------------------------------------------------
+
+    async def set_reward(
+        self,
+        trajectory_uid: str,
+        reward: float,
+        step_index: int | None = None,
+        channel: str = TRAIN,
+    ) -> SubmitOutcome:
+        """`DataPool.set_reward`."""
+        return await self._commit(
+            lambda: self._pool.set_reward(
+                trajectory_uid, reward, step_index, channel, now=self._now()
+            ),
+            channel,
+        )
+
+    async def mark(
+        self,
+        prompt_uid: str | None = None,
+        trajectory_uid: str | None = None,
+        channel: str = TRAIN,
+        marks: Mapping[str, Any] | None = None,
+    ) -> Marks:
+        """`DataPool.mark`."""
+        return await self._commit(
+            lambda: self._pool.mark(
+                prompt_uid, trajectory_uid, channel, now=self._now(), **(marks or {})
+            ),
+            channel,
+        )
+
+    async def advance_version(self, version: int, channel: str = TRAIN) -> None:
+        """`DataPool.advance_version`."""
+        await self._commit(
+            lambda: self._pool.advance_version(version, channel, now=self._now()), channel
+        )
+
+    async def dry_run(
+        self,
+        selection: SelectionConfig | None = None,
+        channel: str = TRAIN,
+        batch_size: int = 1,
+    ) -> DryRun:
+        """`DataPool.dry_run`."""
+        return self._pool.dry_run(selection, channel, batch_size, now=self._now())
+
+    async def get_events(
+        self,
+        cursor: str | None = None,
+        channel: str | None = None,
+        kinds: Collection[str] | None = None,
+        limit: int = 1000,
+        timeout_s: float = 0,
+    ) -> Events:
+        """`EventLog.after`, waiting up to `timeout_s` for the first one."""
+        end = time.monotonic() + timeout_s
+        while True:
+            page = self._pool.events.after(cursor, channel, kinds, limit)
+            left = end - time.monotonic()
+            if page.events or left <= 0:
+                return page
+            cursor = page.cursor
+            watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchers.add(watcher)
+            try:
+                await asyncio.wait([watcher], timeout=left)
+            finally:
+                self._watchers.discard(watcher)
 
     # -- end and statistics ------------------------------------------------------------------
 
@@ -338,9 +514,24 @@ class DataPoolActor:
             }
         return stats
 
+    async def describe(self) -> dict[str, Any]:
+        """This shard: process, durability, memory and journal."""
+        described: dict[str, Any] = {
+            "pid": os.getpid(),
+            "durability": self._pool.config.durability,
+            "memory_bytes": sum(c.memory_bytes for c in self._pool.channels.values()),
+        }
+        if self._journal is not None:
+            described["journal"] = {
+                "folder": str(self._journal.folder),
+                "recovery_s": self._recovery_s,
+                **self._journal.statistics(),
+            }
+        return described
+
     async def shutdown(self, channel: str | None = None) -> None:
         """`DataPool.shutdown`; consumers wake up with None, `open_group` with an error."""
-        self._change(lambda: self._pool.shutdown(channel, now=self._now()), channel)
+        await self._commit(lambda: self._pool.shutdown(channel, now=self._now()), channel)
         for name in list(self._waiting) if channel is None else [channel]:
             waiting = self._waiting.get(name)
             for queue in list(waiting.consumers.values()) if waiting else ():
@@ -358,46 +549,81 @@ class DataPoolActor:
         self._tickets += 1
         return self._tickets
 
-    def _change(self, operation: Callable[[], T], channel: str | None = None) -> T:
-        """Every state change passes here, so a journal has one place to stand.
+    async def _commit(self, operation: Callable[[], T], channel: str | None = None) -> T:
+        """Do it, and answer once that is durable. `channel` is the only one that the change can
+        help; None wakes all."""
+        try:
+            return self._change(operation, channel)
+        finally:
+            # Also after an error: the other steps of a refused batch were applied.
+            await self._durable()
 
-        `channel` is the only one the change can help; None wakes all.
-        """
+    def _change(self, operation: Callable[[], T], channel: str | None = None) -> T:
+        """Every state change passes here, and what follows from it is done at once."""
+        if self._journal is not None:
+            self._journal.check()  # nothing is changed that cannot be written down
         try:
             return operation()
         finally:
-            # Also after an error: the other steps of a refused batch were applied.
             self._wake(channel)
+            self._pool.write_counts()
 
-    def _nack(self, lease_id: str, reason: str, channel: str | None) -> None:
-        self._change(lambda: self._pool.nack(lease_id, reason, now=self._now()), channel)
+    async def _durable(self) -> None:
+        """Return once everything done so far is."""
+        if self._journal is not None:
+            await self._journal.committed()
+            self._pool.written()
+
+    def _write_soon(self) -> None:
+        """Make durable what nobody waits for."""
+        if self._journal is None:
+            return
+        task = asyncio.create_task(self._durable())
+        self._writing.add(task)
+        task.add_done_callback(self._wrote)
+
+    def _wrote(self, task: asyncio.Task[None]) -> None:
+        self._writing.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("DataPool: %s", error)
 
     def _wake(self, channel: str | None = None) -> None:
         for name in list(self._waiting) if channel is None else [channel]:
             waiting = self._waiting.get(name)
             if waiting is not None:
                 # Consumers first: what they take is credit for producers.
-                self._serve(waiting, name)
+                self._serve(waiting)
                 self._admit(waiting)
+        if self._watchers and self._pool.events.n_events != self._n_events_seen:
+            self._n_events_seen = self._pool.events.n_events
+            for watcher in self._watchers:
+                if not watcher.done():
+                    watcher.set_result(None)
         self._set_timer()
 
-    def _serve(self, waiting: _Waiting, channel: str) -> None:
+    def _serve(self, waiting: _Waiting) -> None:
         heads = {n: queue for n, queue in waiting.consumers.items() if queue}
         while heads:
             n_rollouts = min(heads, key=lambda n: next(iter(heads[n])))
             queue = heads[n_rollouts]
             ticket, consumer = next(iter(queue.items()))
-            if not consumer.answer.done():
-                lease = self._pool.lease_batch(
-                    n_rollouts, channel, consumer.batch_size, consumer.lease_s, now=self._now()
-                )
-                if lease is None:
-                    del heads[n_rollouts]
-                    continue
-                consumer.answer.set_result(lease)
+            if not consumer.answer.done() and not self._serve_one(consumer):
+                del heads[n_rollouts]
+                continue
             del queue[ticket]
             if not queue:
                 del heads[n_rollouts]
+
+    def _serve_one(self, consumer: _Consumer) -> bool:
+        """Whether it got an answer: its groups, or what went wrong with choosing them."""
+        try:
+            lease = self._pool.lease_packed(*consumer.request, now=self._now())
+        except DataPoolError as e:
+            consumer.answer.set_exception(e)
+            return True
+        if lease is not None:
+            consumer.answer.set_result(lease)
+        return lease is not None
 
     def _admit(self, waiting: _Waiting) -> None:
         while waiting.producers:
@@ -429,7 +655,11 @@ class DataPoolActor:
 
     def _on_timer(self) -> None:
         self._timer = self._timer_due = None
-        self._change(lambda: self._pool.tick(self._now()))
+        try:
+            self._change(lambda: self._pool.tick(self._now()))
+        except DataPoolError as e:
+            logger.error("DataPool: %s", e)
+        self._write_soon()
 
 
 def start_data_pool(
@@ -443,7 +673,12 @@ def start_data_pool(
     Args:
         name, namespace: under which `DataPoolClient.connect` finds it.
         options: further Ray actor options (`lifetime="detached"`, `resources`, …).
+
+    Raises:
+        PoolUnavailableError: it cannot start; the message says why (a journal that is damaged, or
+            that another pool has open, …).
     """
+    config = config or PoolConfig()
     settings: dict[str, Any] = {
         "name": name,
         "namespace": namespace,
@@ -454,9 +689,35 @@ def start_data_pool(
     }
     # Any: Ray's own types do not cover `.options`.
     actor_class: Any = ray.remote(_in_order(DataPoolActor))
-    handle: DataPoolHandle = actor_class.options(**settings).remote(config)
-    ray.get(handle.get_statistics.remote())
+    handle: DataPoolHandle = actor_class.options(**settings).remote(config, _folder(config))
+    try:
+        ray.get(handle.get_statistics.remote())
+    except RayActorError as e:
+        raise unavailable(e) from e
     return handle
+
+
+def _folder(config: PoolConfig) -> Path | None:
+    """Where the journal is; the same for every restart of the actor."""
+    if config.durability == "none":
+        return None
+    if config.journal_dir is not None:
+        return config.journal_dir.absolute()
+    folder = Path(tempfile.mkdtemp(prefix="stepwell-pool-"))
+    # The pool goes with this process, unless it is detached; then so does its memory.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def unavailable(error: RayActorError) -> PoolUnavailableError:
+    """Ray's error as ours, in one line."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    # An actor that could not start says why in the last line of a traceback.
+    reason = lines[-1] if "creation task" in lines[0] else lines[0]
+    return PoolUnavailableError(
+        f"the DataPool cannot be reached ({reason}); "
+        "what was not acknowledged may be submitted again"
+    )
 
 
 def _in_order(cls: type[DataPoolActor]) -> type[DataPoolActor]:
@@ -511,21 +772,3 @@ def _answered(answer: asyncio.Future[T]) -> T | None:
     if answer.done() and not answer.cancelled() and answer.exception() is None:
         return answer.result()
     return None
-
-
-def _own_payload(steps: Sequence[object]) -> None:
-    """Copy arrays out of the message they came in.
-
-    Ray hands out views: one stored step would keep its whole batch alive, and a large batch
-    would stay pinned in the object store. The steps are this process's own, so no one else sees
-    the change.
-    """
-    for step in steps:
-        if not isinstance(step, Step):
-            continue  # the pool refuses it with a typed error
-        for name in ("prompt_ids", "response_ids", "rollout_log_probs", "routed_experts"):
-            array = getattr(step, name)
-            if isinstance(array, np.ndarray) and not array.flags.owndata:
-                array = array.copy()
-                array.flags.writeable = False
-                object.__setattr__(step, name, array)

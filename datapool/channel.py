@@ -9,21 +9,30 @@ Life of a group (`GroupRecord`)::
     open ──enough complete──► ready ──take──► leased ──ack──► acked
       │                        │ ▲              │
       │                        │ └──give_back───┘
-      └──────deadline, abort───┴──max_queue_size, drop──► dropped(reason)
+      └──────deadline, abort───┴──limits, filters, staleness, drop──► dropped(reason)
 
 A ready group still takes steps and completions of its open trajectories: whatever is complete
-when it is first leased is served, and from then on its content is frozen.
+when it is first leased is served, and from then on its content is frozen. A ready group can be
+*held* (people's marks say so): it stays, and is not served until they say otherwise.
 
-Owns no lease and no clock (`now` is passed in); knows nothing of other channels. Every operation
-is O(log n) or better in whatever is stored.
+With a log, every change of a live group is a row there, written before anything that follows from
+it; when the group is gone, so are its rows. `replay.py` reads them back.
+
+Owns no lease and no clock (`now` is set before each change); knows nothing of other channels.
+Every operation is O(log n) or better in whatever is stored.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+import pickle
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeAlias
 
+from sortedcontainers import SortedDict
+
+from datapool.accounting import Counts
 from datapool.config import ChannelConfig
 from datapool.errors import (
     ChannelShutDownError,
@@ -35,22 +44,33 @@ from datapool.errors import (
     StepIndexError,
     TrajectoryClosedError,
     TrajectoryConflictError,
+    UnknownBaseError,
     UnknownGroupError,
     UnknownTrajectoryError,
 )
 from datapool.heap import KeyedHeap
+from datapool.payload import PackedGroup, PackedStep, PackedTrajectory, StoredStep, unpack
 from datapool.ready import ReadyOrder
 from datapool.records import (
     Closing,
     GroupRecord,
     GroupTerms,
-    Reasons,
+    Log,
     Remembered,
     SubmitOutcome,
     TrajectoryOutcome,
     TrajectoryRecord,
 )
-from datapool.types import Group, Step, Trajectory
+from datapool.selection import (
+    NOT_TRAINABLE,
+    Drop,
+    GroupInfo,
+    Hold,
+    Marks,
+    Selection,
+    SelectionError,
+    TrajectoryInfo,
+)
 
 NO_STEPS = "no_steps"
 GROUP_SERVED = "group_served"
@@ -59,72 +79,81 @@ GROUP_CLOSED = "group_closed"
 DEADLINE = "deadline"
 TOO_FEW_ROLLOUTS = "too_few_rollouts"
 MAX_QUEUE_SIZE = "max_queue_size"
+MAX_BYTES = "max_bytes"
+STALE = "stale"
 
 N_OLDEST_OPEN = 5
 
-
-@dataclass(slots=True)
-class GroupCounts:
-    submitted: int = 0
-    acked: int = 0
-    dropped: int = 0
-
-
-@dataclass(slots=True)
-class TrajectoryCounts:
-    submitted: int = 0
-    open: int = 0
-    acked: int = 0
-    dropped: int = 0
-    aborted: int = 0
-    late: int = 0
-
-
-@dataclass(slots=True)
-class StepCounts:
-    submitted: int = 0
-    accepted: int = 0
-    duplicate: int = 0
-    late: int = 0
-    conflict: int = 0
-    rejected: int = 0
-    stored: int = 0
-    acked: int = 0
-    dropped: int = 0
-    missing: int = 0
+Load: TypeAlias = Callable[[Sequence[int]], Sequence[bytes]]
+"""Payloads by row of the log."""
+Notice: TypeAlias = Callable[..., None]
+"""`(channel, kind, prompt_uid, [trajectory_uid], **data)`: something that people may watch for."""
 
 
 class Channel:
-    """The state of one channel. See the module for the life cycles."""
+    """The state of one channel. See the module for the life cycles.
 
-    def __init__(self, name: str, config: ChannelConfig, remembered_uids: int) -> None:
+    Args:
+        notice: is told what happened to groups and trajectories.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: ChannelConfig,
+        remembered_uids: int,
+        notice: Notice | None = None,
+    ) -> None:
         self.name = name
         self.config = config
+        self.now = 0.0
+        """Time of the change under way."""
         self.trajectory_index: dict[str, TrajectoryRecord] = {}
         """Trajectories of live groups, by uid."""
         self.trajectory_complete: set[str] = set()
         """Those of them that are complete."""
         self.prompt_groups: dict[str, GroupRecord] = {}
         """Live groups (open, ready or leased), by prompt uid."""
+        self.groups_by_number: SortedDict[int, GroupRecord] = SortedDict()
+        """The same, in the order they were opened in."""
         self.deadlines = KeyedHeap()
         self.shut_down = False
+        self.version = 0
+        """The policy version that generation uses now."""
+        self.counts = Counts()
+        self.memory_bytes = 0
+        """Payloads and prompts in memory."""
+        self.log: Log | None = None
+        """Where changes are written down; None: nowhere."""
+        self.load: Load | None = None
+        """Reads payloads back that are in the log only."""
+        self.changed = False
+        """The counts changed since they were last written down."""
+        self.replaying = False
+        self.selection = Selection(config.selection)
+        self._tell = notice
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
-        self._ready = ReadyOrder()
+        self._order = ReadyOrder()
+        self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
+        """Groups that are ready for the channel's own n_rollouts, or held, the oldest first."""
+        self._held: dict[str, str] = {}
+        """Ready groups that are not served for now, and why."""
         self._leased: dict[str, GroupRecord] = {}
         self._ready_versions = KeyedHeap()
+        """Oldest policy version of each ready group."""
         self._closed_trajectories: Remembered[Closing] = Remembered(remembered_uids)
         self._closed_groups: Remembered[str] = Remembered(remembered_uids)
-        self._groups = GroupCounts()
-        self._trajectories = TrajectoryCounts()
-        self._steps = StepCounts()
-        self._tokens = 0
-        self._drop_reasons = Reasons()
-        self._abort_reasons = Reasons()
+        self._closed_rows: deque[int] = deque()
+        self._remembered_uids = remembered_uids
+        self._first_version: int | None = None
+        self._n_numbers = 0
+        self._unwritten: list[StoredStep] = []
+        """Steps that came in since the log was last flushed."""
 
     # -- producers: groups -------------------------------------------------------------------
 
     def open_group(
-        self, prompt_uid: str, terms: GroupTerms, metadata: dict[str, Any], now: float
+        self, prompt_uid: str, terms: GroupTerms, metadata: dict[str, Any]
     ) -> SubmitOutcome:
         gone = self._closed_groups.get(prompt_uid)
         if gone is not None:
@@ -150,42 +179,64 @@ class Channel:
                 f"channel {self.name!r} was shut down; group {prompt_uid!r} cannot be opened"
             )
         if group is None:
-            if not self.has_credit:
+            if not self.replaying and (full := self._no_credit()) is not None:
                 raise PoolFullError(
-                    f"channel {self.name!r} holds max_outstanding_groups="
-                    f"{self.config.max_outstanding_groups} open and ready groups; "
-                    f"group {prompt_uid!r} waits until one is leased: raise the limit or timeout_s"
+                    f"channel {self.name!r} {full}; group {prompt_uid!r} waits until one is "
+                    "leased: raise the limit or timeout_s"
                 )
-            group = self._new_group(prompt_uid, now)
+            group = self._new_group(prompt_uid)
         elif not group.due:
             # Steps came first. It may have counted as ready undeclared; now its own terms decide.
-            self._ready.discard(prompt_uid)
-            self._ready_versions.discard(prompt_uid)
+            self._unready(group)
             self._open[prompt_uid] = group
         group.terms = terms
         group.metadata = dict(metadata)
-        self._set_deadline(group, terms.deadline_s, now)
+        self._write(group, "group", prompt_uid, tuple(terms), group.metadata, self.now)
+        self._set_deadline(group, terms.deadline_s)
         self._settle(group)
         return "accepted"
 
-    @property
-    def has_credit(self) -> bool:
-        """Whether `open_group` would be admitted now."""
+    def _no_credit(self) -> str | None:
+        """Why `open_group` has to wait; None if it would be admitted now."""
         limit = self.config.max_outstanding_groups
-        return limit is None or len(self._open) + self.n_ready < limit
+        if limit is not None and len(self._open) + self.n_ready - len(self._held) >= limit:
+            return f"holds max_outstanding_groups={limit} open and ready groups"
+        ahead, per_version = self.config.max_ahead_versions, self.config.groups_per_version
+        if ahead is not None and per_version is not None:
+            versions = self.version - (self._first_version or 0) + 1 + ahead
+            if self.counts.groups.submitted - self.counts.groups.dropped >= versions * per_version:
+                return (
+                    f"has started all groups that policy version {self.version} allows "
+                    f"(max_ahead_versions={ahead}, groups_per_version={per_version})"
+                )
+        return self._no_room()
+
+    def _no_room(self) -> str | None:
+        """Why no group can begin at all, opened or with a first step; None if one can."""
+        config = self.config
+        if config.overflow != "block":
+            return None
+        if config.max_queue_size is not None and self.n_ready >= config.max_queue_size:
+            return f"holds max_queue_size={config.max_queue_size} ready groups and blocks"
+        if config.max_bytes is not None and self.memory_bytes >= config.max_bytes:
+            return f"holds {self.memory_bytes} bytes, max_bytes={config.max_bytes}, and blocks"
+        return None
+
+    def check_room(self) -> None:
+        """Raises PoolFullError if a step of a new group would be refused now."""
+        if (full := self._no_room()) is not None:
+            raise PoolFullError(f"channel {self.name!r} {full}; try again once something is leased")
 
     @property
     def n_ready(self) -> int:
-        return self._ready.count(self.config.n_rollouts)
+        return len(self._ready)
 
     def drop_group(self, prompt_uid: str, reason: str) -> None:
         group = self.prompt_groups.get(prompt_uid)
         if group is None:
             gone = self._closed_groups.get(prompt_uid)
             if gone is None:
-                raise UnknownGroupError(
-                    f"group {prompt_uid!r} is unknown in channel {self.name!r}; check both names"
-                )
+                raise self._unknown_group(prompt_uid)
             if not gone.startswith("dropped"):
                 raise GroupClosedError(
                     f"group {prompt_uid!r} in channel {self.name!r} was {gone}; "
@@ -198,44 +249,58 @@ class Channel:
             )
         self._drop(group, reason)
 
+    def advance_version(self, version: int) -> None:
+        """Generation uses policy `version` from now on; versions never go back."""
+        if self._first_version is None:
+            # A pool that starts with a later version owes nothing for those before.
+            self._first_version = 0 if self.counts.groups.submitted else version
+        self.version = max(self.version, version)
+        self.changed = True
+
     # -- producers: trajectories and steps ---------------------------------------------------
 
     def open_trajectory(
-        self,
-        trajectory_uid: str,
-        prompt_uid: str,
-        attempt: int,
-        metadata: dict[str, Any],
-        now: float,
+        self, trajectory_uid: str, prompt_uid: str, attempt: int, metadata: dict[str, Any]
     ) -> SubmitOutcome:
         record = self._find(trajectory_uid, prompt_uid)
+        outcome: SubmitOutcome = "accepted"
         if record is None:
-            record = self._new_trajectory(trajectory_uid, prompt_uid, now)
+            record = self._new_trajectory(trajectory_uid, prompt_uid)
             if record is None:
                 return "late"
-            outcome: SubmitOutcome = "accepted"
         elif isinstance(record, Closing):
             return "late"
         elif record.closing is not None:
             return "duplicate" if record.closing.aborted is None else "late"
         else:
             outcome = "duplicate"
+            if attempt <= record.attempt and not metadata:
+                return outcome
         record.attempt = max(record.attempt, attempt)
         record.metadata.update(metadata)
+        group = self.prompt_groups[prompt_uid]
+        self._write(group, "trajectory", trajectory_uid, prompt_uid, attempt, metadata, self.now)
         return outcome
 
-    def submit(self, step: Step, now: float) -> SubmitOutcome:
+    def submit(self, step: PackedStep) -> SubmitOutcome:
         """Apply one step. Raises a DataPoolError and changes nothing if it contradicts another."""
-        counts = self._steps
-        counts.submitted += 1
+        counts = self.counts.steps
         try:
-            outcome = self._submit(step, now)
+            outcome = self._submit(step)
+        except UnknownBaseError:
+            raise  # not an answer yet: it comes again, whole
         except StepConflictError:
+            counts.submitted += 1
             counts.conflict += 1
+            self.changed = True
             raise
         except DataPoolError:
+            counts.submitted += 1
             counts.rejected += 1
+            self.changed = True
             raise
+        counts.submitted += 1
+        self.changed = True
         if outcome == "accepted":
             counts.accepted += 1
         elif outcome == "duplicate":
@@ -244,18 +309,19 @@ class Channel:
             counts.late += 1
         return outcome
 
-    def _submit(self, step: Step, now: float) -> SubmitOutcome:
+    def _submit(self, step: PackedStep) -> SubmitOutcome:
         index = step.step_index
         record = self._find(step.trajectory_uid, step.prompt_uid)
         if record is None:
-            record = self._new_trajectory(step.trajectory_uid, step.prompt_uid, now)
+            if step.base is not None and not self._is_settled(step.prompt_uid):
+                raise _unknown_base(step)
+            record = self._new_trajectory(step.trajectory_uid, step.prompt_uid)
             if record is None:
                 return "late"
         elif isinstance(record, Closing):
             return "late"
-        stored = record.steps.get(index)
-        if stored is not None:
-            if stored == step:
+        if index in record.steps:
+            if self._is_stored(record, step):
                 return "duplicate"
             raise StepConflictError(
                 f"step {step.trajectory_uid!r}[{index}] is already stored in channel "
@@ -264,18 +330,85 @@ class Channel:
         if record.closing is not None:
             return "late"
         self._check_index(record, step)
-        record.steps[index] = step
-        record.max_index = max(record.max_index, index)
-        record.n_tokens += step.n_tokens
-        self._tokens += step.n_tokens
-        self._steps.stored += 1
+        self._store(record, step)
         if step.is_last:
             record.last_index = index
         if record.last_index is not None and len(record.steps) == record.last_index + 1:
             self._complete(record, Closing(record.prompt_uid, "is_last"))
         return "accepted"
 
-    def _check_index(self, record: TrajectoryRecord, step: Step) -> None:
+    def _store(self, record: TrajectoryRecord, step: PackedStep) -> None:
+        if step.base is not None and step.base not in record.steps:
+            raise _unknown_base(step)
+        group = self.prompt_groups[record.prompt_uid]
+        step = self._relative(record, step)
+        prompt, prompt_row = None, None
+        if step.prompt is not None:
+            prompt, prompt_row = self._keep_prompt(group, step.prompt)
+        stored = StoredStep(step, prompt)
+        if self.log is not None:
+            head = (*step[:12], prompt_row, self.now)
+            stored.row = self._append(group, "step", head, step.payload)
+            self._unwritten.append(stored)
+        record.steps[step.step_index] = stored
+        record.max_index = max(record.max_index, step.step_index)
+        self.memory_bytes += stored.n_bytes
+        self.counts.tokens += stored.n_tokens
+        self.counts.steps.stored += 1
+        if self.config.max_bytes is not None:
+            self._trim()
+
+    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int]:
+        """The group's own copy of a root's prompt, and the row that holds it."""
+        kept = group.prompts.get(prompt)
+        if kept is None:
+            kept = prompt, self._append(group, "prompt", (group.prompt_uid,), prompt)
+            group.prompts[prompt] = kept
+            self.memory_bytes += len(prompt)
+        return kept
+
+    def _relative(self, record: TrajectoryRecord, step: PackedStep) -> PackedStep:
+        """A step that came with a whole prompt, relative to the stored step that it extends."""
+        if step.prompt is None or self.replaying:
+            return step
+        base = step.step_index - 1 if step.parent_index is None else step.parent_index
+        known = self._tokens(record, base)
+        if known is None or not step.prompt.startswith(known):
+            return step
+        new = step.prompt[len(known) :]
+        return step._replace(
+            base=base, n_new=len(new) // 4, prompt=None, payload=new + step.payload
+        )
+
+    def _tokens(self, record: TrajectoryRecord, index: int) -> bytes | None:
+        """Prompt and response of a stored step; None if there is none, or it is not in memory."""
+        parts: list[bytes] = []
+        step = record.steps.get(index)
+        while step is not None and step.payload is not None:
+            parts.append(step.payload[: 4 * (step.n_new + step.n_response)])
+            if step.base is None:
+                return b"".join((step.prompt or b"", *reversed(parts)))
+            step = record.steps.get(step.base)
+        return None
+
+    def _is_stored(self, record: TrajectoryRecord, step: PackedStep) -> bool:
+        """Whether the stored step of this index has the same content, however it is packed."""
+        chain = [step.step_index]
+        while (base := record.steps[chain[-1]].base) is not None:
+            chain.append(base)
+        self._read_back(record.steps[i] for i in chain)
+        stored = [record.packed(i) for i in chain]
+        if stored[0] == step:
+            return True
+        theirs = [step]
+        while (base := theirs[-1].base) is not None:
+            if base not in record.steps:
+                raise _unknown_base(step)
+            self._read_back([record.steps[base]])
+            theirs.append(record.packed(base))
+        return unpack(stored)[0] == unpack(theirs)[0]
+
+    def _check_index(self, record: TrajectoryRecord, step: PackedStep) -> None:
         owner = f"step {step.trajectory_uid!r}[{step.step_index}] in channel {self.name!r}"
         last = record.last_index
         if last is not None and step.step_index > last:
@@ -294,15 +427,18 @@ class Channel:
         record = self.trajectory_index.get(trajectory_uid)
         if record is not None and record.closing is None:
             record.metadata.update(metadata)
+            group = self.prompt_groups[record.prompt_uid]
+            self._write(group, "complete", trajectory_uid, reward, metadata)
             if record.steps:
                 self._complete(record, Closing(record.prompt_uid, "complete", reward))
                 return "complete"
             self._abort(record, Closing(record.prompt_uid, "complete", reward, NO_STEPS))
-            self._settle(self.prompt_groups[record.prompt_uid])
+            self._settle(group)
             return "aborted"
         closing = self._closing(trajectory_uid)
         if closing.by == "pool":
-            self._trajectories.late += 1
+            self.counts.trajectories.late += 1
+            self.changed = True
             return "late"
         if closing.by == "abort" or closing.reward != reward:
             raise TrajectoryClosedError(
@@ -317,12 +453,15 @@ class Channel:
     ) -> TrajectoryOutcome:
         record = self.trajectory_index.get(trajectory_uid)
         if record is not None and record.closing is None:
+            group = self.prompt_groups[record.prompt_uid]
+            self._write(group, "abort", trajectory_uid, reason, will_retry)
             self._abort(record, Closing(record.prompt_uid, "abort", None, reason, will_retry))
-            self._settle(self.prompt_groups[record.prompt_uid])
+            self._settle(group)
             return "aborted"
         closing = self._closing(trajectory_uid)
         if closing.by == "pool":
-            self._trajectories.late += 1
+            self.counts.trajectories.late += 1
+            self.changed = True
             return "late"
         if closing.aborted is None or (will_retry and not closing.will_retry):
             raise TrajectoryClosedError(
@@ -331,96 +470,270 @@ class Channel:
             )
         if record is not None and closing.will_retry and not will_retry:
             # The producer gave up on the retry that it had announced.
-            record.closing = closing._replace(will_retry=False)
             group = self.prompt_groups[record.prompt_uid]
+            self._write(group, "abort", trajectory_uid, reason, will_retry)
+            record.closing = closing._replace(will_retry=False)
             group.n_final += 1
             self._settle(group)
         return "aborted"
 
+    def set_reward(
+        self, trajectory_uid: str, reward: float, step_index: int | None
+    ) -> SubmitOutcome:
+        """The outcome reward, or that of one step, from now on; "late" once it was leased."""
+        record = self.trajectory_index.get(trajectory_uid)
+        if record is None:
+            self._closing(trajectory_uid)
+            return "late"
+        group = self.prompt_groups[record.prompt_uid]
+        if group.frozen or (record.closing is not None and record.closing.aborted is not None):
+            return "late"
+        if step_index is None:
+            record.outcome = reward
+        elif step_index in record.steps:
+            record.step_rewards = {**(record.step_rewards or {}), step_index: reward}
+        else:
+            raise StepIndexError(
+                f"trajectory {trajectory_uid!r} in channel {self.name!r} has no step {step_index}; "
+                f"it has {sorted(record.steps)}"
+            )
+        self._write(group, "reward", trajectory_uid, reward, step_index)
+        self._judge_again(group)
+        return "accepted"
+
+    def mark_group(self, prompt_uid: str, marks: dict[str, Any]) -> Marks:
+        group = self.prompt_groups.get(prompt_uid)
+        if group is None:
+            gone = self._closed_groups.get(prompt_uid)
+            if gone is None:
+                raise self._unknown_group(prompt_uid)
+            raise GroupClosedError(
+                f"group {prompt_uid!r} in channel {self.name!r} was {gone}; it cannot be marked"
+            )
+        group.marks = group.marks.merged(marks)
+        group.is_marked = True
+        self._write(group, "mark", prompt_uid, None, group.marks)
+        self._judge_again(group)
+        return group.marks
+
+    def mark_trajectory(self, trajectory_uid: str, marks: dict[str, Any]) -> Marks:
+        record = self.trajectory_index.get(trajectory_uid)
+        if record is None:
+            self._closing(trajectory_uid)
+        if record is None or self.prompt_groups[record.prompt_uid].frozen:
+            raise TrajectoryClosedError(
+                f"trajectory {trajectory_uid!r} in channel {self.name!r} was served already, or "
+                "closed with its group; mark it before"
+            )
+        group = self.prompt_groups[record.prompt_uid]
+        record.marks = record.marks.merged(marks)
+        group.is_marked = True
+        self._write(group, "mark", group.prompt_uid, trajectory_uid, record.marks)
+        self._judge_again(group)
+        return record.marks
+
     # -- consumers ---------------------------------------------------------------------------
 
     def n_available(self, n_rollouts: int | None) -> int:
-        return self._ready.count(n_rollouts or self.config.n_rollouts)
+        return self._order.count(n_rollouts or self.config.n_rollouts)
 
-    def take(self, n_rollouts: int | None) -> Group | None:
-        """Lease the group that is ready first, or None. Its open trajectories end here."""
+    def choose(self, n_rollouts: int | None, batch_size: int) -> list[str]:
+        """The groups that a consumer gets next, if there are `batch_size` of them; else none.
+        Drops those on the way that are too old or that a filter objects to."""
         n_wanted = n_rollouts or self.config.n_rollouts
-        prompt_uid = self._ready.first(n_wanted)
-        if prompt_uid is None:
-            return None
+        self._drop_stale()
+        if self._order.count(n_wanted) < batch_size:
+            return []
+        if n_wanted != self.config.n_rollouts:
+            self._judge_first(n_wanted, batch_size)
+        if self.config.selection.batch_filter is None:
+            chosen = self._order.first(n_wanted, batch_size)
+            return chosen if len(chosen) == batch_size else []
+        window = self._order.first(n_wanted, max(batch_size, self.config.selection.window))
+        choice = self.selection.choose(
+            [self.info(self.prompt_groups[uid]) for uid in window],
+            batch_size,
+            more_may_come=self.more_may_come,
+        )
+        for prompt_uid, reason in choice.drop.items():
+            self._drop(self.prompt_groups[prompt_uid], reason)
+        if choice.drop and not choice.serve:
+            return self.choose(n_rollouts, batch_size)  # others came into the window
+        return list(choice.serve)
+
+    @property
+    def more_may_come(self) -> bool:
+        """Whether another group may still become ready."""
+        return bool(self._open) or not (self.shut_down or self._no_credit())
+
+    def _judge_first(self, n_wanted: int, batch_size: int) -> None:
+        """Judge undeclared groups that are ready for this consumer only."""
+        while True:
+            unjudged = [
+                group
+                for uid in self._order.first(n_wanted, batch_size)
+                if (group := self.prompt_groups[uid]).prompt_uid not in self._ready
+            ]
+            if all(self._judge(group) for group in unjudged):
+                return
+
+    def take(self, prompt_uid: str, n_rollouts: int | None) -> PackedGroup:
+        """Lease this ready group. Its open trajectories end here."""
         group = self.prompt_groups[prompt_uid]
+        excluded = self._excluded(group)
+        group.n_asked = n_rollouts or self.config.n_rollouts
+        self._write(group, "lease", prompt_uid, tuple(excluded), group.n_asked)
+        self.begin_lease(group, excluded)
+        self._notice("leased", prompt_uid, delivery=group.delivery)
+        return self.leased(prompt_uid)
+
+    def leased(self, prompt_uid: str) -> PackedGroup:
+        """A leased group as its consumer gets it."""
+        group = self._leased[prompt_uid]
+        return PackedGroup(
+            prompt_uid,
+            [self.packed(record) for record in group.complete],
+            group.n_asked if group.terms is None else group.terms.n_rollouts,
+            dict(group.metadata),
+            group.delivery,
+        )
+
+    def begin_lease(self, group: GroupRecord, excluded: Collection[str]) -> None:
+        """A consumer has it; the first time, what is served is settled: all complete
+        trajectories that are not excluded."""
         self._unqueue(group)
+        self._leased[group.prompt_uid] = group
+        self.changed = True
+        if group.frozen:
+            return
         group.frozen = True
         for record in group.trajectories.values():
             if record.closing is None:
-                self._abort(record, Closing(prompt_uid, "pool", aborted=GROUP_SERVED))
-        self._leased[prompt_uid] = group
-        return Group(
-            prompt_uid=prompt_uid,
-            trajectories=tuple(r.served for r in group.complete if r.served is not None),
-            n_rollouts=n_wanted if group.terms is None else group.terms.n_rollouts,
-            metadata=dict(group.metadata),
-            delivery=group.delivery,
+                self._abort(record, Closing(group.prompt_uid, "pool", aborted=GROUP_SERVED))
+        for uid in excluded:
+            record = group.trajectories[uid]
+            group.complete.remove(record)
+            self.trajectory_complete.discard(uid)
+            self._release(record)
+            record.closing = Closing(group.prompt_uid, "pool", aborted=NOT_TRAINABLE)
+            group.n_aborted += 1
+            self.counts.trajectories.aborted += 1
+            self.counts.abort_reasons.add(NOT_TRAINABLE)
+
+    def packed(self, record: TrajectoryRecord) -> PackedTrajectory:
+        """A trajectory as consumers get it; what is on disk is read, and stays there."""
+        spilled = self._read_back(record.steps.values())
+        steps = record.served()
+        for stored in spilled:
+            self._forget_payload(stored)
+        return PackedTrajectory(
+            record.trajectory_uid, record.prompt_uid, steps, dict(record.metadata), record.attempt
         )
 
     def ack(self, prompt_uid: str) -> None:
         group = self._leased.pop(prompt_uid)
-        self._groups.acked += 1
-        self._steps.acked += self._close(group, "acked")
-        self._trajectories.acked += len(group.complete)
+        self.counts.groups.acked += 1
+        self.counts.steps.acked += self._close(group, "acked")
+        self.counts.trajectories.acked += len(group.complete)
+        self._notice("acked", prompt_uid)
 
     def give_back(self, prompt_uid: str) -> None:
         """Return a leased group to the front. Call in reverse order for the groups of one lease."""
         group = self._leased.pop(prompt_uid)
         group.delivery += 1
         group.due = True
-        self._ready.give_back(prompt_uid)
+        self._write(group, "return", prompt_uid)
+        self._order.give_back(prompt_uid)
+        self._ready[prompt_uid] = group
+        self._ready.move_to_end(prompt_uid, last=False)
         self._note_version(group)
-        self._trim_queue()
+        self._notice("returned", prompt_uid, delivery=group.delivery)
+        if self._judge(group):
+            self._trim()
 
-    # -- time --------------------------------------------------------------------------------
+    # -- time and memory ---------------------------------------------------------------------
 
-    def expire_deadlines(self, now: float) -> None:
+    def expire_deadlines(self) -> None:
         """Serve or drop every group whose deadline has passed."""
-        while (prompt_uid := self.deadlines.pop_until(now)) is not None:
-            group = self.prompt_groups[prompt_uid]
-            if len(group.complete) >= (group.terms.min_rollouts if group.terms else 1):
-                self._make_due(group)
-            else:
-                self._drop(group, DEADLINE)
+        while (prompt_uid := self.deadlines.pop_until(self.now)) is not None:
+            self.close_by_deadline(self.prompt_groups[prompt_uid])
+
+    def close_by_deadline(self, group: GroupRecord) -> None:
+        if len(group.complete) >= (group.terms.min_rollouts if group.terms else 1):
+            self._write(group, "due", group.prompt_uid)
+            self._make_due(group, DEADLINE)
+        else:
+            self._drop(group, DEADLINE)
+
+    def written(self, limit: int | None) -> None:
+        """The log was flushed: payloads that came since may leave memory, beyond the limits.
+
+        Args:
+            limit: bytes that this channel may keep in memory by the pool's account; None: any.
+        """
+        steps, self._unwritten = self._unwritten, []
+        if self.config.overflow == "spill" and self.config.max_bytes is not None:
+            limit = min(self.config.max_bytes, self.config.max_bytes if limit is None else limit)
+        if limit is None:
+            return
+        for stored in reversed(steps):
+            if self.memory_bytes <= limit:
+                return
+            if stored.payload is not None and stored.row:
+                self._forget_payload(stored)
+
+    def _forget_payload(self, stored: StoredStep) -> None:
+        stored.payload = None
+        self.memory_bytes -= stored.n_bytes
+
+    def _read_back(self, steps: Iterable[StoredStep]) -> list[StoredStep]:
+        """Bring payloads into memory; those that were not."""
+        spilled = [stored for stored in steps if stored.payload is None]
+        if spilled and self.load is not None:
+            for stored, payload in zip(
+                spilled, self.load([stored.row for stored in spilled]), strict=True
+            ):
+                stored.payload = payload
+                self.memory_bytes += stored.n_bytes
+        return spilled
 
     # -- statistics --------------------------------------------------------------------------
 
-    def statistics(self, now: float) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         oldest_version = self._ready_versions.first()
+        counts = self.counts
         return {
             "groups": {
-                "submitted": self._groups.submitted,
+                **asdict(counts.groups),
                 "open": len(self._open),
                 "ready": self.n_ready,
+                "held": len(self._held),
                 "leased": len(self._leased),
-                "acked": self._groups.acked,
-                "dropped": self._groups.dropped,
-                "drop_reasons": dict(self._drop_reasons.counts),
+                "drop_reasons": dict(counts.drop_reasons.counts),
             },
             "trajectories": {
-                **asdict(self._trajectories),
+                **asdict(counts.trajectories),
                 "complete": len(self.trajectory_complete),
-                "abort_reasons": dict(self._abort_reasons.counts),
+                "abort_reasons": dict(counts.abort_reasons.counts),
             },
-            "steps": asdict(self._steps),
-            "tokens": {"stored": self._tokens},
-            "ready": self.n_ready,
+            "steps": asdict(counts.steps),
+            "tokens": {"stored": counts.tokens},
+            "memory_bytes": self.memory_bytes,
+            "ready": self.n_ready - len(self._held),
+            "policy_version": self.version,
             "oldest_policy_version_ready": None if oldest_version is None else oldest_version[0],
+            "oldest_open_age_s": (
+                self.now - next(iter(self._open.values())).opened_at if self._open else 0.0
+            ),
             "oldest_open": [
-                self._describe(group, now)
+                self.describe(group)
                 for _, group in zip(range(N_OLDEST_OPEN), self._open.values(), strict=False)
             ],
             "shut_down": self.shut_down,
         }
 
-    def _describe(self, group: GroupRecord, now: float) -> dict[str, Any]:
-        """An open group and why it is open."""
+    def describe(self, group: GroupRecord) -> dict[str, Any]:
+        """A group and, while it is open, why it is."""
         wanted = group.terms.n_rollouts if group.terms else self.config.n_rollouts
         missing = wanted - len(group.complete) - group.n_final
         if group.n_open:
@@ -431,15 +744,96 @@ class Channel:
             why = "all trajectories were aborted"
         return {
             "prompt_uid": group.prompt_uid,
-            "age_s": now - group.opened_at,
+            "age_s": self.now - group.opened_at,
             "declared": group.terms is not None,
             "n_rollouts": wanted,
             "complete": len(group.complete),
             "running": group.n_open,
             "aborted": group.n_aborted,
-            "deadline_in_s": None if group.deadline is None else group.deadline - now,
+            "deadline_in_s": None if group.deadline is None else group.deadline - self.now,
             "why": f"{len(group.complete)} of {wanted} complete; {why}",
         }
+
+    def state(self, group: GroupRecord) -> tuple[str, str | None]:
+        """`open`, `ready`, `held` or `leased`; and why it is held."""
+        if group.prompt_uid in self._leased:
+            return "leased", None
+        if group.prompt_uid in self._held:
+            return "held", self._held[group.prompt_uid]
+        return ("ready" if group.prompt_uid in self._ready else "open"), None
+
+    # -- selection ---------------------------------------------------------------------------
+
+    def info(self, group: GroupRecord) -> GroupInfo:
+        """What orders and filters see of a group: its complete trajectories."""
+        return GroupInfo(
+            prompt_uid=group.prompt_uid,
+            channel=self.name,
+            n_rollouts=self.config.n_rollouts if group.terms is None else group.terms.n_rollouts,
+            trajectories=tuple(map(_trajectory_info, group.complete)),
+            sequence=self._order.sequence(group.prompt_uid),
+            opened_at=group.opened_at,
+            delivery=group.delivery,
+            metadata=group.metadata,
+            marks=group.marks,
+        )
+
+    def ready_groups(self) -> Iterable[GroupRecord]:
+        """All that are ready or held, the oldest first."""
+        return self._ready.values()
+
+    def _judge(self, group: GroupRecord) -> bool:
+        """Whether a ready group may be served. Otherwise it is held, or dropped."""
+        if self.replaying or (self.selection.is_trivial and not group.is_marked):
+            return True
+        uid = group.prompt_uid
+        try:
+            info = self.info(group)
+            verdict = self.selection.judge(info)
+            key = self.selection.key(info)
+        except SelectionError as e:
+            # Somebody's function failed; whoever submitted a step cannot help that.
+            verdict, key = Hold(f"selection: {e}"), 0.0
+        if isinstance(verdict, Drop):
+            self._drop(group, verdict.reason)
+            return False
+        if verdict is not None:
+            self._order.hold(uid)
+            self._held[uid] = verdict.reason
+            return False
+        self._order.release(uid)
+        self._held.pop(uid, None)
+        self._order.rekey(uid, key)
+        return True
+
+    def _judge_again(self, group: GroupRecord) -> None:
+        if group.prompt_uid in self._ready:
+            self._judge(group)
+
+    def judge_all(self) -> None:
+        """After a restart: the limits and filters of today apply to what is there."""
+        for group in list(self._ready.values()):
+            self._judge(group)
+        self._trim()
+
+    def _excluded(self, group: GroupRecord) -> list[str]:
+        """Complete trajectories that marks keep from being served."""
+        if group.frozen or (self.selection.is_trivial and not group.is_marked):
+            return []
+        served, _ = self.selection.gate(self.info(group))
+        kept = {t.trajectory_uid for t in served.trajectories}
+        return [r.trajectory_uid for r in group.complete if r.trajectory_uid not in kept]
+
+    def _drop_stale(self) -> None:
+        limit = self.config.max_staleness
+        if limit is None:
+            return
+        while (oldest := self._ready_versions.first()) is not None:
+            if oldest[0] >= self.version - limit:
+                return
+            self._drop(
+                self.prompt_groups[oldest[1]], STALE, returned=self.config.on_stale == "return"
+            )
 
     # -- inside: lookup ----------------------------------------------------------------------
 
@@ -465,161 +859,294 @@ class Channel:
             )
         return closing
 
+    def _unknown_group(self, prompt_uid: str) -> UnknownGroupError:
+        return UnknownGroupError(
+            f"group {prompt_uid!r} is unknown in channel {self.name!r}; check both names"
+        )
+
+    def _is_settled(self, prompt_uid: str) -> bool:
+        """Whether the group's content can no longer change: gone, or served before."""
+        group = self.prompt_groups.get(prompt_uid)
+        return group.frozen if group else self._closed_groups.get(prompt_uid) is not None
+
+    # -- inside: the log ---------------------------------------------------------------------
+
+    def _write(self, group: GroupRecord, kind: str, *head: Any) -> None:
+        self.changed = True
+        if self.log is not None:
+            self._append(group, kind, head)
+
+    def _append(
+        self, group: GroupRecord, kind: str, head: tuple[Any, ...], payload: bytes | None = None
+    ) -> int:
+        if self.log is None:
+            return 0
+        row = self.log.append(self.name, kind, pickle.dumps(head, protocol=5), payload)
+        group.rows.append(row)
+        return row
+
+    def _notice(self, kind: str, *uids: str, **data: Any) -> None:
+        if self._tell is not None:
+            self._tell(self, kind, *uids, **data)
+
     # -- inside: births ----------------------------------------------------------------------
 
-    def _new_group(self, prompt_uid: str, now: float) -> GroupRecord:
-        group = GroupRecord(prompt_uid, now)
+    def _new_group(self, prompt_uid: str) -> GroupRecord:
+        self._n_numbers += 1
+        group = GroupRecord(prompt_uid, self.now, self._n_numbers)
         self.prompt_groups[prompt_uid] = group
+        self.groups_by_number[group.number] = group
         self._open[prompt_uid] = group
-        self._groups.submitted += 1
+        self.counts.groups.submitted += 1
         return group
 
-    def _new_trajectory(
-        self, trajectory_uid: str, prompt_uid: str, now: float
-    ) -> TrajectoryRecord | None:
+    def _new_trajectory(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | None:
         """A record in its (perhaps new) group; None if the group's content is settled already."""
-        group = self.prompt_groups.get(prompt_uid)
-        self._trajectories.submitted += 1
-        if self._closed_groups.get(prompt_uid) is not None or (group and group.frozen):
+        self.changed = True
+        if self._is_settled(prompt_uid):
             # Remembered, so that the completion that follows is late too, and not unknown.
-            self._closed_trajectories.put(
-                trajectory_uid, Closing(prompt_uid, "pool", aborted=GROUP_CLOSED)
-            )
-            self._trajectories.aborted += 1
-            self._abort_reasons.add(GROUP_CLOSED)
+            closing = Closing(prompt_uid, "pool", aborted=GROUP_CLOSED)
+            self._remember(prompt_uid, None, {trajectory_uid: closing})
+            self.counts.trajectories.submitted += 1
+            self.counts.trajectories.aborted += 1
+            self.counts.abort_reasons.add(GROUP_CLOSED)
             return None
+        group = self.prompt_groups.get(prompt_uid)
         if group is None:
-            group = self._new_group(prompt_uid, now)
-            self._set_deadline(group, None, now)
+            if not self.replaying and (full := self._no_room()) is not None:
+                raise PoolFullError(
+                    f"channel {self.name!r} {full}; trajectory {trajectory_uid!r} would begin a "
+                    f"new group, {prompt_uid!r}: try again once something is leased"
+                )
+            group = self._new_group(prompt_uid)
+            self._set_deadline(group, None)
+        self.counts.trajectories.submitted += 1
         record = TrajectoryRecord(trajectory_uid, prompt_uid)
         self.trajectory_index[trajectory_uid] = record
         group.trajectories[trajectory_uid] = record
         group.n_open += 1
-        self._trajectories.open += 1
+        self.counts.trajectories.open += 1
         return record
 
-    def _set_deadline(self, group: GroupRecord, deadline_s: float | None, now: float) -> None:
+    def _set_deadline(self, group: GroupRecord, deadline_s: float | None) -> None:
         seconds = self.config.group_deadline_s if deadline_s is None else deadline_s
         if seconds is not None and not group.due:
-            group.deadline = now + seconds
+            group.deadline = self.now + seconds
             self.deadlines.set(group.prompt_uid, group.deadline)
 
     # -- inside: trajectories close ----------------------------------------------------------
 
     def _complete(self, record: TrajectoryRecord, closing: Closing) -> None:
-        steps = [record.steps[i] for i in sorted(record.steps)]
-        last, outcome = steps[-1], closing.reward
-        reward = last.reward if outcome is None else (last.reward or 0.0) + outcome
-        if reward != last.reward or not last.is_last:
-            steps[-1] = replace(last, reward=reward, is_last=True)
         record.closing = closing
-        record.served = Trajectory(
-            record.trajectory_uid,
-            record.prompt_uid,
-            tuple(steps),
-            dict(record.metadata),
-            record.attempt,
-        )
-        self._steps.missing += record.max_index + 1 - len(steps)
-        self._trajectories.open -= 1
+        if closing.reward is not None:
+            record.outcome = closing.reward
+        self.counts.steps.missing += record.max_index + 1 - len(record.steps)
+        self.counts.trajectories.open -= 1
         self.trajectory_complete.add(record.trajectory_uid)
         group = self.prompt_groups[record.prompt_uid]
         group.n_open -= 1
         group.complete.append(record)
-        oldest = min(step.policy_version for step in steps)
+        oldest = min(step.policy_version for step in record.steps.values())
         if group.oldest_version is None or oldest < group.oldest_version:
             group.oldest_version = oldest
         if group.terms is None and not group.due:
-            self._ready.reach(group.prompt_uid, len(group.complete))
+            self._order.reach(group.prompt_uid)
         self._settle(group)
 
     def _abort(self, record: TrajectoryRecord, closing: Closing) -> None:
         """Close without serving and release the steps. The caller settles the group."""
+        self.changed = True
         record.closing = closing
-        self._steps.stored -= len(record.steps)
-        self._steps.dropped += len(record.steps)
-        self._tokens -= record.n_tokens
-        record.steps = {}
-        record.n_tokens = 0
+        self._release(record)
         group = self.prompt_groups[record.prompt_uid]
         group.n_open -= 1
         group.n_aborted += 1
         if closing.by != "pool" and not closing.will_retry:
             group.n_final += 1
-        self._trajectories.open -= 1
-        self._trajectories.aborted += 1
-        self._abort_reasons.add(closing.aborted or "")
+        self.counts.trajectories.open -= 1
+        self.counts.trajectories.aborted += 1
+        self.counts.abort_reasons.add(closing.aborted or "")
+        self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=closing.aborted)
+
+    def _release(self, record: TrajectoryRecord) -> None:
+        """Its steps are dropped; their rows go with the group's."""
+        self.counts.steps.dropped += self._forget_steps(record)
+        record.steps = {}
+
+    def _forget_steps(self, record: TrajectoryRecord) -> int:
+        n_bytes = n_tokens = 0
+        for step in record.steps.values():
+            n_tokens += step.n_tokens
+            if step.payload is not None:
+                n_bytes += step.n_bytes
+        self.memory_bytes -= n_bytes
+        self.counts.tokens -= n_tokens
+        self.counts.steps.stored -= len(record.steps)
+        return len(record.steps)
 
     # -- inside: groups move -----------------------------------------------------------------
 
     def _settle(self, group: GroupRecord) -> None:
         """Move a group on if a trajectory that just closed, or its new terms, decide it."""
-        n_complete = len(group.complete)
         if group.frozen:
             return
-        if group.due:
+        n_complete = len(group.complete)
+        if group.prompt_uid in self._ready:
             self._note_version(group)
+            self._judge(group)
         elif group.terms is None:
-            if self._ready.holds(group.prompt_uid, self.config.n_rollouts):
-                self._open.pop(group.prompt_uid, None)
-                self._note_version(group)
-                self._trim_queue()
+            if self._order.holds(group.prompt_uid, self.config.n_rollouts):
+                self._make_ready(group, "complete")
         elif n_complete >= group.terms.n_rollouts:
-            self._make_due(group)
+            self._make_due(group, "complete")
         elif group.n_open == 0 and n_complete + group.n_final >= group.terms.n_rollouts:
             if n_complete >= group.terms.min_rollouts:
-                self._make_due(group)
+                self._make_due(group, "aborted")
             else:
                 self._drop(group, TOO_FEW_ROLLOUTS)
 
-    def _make_due(self, group: GroupRecord) -> None:
-        self._open.pop(group.prompt_uid, None)
+    def _make_due(self, group: GroupRecord, why: str) -> None:
         self.deadlines.discard(group.prompt_uid)
         group.due = True
-        self._ready.make_due(group.prompt_uid)
+        self._order.make_due(group.prompt_uid)
+        self._make_ready(group, why)
+
+    def _make_ready(self, group: GroupRecord, why: str) -> None:
+        self._open.pop(group.prompt_uid, None)
+        self._ready[group.prompt_uid] = group
         self._note_version(group)
-        self._trim_queue()
+        self._notice("ready", group.prompt_uid, size=len(group.complete), why=why)
+        if self._judge(group):
+            self._trim()
 
     def _note_version(self, group: GroupRecord) -> None:
         if group.oldest_version is not None:
             self._ready_versions.set(group.prompt_uid, group.oldest_version)
 
-    def _trim_queue(self) -> None:
-        limit = self.config.max_queue_size
-        while limit is not None and self.n_ready > limit:
-            oldest = self._ready.first(self.config.n_rollouts)
-            if oldest is None:
-                return
-            self._drop(self.prompt_groups[oldest], MAX_QUEUE_SIZE)
+    def _trim(self) -> None:
+        """Drop the oldest ready groups while the channel holds more than it may."""
+        config = self.config
+        if config.overflow == "block" or self.replaying:
+            return
+        while config.max_queue_size is not None and self.n_ready > config.max_queue_size:
+            self._drop(next(iter(self._ready.values())), MAX_QUEUE_SIZE)
+        if config.max_bytes is None or config.overflow == "spill":
+            return
+        while self.memory_bytes > config.max_bytes and self._ready:
+            self._drop(next(iter(self._ready.values())), MAX_BYTES)
+
+    def _unready(self, group: GroupRecord) -> None:
+        """Out of what is ready."""
+        self._order.discard(group.prompt_uid)
+        self._ready.pop(group.prompt_uid, None)
+        self._held.pop(group.prompt_uid, None)
+        self._ready_versions.discard(group.prompt_uid)
 
     def _unqueue(self, group: GroupRecord) -> None:
         """Out of every order that holds live groups."""
+        self._unready(group)
         self._open.pop(group.prompt_uid, None)
-        self._ready.discard(group.prompt_uid)
-        self._ready_versions.discard(group.prompt_uid)
         self.deadlines.discard(group.prompt_uid)
 
-    def _drop(self, group: GroupRecord, reason: str) -> None:
+    def _drop(self, group: GroupRecord, reason: str, returned: bool = False) -> None:
         self._unqueue(group)
         for record in group.trajectories.values():
             if record.closing is None:
                 self._abort(record, Closing(group.prompt_uid, "pool", aborted=GROUP_DROPPED))
-        self._groups.dropped += 1
-        self._drop_reasons.add(reason)
-        self._steps.dropped += self._close(group, f"dropped ({reason})")
-        self._trajectories.dropped += len(group.complete)
+        self.counts.groups.dropped += 1
+        self.counts.groups.returned += returned
+        self.counts.drop_reasons.add(reason)
+        self.counts.steps.dropped += self._close(group, f"dropped ({reason})")
+        self.counts.trajectories.dropped += len(group.complete)
+        self._notice(
+            "dropped",
+            group.prompt_uid,
+            reason=reason,
+            returned=returned,
+            complete=len(group.complete),
+            metadata=group.metadata,
+        )
 
     def _close(self, group: GroupRecord, how: str) -> int:
         """Forget the group's content, remember its uids; how many steps that released."""
         n_steps = 0
+        closings: dict[str, Closing] = {}
         for uid, record in group.trajectories.items():
             del self.trajectory_index[uid]
             self.trajectory_complete.discard(uid)
             if record.closing is not None:
-                self._closed_trajectories.put(uid, record.closing)
-            n_steps += len(record.steps)
-            self._tokens -= record.n_tokens
-        self._steps.stored -= n_steps
+                closings[uid] = record.closing
+            n_steps += self._forget_steps(record)
+        self.memory_bytes -= sum(map(len, group.prompts))
         del self.prompt_groups[group.prompt_uid]
-        self._closed_groups.put(group.prompt_uid, how)
+        del self.groups_by_number[group.number]
+        if self.log is not None:
+            self.log.delete(group.rows)
+        self._remember(group.prompt_uid, how, closings)
         return n_steps
+
+    def _remember(self, prompt_uid: str, how: str | None, closings: dict[str, Closing]) -> None:
+        """Leave behind how a group and its trajectories were closed."""
+        self.changed = True
+        self.recall(prompt_uid, how, closings)
+        if self.log is not None:
+            head = (prompt_uid, how, {uid: tuple(c) for uid, c in closings.items()})
+            row = self.log.append(self.name, "closed", pickle.dumps(head, protocol=5))
+            self.keep_closed_row(row)
+
+    def dump_counts(self) -> bytes:
+        """What is counted, and the little else that no row tells."""
+        state = (self.counts, self.version, self._first_version, self.shut_down, self._n_numbers)
+        return pickle.dumps(state, protocol=5)
+
+    def restore_counts(self, state: bytes) -> None:
+        self.counts, self.version, self._first_version, self.shut_down, self._n_numbers = (
+            pickle.loads(state)
+        )
+
+    def adopt(self, step: PackedStep, row: int, prompt_row: int | None) -> None:
+        """A replayed step is in this row, and its prompt in that one."""
+        group = self.prompt_groups[step.prompt_uid]
+        stored = group.trajectories[step.trajectory_uid].steps[step.step_index]
+        stored.row = row
+        self._unwritten.append(stored)
+        if stored.prompt is not None and prompt_row is not None:
+            _, known = group.prompts[stored.prompt]
+            if known == 0:
+                group.prompts[stored.prompt] = stored.prompt, prompt_row
+                group.rows.append(prompt_row)
+
+    def recall(self, prompt_uid: str, how: str | None, closings: dict[str, Closing]) -> None:
+        """Remember closed uids, as far as the memory for them reaches."""
+        for uid, closing in closings.items():
+            self._closed_trajectories.put(uid, closing)
+        if how is not None:
+            self._closed_groups.put(prompt_uid, how)
+
+    def keep_closed_row(self, row: int) -> None:
+        """A row that tells of closed uids; the oldest ones go beyond `remembered_uids`."""
+        self._closed_rows.append(row)
+        if self.log is not None and len(self._closed_rows) > self._remembered_uids:
+            self.log.delete([self._closed_rows.popleft()])
+
+
+def _unknown_base(step: PackedStep) -> UnknownBaseError:
+    return UnknownBaseError(
+        f"step {step.trajectory_uid!r}[{step.step_index}] is packed relative to step {step.base}, "
+        "which is not stored; send it whole"
+    )
+
+
+def _trajectory_info(record: TrajectoryRecord) -> TrajectoryInfo:
+    versions = [step.policy_version for step in record.steps.values()]
+    return TrajectoryInfo(
+        trajectory_uid=record.trajectory_uid,
+        reward=record.reward(),
+        n_steps=len(record.steps),
+        n_tokens=sum(step.n_tokens for step in record.steps.values()),
+        oldest_version=min(versions),
+        newest_version=max(versions),
+        attempt=record.attempt,
+        metadata=record.metadata,
+        marks=record.marks,
+    )

@@ -5,11 +5,45 @@ Owned by the DataPool, composed into `RunConfig` by the trainer. No other packag
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Durability: TypeAlias = Literal["none", "process", "power"]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class SelectionConfig(_Section):
+    """Which ready groups of a channel are served, and in what order (`selection.py`)."""
+
+    order: str = "fifo"
+    """`fifo` (by readiness), `freshest`, `highest_reward_std`, or the dotted path of a function
+    `(GroupInfo) -> float`; the smallest is served first."""
+
+    filters: tuple[str, ...] = ()
+    """Judges of each group once it is ready, in order; the first that objects decides:
+    `zero_variance` (DAPO's dynamic sampling), `scored`, `all_correct(1.0)`, `all_wrong(0.0)`, or
+    dotted paths of `(GroupInfo) -> Verdict | None`."""
+
+    batch_filter: str | None = None
+    """Chooses a batch among the first `window` ready groups: `over_sampling`, or the dotted path of
+    `(Sequence[GroupInfo], batch_size) -> Choice` (slime's buffer filter); null = the first ones."""
+
+    window: int = Field(default=64, ge=1)
+    """Ready groups that `batch_filter` sees; the cost of a lease with one grows with it."""
+
+    min_quality: float | None = None
+    """Trajectories marked with a lower `quality` are not served; unmarked ones are."""
+
+    require_tags: tuple[str, ...] = ()
+    """Only groups or trajectories that are marked with all of these are served."""
+
+    exclude_tags: tuple[str, ...] = ()
+    """Groups or trajectories that are marked with any of these are not served."""
 
 
 class ChannelConfig(_Section):
@@ -20,11 +54,34 @@ class ChannelConfig(_Section):
     `open_group` has its own number; a fetch may ask for another one."""
 
     max_queue_size: int | None = Field(default=None, ge=1)
-    """Ready groups kept before the oldest ready one is dropped; null = unlimited."""
+    """Ready groups kept before `overflow` acts; null = unlimited."""
+
+    max_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of step payloads kept in memory before `overflow` acts; null = unlimited."""
+
+    overflow: Literal["drop_oldest", "block", "spill"] = "drop_oldest"
+    """What happens beyond `max_queue_size` or `max_bytes`: the oldest ready group is dropped; new
+    groups wait until something is leased (steps of groups already open never do); or payloads go
+    to disk, `max_bytes` only, for as long as they are over the limit."""
 
     max_outstanding_groups: int | None = Field(default=None, ge=1)
     """Open + ready groups beyond which `open_group` waits: how far generation may run ahead of
     the consumer; null = unlimited. Steps are never refused."""
+
+    max_ahead_versions: int | None = Field(default=None, ge=0)
+    """How many policy versions generation may run ahead: at version v at most
+    (v + 1 + max_ahead_versions) x `groups_per_version` groups are ever started, dropped ones not
+    counted (AReaL's staleness control); null = unlimited. `advance_version` sets v."""
+
+    groups_per_version: int | None = Field(default=None, ge=1)
+    """Groups that one policy version consumes; needed by `max_ahead_versions`."""
+
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Ready groups whose oldest token is more than this many policy versions old are not served
+    but dropped, as `stale`; null = served at any age."""
+
+    on_stale: Literal["drop", "return"] = "drop"
+    """`return` flags the drop so that the prompt's source issues it again (`get_events`)."""
 
     group_deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Seconds from a group's first sight until it is served with what is complete, or dropped if
@@ -33,6 +90,19 @@ class ChannelConfig(_Section):
     lease_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds a consumer may hold a lease before its groups are given to the next one. Longer
     than the slowest training step plus checkpoint, or renew the lease."""
+
+    selection: SelectionConfig = SelectionConfig()
+    """Order, filters and curation gates."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ChannelConfig:
+        if self.max_ahead_versions is not None and self.groups_per_version is None:
+            raise ValueError(
+                "max_ahead_versions needs groups_per_version: how many groups one version consumes"
+            )
+        if self.overflow == "spill" and self.max_bytes is None:
+            raise ValueError("overflow is 'spill' but max_bytes is null; set the bytes to keep")
+        return self
 
 
 class PoolConfig(_Section):
@@ -45,6 +115,21 @@ class PoolConfig(_Section):
     """Channels with limits of their own, for instance `val: {n_rollouts: 4}`. A channel named
     here takes nothing from `default`."""
 
+    durability: Durability = "process"
+    """What an acknowledged change survives: `none` (nothing; the pool is memory only), `process`
+    (the actor killed at any point), `power` (the machine losing power: one fsync per commit)."""
+
+    journal_dir: Path | None = None
+    """Folder of the journal, on a disk that a restarted actor sees; null = a temporary one that
+    lives as long as the process that starts the pool."""
+
+    memory_limit_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of step payloads kept in memory by all channels of a shard; beyond it payloads stay in
+    the journal only and are read back when they are leased. null = everything in memory."""
+
+    shards: int = Field(default=1, ge=1)
+    """Actors that hold the groups, spread by prompt_uid."""
+
     remembered_uids: int = Field(default=1_000_000, ge=0)
     """Uids of closed trajectories, groups and leases remembered (of each, per channel) so that a
     late or repeated call gets its right answer and revives nothing. About 0.3 kB each."""
@@ -52,3 +137,22 @@ class PoolConfig(_Section):
     def channel(self, name: str) -> ChannelConfig:
         """The configuration of channel `name`."""
         return self.channels.get(name, self.default)
+
+    @model_validator(mode="after")
+    def _has_a_disk(self) -> PoolConfig:
+        if self.durability != "none":
+            return self
+        spilling = [n for n, c in self.channels.items() if c.overflow == "spill"]
+        if self.default.overflow == "spill":
+            spilling.append("default")
+        if self.memory_limit_bytes is not None:
+            raise ValueError(
+                "memory_limit_bytes needs a journal to keep payloads in; "
+                "set durability to process or power"
+            )
+        if spilling:
+            raise ValueError(
+                f"overflow is 'spill' in {', '.join(spilling)} but durability is 'none'; "
+                "spilling needs a journal: set durability to process or power"
+            )
+        return self

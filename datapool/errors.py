@@ -7,6 +7,7 @@ and also subclasses the matching built-in::
     ├── InvalidStepError(ValueError)          a Step that cannot be trained on
     ├── InvalidRequestError(ValueError)       an argument outside its range
     ├── StepConflictError(ValueError)         same (trajectory_uid, step_index), other content
+    ├── UnknownBaseError(KeyError)            a step relative to one that is not stored
     ├── StepIndexError(ValueError)            contradicts the trajectory's is_last step
     ├── TrajectoryConflictError(ValueError)   trajectory_uid used under two prompt_uids
     ├── TrajectoryClosedError(ValueError)     contradicts how the trajectory was closed before
@@ -46,6 +47,10 @@ class InvalidRequestError(DataPoolError, ValueError):
 
 class StepConflictError(DataPoolError, ValueError):
     """A step with this trajectory_uid and step_index is stored with other content."""
+
+
+class UnknownBaseError(DataPoolError, KeyError):
+    """A step was sent relative to one that the pool does not hold; the client sends it whole."""
 
 
 class StepIndexError(DataPoolError, ValueError):

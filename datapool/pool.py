@@ -15,32 +15,29 @@ What it leaves to `actor.py`: waiting, waking up, and calling `tick` when `next_
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
-from datapool.channel import Channel
-from datapool.config import PoolConfig
+from datapool.channel import Channel, Load
+from datapool.config import PoolConfig, SelectionConfig
 from datapool.errors import (
     DataPoolError,
     InvalidRequestError,
     InvalidStepError,
-    LeaseClosedError,
-    LeaseExpiredError,
-    UnknownLeaseError,
+    UnknownBaseError,
 )
-from datapool.heap import KeyedHeap
+from datapool.events import EventLog
+from datapool.leases import LeaseBook, LeaseRecord
+from datapool.payload import PackedLease, PackedStep, pack
 from datapool.records import (
     GroupTerms,
-    Reasons,
-    Remembered,
+    Log,
     SubmitOutcome,
     TrajectoryOutcome,
 )
+from datapool.selection import DryRun, Marks, dry_run
 from datapool.types import TRAIN, VAL, Lease, Step
-
-LeaseEnd: TypeAlias = Literal["acked", "nacked", "expired"]
 
 
 class DataPool:
@@ -55,16 +52,14 @@ class DataPool:
     def __init__(self, config: PoolConfig | None = None, epoch: str = "lease") -> None:
         self.config = config or PoolConfig()
         self.epoch = epoch
+        self.log: Log | None = None
+        self.events = EventLog(epoch)
         self.channels: dict[str, Channel] = {}
-        self._leases: dict[str, Lease] = {}
-        self._lease_expiries = KeyedHeap()
-        self._ended_leases: Remembered[LeaseEnd] = Remembered(self.config.remembered_uids)
-        self._n_leases = 0
-        self._lease_counts: dict[str, Counter[str]] = {}
-        self._nack_reasons: dict[str, Reasons] = {}
+        self.leases = LeaseBook(self.config.remembered_uids)
+        self._load: Load | None = None
         self._shut_down = False
         for name in (TRAIN, VAL, *self.config.channels):
-            self._channel(name)
+            self.channel(name)
 
     # -- producers ---------------------------------------------------------------------------
 
@@ -96,7 +91,7 @@ class DataPool:
             )
         _check_seconds("deadline_s", deadline_s)
         terms = GroupTerms(n_rollouts, min_rollouts, deadline_s)
-        return self._channel(channel).open_group(prompt_uid, terms, _mapping(metadata), now)
+        return self._at(channel, now).open_group(prompt_uid, terms, _mapping(metadata))
 
     def open_trajectory(
         self,
@@ -116,41 +111,58 @@ class DataPool:
         _check_uid("trajectory_uid", trajectory_uid)
         _check_uid("prompt_uid", prompt_uid)
         _check_int("attempt", attempt, 0)
-        return self._channel(channel).open_trajectory(
-            trajectory_uid, prompt_uid, attempt, _mapping(metadata), now
+        return self._at(channel, now).open_trajectory(
+            trajectory_uid, prompt_uid, attempt, _mapping(metadata)
         )
 
-    def submit_step(self, step: Step, channel: str = TRAIN, *, now: float) -> SubmitOutcome:
+    def submit_step(
+        self, step: Step | PackedStep, channel: str = TRAIN, *, now: float
+    ) -> SubmitOutcome:
         """Store one step. Raises as `submit_steps`."""
         return self.submit_steps([step], channel, now=now)[0]
 
     def submit_steps(
-        self, steps: Sequence[Step], channel: str = TRAIN, *, now: float
+        self, steps: Sequence[Step | PackedStep], channel: str = TRAIN, *, now: float
     ) -> list[SubmitOutcome]:
         """Store steps, in order; one outcome each.
 
         Raises:
             StepConflictError, StepIndexError, TrajectoryConflictError, InvalidStepError: the
                 first refusal, after every other step of the batch was applied.
+            PoolFullError: the channel blocks, and the step would begin a new group.
         """
         return outcomes_or_raise(self.apply_steps(steps, channel, now=now))
 
     def apply_steps(
-        self, steps: Sequence[Step], channel: str = TRAIN, *, now: float
+        self,
+        steps: Sequence[Step | PackedStep],
+        channel: str = TRAIN,
+        refused: set[str] | None = None,
+        *,
+        now: float,
     ) -> list[SubmitOutcome | DataPoolError]:
         """`submit_steps` with the refusals among the results, so that a batch made of several
-        producers' steps can tell each of them its own."""
-        target = self._channel(channel)
+        producers' steps can tell each of them its own.
+
+        Args:
+            refused: trajectories with a refused step in this batch, shared by the calls that came
+                together. What is packed relative to such a step is not what its sender thinks.
+        """
+        target = self._at(channel, now)
+        refused = set() if refused is None else refused
         results: list[SubmitOutcome | DataPoolError] = []
         for step in steps:
             try:
-                if not isinstance(step, Step):
-                    raise InvalidStepError(
-                        f"got {step!r:.80} of type {type(step).__name__}; pass datapool.Step"
+                packed = _packed(step)
+                if packed.base is not None and packed.trajectory_uid in refused:
+                    raise UnknownBaseError(
+                        f"step {packed.trajectory_uid!r}[{packed.step_index}] is packed relative "
+                        "to a refused one; send it whole"
                     )
-                results.append(target.submit(step, now))
+                results.append(target.submit(packed))
             except DataPoolError as e:
                 results.append(e)
+                refused.add(getattr(step, "trajectory_uid", ""))
         return results
 
     def complete_trajectory(
@@ -170,7 +182,7 @@ class DataPool:
             UnknownTrajectoryError: never seen in this channel.
             TrajectoryClosedError: aborted before, or completed with another reward.
         """
-        return self._channel(channel).complete_trajectory(
+        return self._at(channel, now).complete_trajectory(
             trajectory_uid, _reward(trajectory_uid, reward), _mapping(metadata)
         )
 
@@ -192,7 +204,7 @@ class DataPool:
             TrajectoryClosedError: completed before, or aborted for good and now `will_retry`.
         """
         _check_uid("reason", reason)
-        return self._channel(channel).abort_trajectory(trajectory_uid, reason, will_retry)
+        return self._at(channel, now).abort_trajectory(trajectory_uid, reason, will_retry)
 
     def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN, *, now: float) -> None:
         """Take an open or ready group out of the pool. Dropping twice is a no-op.
@@ -201,7 +213,65 @@ class DataPool:
             UnknownGroupError, GroupClosedError: never seen; acked, or leased at the moment.
         """
         _check_uid("reason", reason)
-        self._channel(channel).drop_group(prompt_uid, reason)
+        self._at(channel, now).drop_group(prompt_uid, reason)
+
+    def set_reward(
+        self,
+        trajectory_uid: str,
+        reward: float,
+        step_index: int | None = None,
+        channel: str = TRAIN,
+        *,
+        now: float,
+    ) -> SubmitOutcome:
+        """Set the outcome reward of a trajectory, or one step's own, until its group is leased.
+
+        Returns "accepted", or "late" if it was leased, or will not be served.
+
+        Raises:
+            UnknownTrajectoryError, StepIndexError: no such trajectory, no such step.
+        """
+        value = _reward(trajectory_uid, reward)
+        if value is None:
+            raise InvalidRequestError(
+                f"trajectory {trajectory_uid!r}: reward is None; pass a finite number"
+            )
+        if step_index is not None:
+            _check_int("step_index", step_index, 0)
+        return self._at(channel, now).set_reward(trajectory_uid, value, step_index)
+
+    def mark(
+        self,
+        prompt_uid: str | None = None,
+        trajectory_uid: str | None = None,
+        channel: str = TRAIN,
+        *,
+        now: float,
+        **marks: Any,
+    ) -> Marks:
+        """What people say of a group or of one trajectory: `trainable`, `quality`, `tags`, `note`.
+        Those given replace the ones before, None clears; returns all. `selection.py` obeys them.
+
+        Raises:
+            UnknownGroupError, UnknownTrajectoryError: never seen.
+            GroupClosedError, TrajectoryClosedError: served or dropped already.
+            InvalidRequestError: not exactly one of the two uids, or a malformed mark.
+        """
+        target = self._at(channel, now)
+        if prompt_uid is not None and trajectory_uid is None:
+            return target.mark_group(prompt_uid, marks)
+        if trajectory_uid is not None and prompt_uid is None:
+            return target.mark_trajectory(trajectory_uid, marks)
+        raise InvalidRequestError(
+            f"prompt_uid is {prompt_uid!r} and trajectory_uid is {trajectory_uid!r}; pass one of "
+            "them: what is to be marked"
+        )
+
+    def advance_version(self, version: int, channel: str = TRAIN, *, now: float) -> None:
+        """Generation uses policy `version` from now on: gives credit for the groups of one version
+        more (`max_ahead_versions`), and ages those that wait (`max_staleness`)."""
+        _check_int("version", version, 0)
+        self._at(channel, now).advance_version(version)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -214,23 +284,46 @@ class DataPool:
         *,
         now: float,
     ) -> Lease | None:
-        """The `batch_size` groups that are ready first, or None if there are fewer.
+        """The `batch_size` groups that are first in the channel's order, or None if there are
+        fewer.
 
         `n_rollouts` is how many complete trajectories an undeclared group needs (None: the
         channel's); declared groups have their own number.
+
+        Raises:
+            SelectionError: the channel's batch filter failed.
+        """
+        lease = self.lease_packed(n_rollouts, channel, batch_size, lease_s, now=now)
+        return None if lease is None else lease.unpack()
+
+    def lease_packed(
+        self,
+        n_rollouts: int | None = None,
+        channel: str = TRAIN,
+        batch_size: int = 1,
+        lease_s: float | None = None,
+        request_id: str | None = None,
+        *,
+        now: float,
+    ) -> PackedLease | None:
+        """`lease_batch`, on its way to somebody who unpacks it.
+
+        Args:
+            request_id: names the call; repeated while its lease is active, it gets the same one.
         """
         check_lease_request(n_rollouts, batch_size, lease_s)
-        source = self._channel(channel)
-        if source.n_available(n_rollouts) < batch_size:
+        source = self._at(channel, now)
+        before = self.leases.answer_to(request_id)
+        if before is not None:
+            again = tuple(source.leased(uid) for uid in before.prompt_uids)
+            return PackedLease(before.lease_id, channel, again, before.expires_at)
+        chosen = source.choose(n_rollouts, batch_size)
+        if not chosen:
             return None
-        groups = tuple(g for _ in range(batch_size) if (g := source.take(n_rollouts)) is not None)
-        self._n_leases += 1
+        groups = tuple(source.take(uid, n_rollouts) for uid in chosen)
         seconds = source.config.lease_s if lease_s is None else lease_s
-        lease = Lease(f"{self.epoch}-{self._n_leases}", channel, groups, now + seconds)
-        self._leases[lease.lease_id] = lease
-        self._lease_expiries.set(lease.lease_id, lease.expires_at)
-        self._lease_counts.setdefault(channel, Counter())["issued"] += 1
-        return lease
+        lease_id = self.leases.issue(self.epoch, channel, chosen, now + seconds, request_id)
+        return PackedLease(lease_id, channel, groups, now + seconds)
 
     def fetch_batch(
         self,
@@ -241,11 +334,11 @@ class DataPool:
         now: float,
     ) -> list[Step] | None:
         """Lease and ack at once: the steps of the groups that are ready first, or None."""
-        lease = self.lease_batch(n_rollouts, channel, batch_size, now=now)
+        lease = self.lease_packed(n_rollouts, channel, batch_size, now=now)
         if lease is None:
             return None
         self.ack(lease.lease_id, now=now)
-        return lease.steps
+        return lease.steps().unpack()
 
     def ack(self, lease_id: str, *, now: float) -> None:
         """The groups are consumed for good. Acking twice is a no-op.
@@ -253,11 +346,11 @@ class DataPool:
         Raises:
             UnknownLeaseError, LeaseExpiredError, LeaseClosedError
         """
-        lease = self._end(lease_id, "acked")
+        lease = self.leases.end(lease_id, "acked")
         if lease is not None:
-            channel = self._channel(lease.channel)
-            for group in lease.groups:
-                channel.ack(group.prompt_uid)
+            channel = self._at(lease.channel, now)
+            for prompt_uid in lease.prompt_uids:
+                channel.ack(prompt_uid)
 
     def nack(self, lease_id: str, reason: str = "", *, now: float) -> None:
         """The groups go back, first in order, to be delivered again. Twice is a no-op.
@@ -265,10 +358,9 @@ class DataPool:
         Raises:
             UnknownLeaseError, LeaseExpiredError, LeaseClosedError
         """
-        lease = self._end(lease_id, "nacked")
+        lease = self.leases.end(lease_id, "nacked", reason or "unspecified")
         if lease is not None:
-            self._nack_reasons.setdefault(lease.channel, Reasons()).add(reason or "unspecified")
-            self._give_back(lease)
+            self._give_back(lease, now)
 
     def renew(self, lease_id: str, lease_s: float | None = None, *, now: float) -> float:
         """Hold the lease for `lease_s` (None: the channel's) from now; the new `expires_at`.
@@ -277,27 +369,31 @@ class DataPool:
             UnknownLeaseError, LeaseExpiredError, LeaseClosedError
         """
         _check_seconds("lease_s", lease_s)
-        lease = self._leases.get(lease_id)
-        if lease is None:
-            raise self._no_lease(lease_id, "renewed")
-        seconds = self._channel(lease.channel).config.lease_s if lease_s is None else lease_s
-        self._lease_expiries.set(lease_id, now + seconds)
-        return now + seconds
+        channel = self.channel(self.leases.get(lease_id, "renewed").channel)
+        expires_at = now + (channel.config.lease_s if lease_s is None else lease_s)
+        self.leases.renew(lease_id, expires_at)
+        return expires_at
+
+    def release_leases(self, channel: str = TRAIN, reason: str = "released", *, now: float) -> int:
+        """Nack every lease of the channel; how many. For the only consumer, when it starts over:
+        what it was working on is forgotten, and should not wait for its leases to expire."""
+        active = self.leases.active(channel)
+        for lease in active:
+            self.nack(lease.lease_id, reason, now=now)
+        return len(active)
 
     # -- time, end, statistics ---------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Do what is due by `now`: expire leases, then serve or drop groups past their deadline."""
-        while (lease_id := self._lease_expiries.pop_until(now)) is not None:
-            lease = self._end(lease_id, "expired")
-            if lease is not None:
-                self._give_back(lease)
-        for channel in self.channels.values():
-            channel.expire_deadlines(now)
+        while (lease := self.leases.expire(now)) is not None:
+            self._give_back(lease, now)
+        for name in self.channels:
+            self._at(name, now).expire_deadlines()
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next, or None."""
-        heaps = (self._lease_expiries, *(c.deadlines for c in self.channels.values()))
+        heaps = (self.leases.expiries, *(c.deadlines for c in self.channels.values()))
         return min((first[0] for heap in heaps if (first := heap.first())), default=None)
 
     def shutdown(self, channel: str | None = None, *, now: float) -> None:
@@ -305,10 +401,8 @@ class DataPool:
         is in flight can be finished, served and acked."""
         if channel is None:
             self._shut_down = True
-            for known in self.channels.values():
-                known.shut_down = True
-        else:
-            self._channel(channel).shut_down = True
+        for target in self.channels.values() if channel is None else [self.channel(channel)]:
+            target.shut_down = True
 
     def is_shut_down(self, channel: str) -> bool:
         known = self.channels.get(channel)
@@ -330,59 +424,100 @@ class DataPool:
         if known is None:
             # Asking about a channel does not make one.
             known = Channel(channel, self.config.channel(channel), 0)
-        counts = self._lease_counts.get(channel, Counter())
-        ends = {end: counts[end] for end in get_args(LeaseEnd)}
-        reasons = self._nack_reasons.get(channel)
-        return known.statistics(now) | {
-            "leases": {
-                "active": counts["issued"] - sum(ends.values()),
-                **ends,
-                "nack_reasons": dict(reasons.counts) if reasons else {},
-            }
-        }
+        known.now = now
+        return known.statistics() | {"leases": self.leases.statistics(channel)}
 
-    # -- inside ------------------------------------------------------------------------------
+    def dry_run(
+        self,
+        selection: SelectionConfig | None = None,
+        channel: str = TRAIN,
+        batch_size: int = 1,
+        *,
+        now: float,
+    ) -> DryRun:
+        """What a fetch would be given, with this selection (None: the channel's own), out of what
+        is ready now; and why. Changes nothing. Looks at every ready group.
 
-    def _channel(self, name: str) -> Channel:
+        Raises:
+            SelectionError: as the selection itself.
+        """
+        source = self._at(channel, now)
+        return dry_run(
+            source.selection if selection is None else selection,
+            [source.info(group) for group in source.ready_groups()],
+            batch_size,
+            more_may_come=source.more_may_come,
+        )
+
+    # -- memory and the log ------------------------------------------------------------------
+
+    def attach(self, log: Log, load: Load) -> None:
+        """Write every change down from now on, and read payloads back that are only there."""
+        self.log = self.leases.log = log
+        self._load = load
+        for channel in self.channels.values():
+            channel.log, channel.load = log, load
+
+    def write_counts(self) -> None:
+        """Put the counts that changed into the log. Before a flush."""
+        if self.log is None:
+            return
+        for channel in self.channels.values():
+            if channel.changed:
+                channel.changed = False
+                self.log.put_state(f"channel/{channel.name}", channel.dump_counts())
+        self.leases.write_counts()
+
+    def written(self) -> None:
+        """The log was flushed: payloads beyond the memory limits may live there alone."""
+        limit = self.config.memory_limit_bytes
+        total = sum(channel.memory_bytes for channel in self.channels.values())
+        for channel in self.channels.values():
+            over = None if limit is None or total <= limit else channel.memory_bytes - total + limit
+            before = channel.memory_bytes
+            channel.written(over)
+            total += channel.memory_bytes - before
+
+    def channel(self, name: str) -> Channel:
+        """The channel of this name, made if there is none."""
         channel = self.channels.get(name)
         if channel is None:
             _check_uid("channel", name)
-            channel = Channel(name, self.config.channel(name), self.config.remembered_uids)
+            channel = Channel(
+                name, self.config.channel(name), self.config.remembered_uids, self._notice
+            )
+            channel.log, channel.load = self.log, self._load
             channel.shut_down = self._shut_down
             self.channels[name] = channel
         return channel
 
-    def _end(self, lease_id: str, how: LeaseEnd) -> Lease | None:
-        """The lease, ended; None if it ended the same way before."""
-        lease = self._leases.pop(lease_id, None)
-        if lease is None:
-            if self._ended_leases.get(lease_id) == how:
-                return None
-            raise self._no_lease(lease_id, how)
-        self._lease_expiries.discard(lease_id)
-        self._ended_leases.put(lease_id, how)
-        self._lease_counts[lease.channel][how] += 1
-        return lease
+    # -- inside ------------------------------------------------------------------------------
 
-    def _no_lease(self, lease_id: str, wanted: str) -> DataPoolError:
-        ended = self._ended_leases.get(lease_id)
-        if ended is None:
-            return UnknownLeaseError(
-                f"lease {lease_id!r} is unknown and cannot be {wanted}; it is not from this pool, "
-                "or from before a restart: lease again"
-            )
-        if ended == "expired":
-            return LeaseExpiredError(
-                f"lease {lease_id!r} expired and cannot be {wanted}: its groups went back to the "
-                "pool; raise lease_s, or renew the lease while working"
-            )
-        return LeaseClosedError(f"lease {lease_id!r} was {ended} and cannot be {wanted}")
+    def _at(self, channel: str, now: float) -> Channel:
+        """The channel, with its clock set."""
+        target = self.channel(channel)
+        target.now = now
+        return target
 
-    def _give_back(self, lease: Lease) -> None:
-        channel = self._channel(lease.channel)
+    def _notice(self, channel: Channel, kind: str, *uids: str, **data: Any) -> None:
+        if not channel.replaying:
+            self.events.add(channel.now, kind, channel.name, *uids, **data)
+
+    def _give_back(self, lease: LeaseRecord, now: float) -> None:
+        channel = self._at(lease.channel, now)
         # In reverse, because each goes to the front: the order stays as it was.
-        for group in reversed(lease.groups):
-            channel.give_back(group.prompt_uid)
+        for prompt_uid in reversed(lease.prompt_uids):
+            channel.give_back(prompt_uid)
+
+
+def _packed(step: object) -> PackedStep:
+    if isinstance(step, PackedStep):
+        return step
+    if not isinstance(step, Step):
+        raise InvalidStepError(
+            f"got {step!r:.80} of type {type(step).__name__}; pass datapool.Step"
+        )
+    return pack(step)
 
 
 def outcomes_or_raise(results: list[SubmitOutcome | DataPoolError]) -> list[SubmitOutcome]:

@@ -7,11 +7,14 @@ late or repeated call is answered as it would have been while the record lived.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from datapool.types import Step, Trajectory
+from datapool.payload import PackedStep, StoredStep
+from datapool.selection import UNMARKED, Marks
 
 SubmitOutcome: TypeAlias = Literal["accepted", "duplicate", "late"]
 """What became of a submitted step: stored; known already (a no-op); or too late to be served."""
@@ -52,6 +55,19 @@ class GroupTerms(NamedTuple):
     deadline_s: float | None
 
 
+class Log(Protocol):
+    """Where a channel writes down what it did; `journal.Journal` is one."""
+
+    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
+        """Write a row; its number."""
+
+    def delete(self, rows: Iterable[int]) -> None:
+        """Forget rows."""
+
+    def put_state(self, key: str, value: bytes) -> None:
+        """Remember the last value of `key`."""
+
+
 @dataclass(slots=True, eq=False)
 class TrajectoryRecord:
     """One trajectory of a live group."""
@@ -60,16 +76,55 @@ class TrajectoryRecord:
     prompt_uid: str
     attempt: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
-    steps: dict[int, Step] = field(default_factory=dict)
-    """As submitted, by step_index; emptied when the trajectory is aborted."""
+    steps: dict[int, StoredStep] = field(default_factory=dict)
+    """By step_index; emptied when the trajectory is aborted."""
     max_index: int = -1
     last_index: int | None = None
     """Index of the `is_last` step, once it has arrived."""
-    n_tokens: int = 0
     closing: Closing | None = None
     """None while open."""
-    served: Trajectory | None = None
-    """What consumers get; set on completion."""
+    outcome: float | None = None
+    """Outcome reward: from `complete_trajectory`, or a later `set_reward`."""
+    step_rewards: dict[int, float] | None = None
+    """Rewards of single steps that were set later."""
+    marks: Marks = UNMARKED
+
+    @property
+    def is_complete(self) -> bool:
+        return self.closing is not None and self.closing.aborted is None
+
+    def step_reward(self, index: int) -> float | None:
+        """The step's own reward, without the outcome."""
+        if self.step_rewards is not None and index in self.step_rewards:
+            return self.step_rewards[index]
+        return self.steps[index].reward
+
+    def last_reward(self) -> float | None:
+        """What the last step is served with: its own reward plus the outcome."""
+        own = self.step_reward(self.max_index)
+        return own if self.outcome is None else (own or 0.0) + self.outcome
+
+    def reward(self) -> float | None:
+        """Sum over the steps and the outcome; None if nothing is scored."""
+        scored = [r for i in self.steps if (r := self.step_reward(i)) is not None]
+        if self.outcome is not None:
+            scored.append(self.outcome)
+        return sum(scored) if scored else None
+
+    def packed(self, index: int) -> PackedStep:
+        """One step as it was submitted. Its payload must be in memory."""
+        return self.steps[index].packed(self.trajectory_uid, self.prompt_uid, index)
+
+    def served(self) -> list[PackedStep]:
+        """Its steps as a consumer gets them: later rewards applied, `is_last` on the last one."""
+        packed = [self.packed(i) for i in sorted(self.steps)]
+        if self.step_rewards is not None:
+            packed = [p._replace(reward=self.step_reward(p.step_index)) for p in packed]
+        last = packed[-1]
+        reward = self.last_reward()
+        if reward != last.reward or not last.is_last:
+            packed[-1] = last._replace(reward=reward, is_last=True)
+        return packed
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +133,8 @@ class GroupRecord:
 
     prompt_uid: str
     opened_at: float
+    number: int
+    """Counts the groups of the channel: what listings page by."""
     terms: GroupTerms | None = None
     """None while undeclared."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -85,6 +142,10 @@ class GroupRecord:
     trajectories: dict[str, TrajectoryRecord] = field(default_factory=dict)
     complete: list[TrajectoryRecord] = field(default_factory=list)
     """In the order of completion, which is the order they are served in."""
+    prompts: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
+    """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    """Rows of the log that are about this group; they go with it."""
     n_open: int = 0
     n_aborted: int = 0
     n_final: int = 0
@@ -96,6 +157,11 @@ class GroupRecord:
     frozen: bool = False
     """Was leased once. From then on its content never changes, so a redelivery is the same."""
     delivery: int = 1
+    n_asked: int = 0
+    """n_rollouts of the fetch that it was leased to."""
+    marks: Marks = UNMARKED
+    is_marked: bool = False
+    """It, or one of its trajectories, was marked."""
 
 
 class Remembered(Generic[V]):

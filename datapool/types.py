@@ -20,6 +20,8 @@ and loads no torch. Token payloads are read-only NumPy columns (int32 ids, float
 
 from __future__ import annotations
 
+import math
+from array import array as _native_array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias
@@ -48,9 +50,10 @@ class VersionSpan:
 
 def _column(name: str, value: Any, dtype: type[np.generic], owner: str) -> npt.NDArray[Any]:
     """`value` as a read-only 1-D array of `dtype`; whatever the cast would change is refused."""
+    array: npt.NDArray[Any] | None
     if isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
         array = value if not value.flags.writeable else value.copy()
-    else:
+    elif (array := _fast_column(value, dtype)) is None:
         try:
             raw = np.asarray(value if isinstance(value, np.ndarray) else list(value))
         except (TypeError, ValueError) as e:
@@ -72,6 +75,20 @@ def _column(name: str, value: Any, dtype: type[np.generic], owner: str) -> npt.N
         array = raw.astype(dtype)
     array.flags.writeable = False
     return array
+
+
+def _fast_column(value: Any, dtype: type[np.generic]) -> npt.NDArray[Any] | None:
+    """A list of plain Python numbers, as a gateway has them, quickly; None: look closer."""
+    if type(value) is not list or not value:
+        return None
+    integral = dtype is np.int32
+    if type(value[0]) is not (int if integral else float):
+        return None
+    try:
+        array = np.frombuffer(_native_array("i" if integral else "f", value), dtype)
+    except (TypeError, OverflowError):
+        return None
+    return None if integral and array.min() < 0 else array
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -151,14 +168,15 @@ class Step:
                     f"{owner}: rollout_log_probs has {len(log_probs)} values for "
                     f"{len(self.response_ids)} response tokens; pass one each, or None if unknown"
                 )
-            if not np.isfinite(log_probs).all() or (log_probs > 1e-3).any():
+            # NaN fails both comparisons, +inf the first, -inf the second.
+            if not (log_probs.max() <= 1e-3 and log_probs.min() > -math.inf):
                 raise InvalidStepError(
                     f"{owner}: rollout_log_probs holds values that are no log-probabilities "
                     f"(max {log_probs.max()}); pass finite values <= 0, or None if unknown"
                 )
             put(self, "rollout_log_probs", log_probs)
         if self.reward is not None:
-            if not isinstance(self.reward, int | float) or not np.isfinite(self.reward):
+            if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
                 raise InvalidStepError(
                     f"{owner}: reward is {self.reward!r}; pass a finite number, None if not scored"
                 )

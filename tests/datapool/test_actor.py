@@ -7,6 +7,7 @@ waits that end by timeout or timer are a few hundredths of a second.
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import numpy as np
 import pytest
@@ -19,9 +20,24 @@ async def settle():
         await asyncio.sleep(0)
 
 
+class Local:
+    """An actor whose answers are pickled on their way, as Ray does it."""
+
+    def __init__(self, config=None, folder=None):
+        self.actor = DataPoolActor(config, folder)
+
+    def __getattr__(self, name):
+        method = getattr(self.actor, name)
+
+        async def call(*args, **kwargs):
+            return pickle.loads(pickle.dumps(await method(*args, **kwargs)))
+
+        return call
+
+
 @pytest.fixture
 async def pool():
-    return DataPoolActor(PoolConfig(default=ChannelConfig(max_outstanding_groups=2)))
+    return Local(PoolConfig(default=ChannelConfig(max_outstanding_groups=2)))
 
 
 @pytest.fixture
@@ -244,6 +260,6 @@ async def test_a_stored_step_does_not_keep_its_message_alive(pool, make_step):
     await pool.submit_step(step)
     await pool.complete_trajectory("t")
     (served,) = await pool.fetch_batch()
-    assert served.prompt_ids.base is None
+    assert not np.shares_memory(served.prompt_ids, message)
     assert served.prompt_ids.tolist() == list(range(10))
     assert not served.prompt_ids.flags.writeable

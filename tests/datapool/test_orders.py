@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import math
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from datapool.heap import KeyedHeap
 from datapool.ready import ReadyOrder
@@ -51,18 +54,93 @@ def test_returned_groups_go_first_in_the_order_of_return():
     for uid in "ba":
         order.give_back(uid)
     served = []
-    while (uid := order.first(1)) is not None:
-        served.append(uid)
-        order.discard(uid)
+    while heads := order.first(1):
+        served += heads
+        order.discard(heads[0])
     assert served == ["a", "b", "c"]
 
 
 def test_nothing_is_left_of_a_discarded_group():
     order = ReadyOrder()
-    for n in range(1, 20):
-        order.reach("g", n)
-    assert order.first(19) == "g"
+    for _ in range(19):
+        order.reach("g")
+    assert order.first(19) == ["g"]
     order.discard("g")
     assert order._reached == {}
-    assert order._reached_count == {}
+    assert order._places == {}
     assert [order.count(n) for n in (1, 10, 19)] == [0, 0, 0]
+
+
+class OrderMachine(RuleBasedStateMachine):
+    """`ReadyOrder` against a list that is sorted anew for every answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = ReadyOrder()
+        self.places: dict[str, list[list]] = {}  # uid -> [[key, sequence], …], one if due
+        self.due: set[str] = set()
+        self.held: set[str] = set()
+        self.next = self.returned = 0
+
+    @rule(uid=KEYS, key=st.integers(-2, 2))
+    def make_due(self, uid, key):
+        self.next += 1
+        self.order.make_due(uid, key)
+        self.held.discard(uid)
+        self.due.add(uid)
+        self.places[uid] = [[key, self.next]]
+
+    @rule(uid=KEYS)
+    def give_back(self, uid):
+        self.returned -= 1
+        self.order.give_back(uid)
+        self.held.discard(uid)
+        self.due.add(uid)
+        self.places[uid] = [[-math.inf, self.returned]]
+
+    @rule(uid=KEYS, key=st.integers(-2, 2))
+    def reach(self, uid, key):
+        if uid not in self.due:
+            self.next += 1
+            self.order.reach(uid, key)
+            self.places.setdefault(uid, []).append([key, self.next])
+
+    @rule(uid=KEYS, key=st.integers(-2, 2))
+    def rekey(self, uid, key):
+        self.order.rekey(uid, key)
+        for place in self.places.get(uid, ()):
+            if place[0] != -math.inf:
+                place[0] = key
+
+    @rule(uid=KEYS)
+    def hold(self, uid):
+        if uid in self.places:
+            self.order.hold(uid)
+            self.held.add(uid)
+
+    @rule(uid=KEYS)
+    def release(self, uid):
+        self.order.release(uid)
+        self.held.discard(uid)
+
+    @rule(uid=KEYS)
+    def discard(self, uid):
+        self.order.discard(uid)
+        self.held.discard(uid)
+        self.due.discard(uid)
+        self.places.pop(uid, None)
+
+    @invariant()
+    def every_consumer_sees_the_same(self):
+        for n in (1, 2, 3):
+            expected = sorted(
+                (*(places[0] if uid in self.due else places[n - 1]), uid)
+                for uid, places in self.places.items()
+                if uid not in self.held and (uid in self.due or len(places) >= n)
+            )
+            assert self.order.count(n) == len(expected)
+            assert self.order.first(n, 3) == [place[-1] for place in expected[:3]]
+
+
+TestOrder = OrderMachine.TestCase
+TestOrder.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

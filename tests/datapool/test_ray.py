@@ -6,6 +6,7 @@ import asyncio
 import threading
 import uuid
 
+import psutil
 import pytest
 import ray
 
@@ -14,6 +15,7 @@ from datapool import (
     DataPoolClient,
     DataPoolError,
     InvalidRequestError,
+    InvalidStepError,
     PoolConfig,
     PoolUnavailableError,
     StepConflictError,
@@ -283,7 +285,7 @@ async def test_a_step_that_cannot_travel_fails_alone(client, channel, make_step)
         client.submit_step(make_step("fine"), channel),
         return_exceptions=True,
     )
-    assert isinstance(answers[1], TypeError)
+    assert isinstance(answers[1], InvalidStepError)
     assert {answers[0], answers[2]} <= {"accepted", "duplicate"}
     assert (await client.get_statistics(channel))["steps"]["stored"] == 2
 
@@ -315,26 +317,73 @@ async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_ste
         assert "\n" not in str(e.value)
 
 
-async def test_a_restarted_pool_answers_again_and_knows_no_lease_of_its_former_life(
-    own_actor, make_step
-):
+@pytest.fixture
+def memory_actor(cluster):
+    """One without a journal."""
+    handle = start_data_pool(PoolConfig(durability="none"), name=uuid.uuid4().hex)
+    yield handle
+    ray.kill(handle)
+
+
+async def kill(handle):
+    """`kill -9`; returns once the process is gone."""
+    process = psutil.Process((await handle.describe.remote())["pid"])
+    process.kill()
+    await asyncio.to_thread(process.wait, 10)
+
+
+async def test_a_killed_pool_still_has_what_it_acknowledged(own_actor, make_step):
     client = DataPoolClient(own_actor)
+    steps = [make_step(t, f"p{t}", i, metadata={"i": i}) for t in "ab" for i in range(3)]
+    await client.submit_steps(steps)
+    await client.complete_trajectory("a", reward=1.0)
+    await client.submit_step(make_step("c", "pc", is_last=True))
+    first = await client.lease_batch()
+    await kill(own_actor)
 
-    async def lease_one():
-        await client.submit_step(make_step("t", is_last=True))
-        return await client.lease_batch()
+    assert await client.submit_steps(steps[3:]) == ["duplicate"] * 3
+    stats = await client.get_statistics("train")
+    assert [stats["groups"][k] for k in ("open", "ready", "leased")] == [1, 1, 1]
+    await client.ack(first.lease_id)
+    await client.ack(first.lease_id)
+    assert await client.submit_step(steps[0]) == "late"
+    assert await client.complete_trajectory("b", reward=0.5) == "complete"
+    assert [g.prompt_uid for g in (await client.lease_batch(batch_size=2)).groups] == ["pc", "pb"]
 
-    before = await lease_one()
-    ray.kill(own_actor, no_restart=False)
 
-    async def is_back():
-        try:  # and not still there: the kill takes its time
-            return (await client.get_statistics("train"))["groups"]["submitted"] == 0
-        except PoolUnavailableError:
-            return False
+async def test_a_lease_whose_answer_was_lost_is_given_again_to_the_same_call(own_actor, make_step):
+    await DataPoolClient(own_actor).submit_step(make_step("t", is_last=True))
+    lost = await own_actor.lease_batch.remote(request_id="r")
+    await kill(own_actor)
+    client = DataPoolClient(own_actor)
+    await client.get_statistics()  # waits for the restart
+    repeated = await own_actor.lease_batch.remote(request_id="r")
+    assert repeated == lost
+    assert await own_actor.lease_batch.remote(request_id="other") is None
 
-    await until(is_back)
-    after = await lease_one()
+
+async def test_a_call_under_way_when_the_pool_is_killed_gets_its_answer(own_actor, make_step):
+    client = DataPoolClient(own_actor)
+    fetch = asyncio.create_task(client.fetch_batch(timeout_s=60))
+    await until(lambda: is_true(consumers(client, "train")))
+    await kill(own_actor)
+    await client.submit_step(make_step("t", is_last=True))
+    assert len(await fetch) == 1
+
+
+async def test_a_pool_without_a_journal_knows_no_lease_of_its_former_life(memory_actor, make_step):
+    client = DataPoolClient(memory_actor)
+    child = {"prompt_ids": [1, 2, 3, 4, 5, 9], "parent_index": 0}
+
+    await client.submit_step(make_step("t", is_last=True))
+    before = await client.lease_batch()
+    await client.submit_step(make_step("u"))
+    await kill(memory_actor)
+
+    # Sent relative to a step that the new pool never saw: it goes once more, whole.
+    assert await client.submit_step(make_step("u", index=1, **child)) == "accepted"
+    await client.submit_step(make_step("t", is_last=True))
+    after = await client.lease_batch()
     assert after.lease_id != before.lease_id
     with pytest.raises(UnknownLeaseError, match="before a restart"):
         await client.ack(before.lease_id)

@@ -1,0 +1,333 @@
+"""Steps as bytes: how they travel, how they are stored, and how they come back exactly.
+
+A step whose prompt extends another one's tokens (prompt + response) carries only what is new, and
+names that step as its `base`. Only a step without a base carries a whole prompt; it is kept apart
+from the rest, so that the rollouts of a group share one copy of their common prompt::
+
+    step 0   prompt ───────────────┐ response ── log-probs ── extra      base None
+    step 1            └── base 0 ──┴ new ids ── response ── log-probs ── extra
+    step 2                             └── base 1 ── …
+
+`PackedStep` is a plain tuple underneath and its payload one buffer: a batch of them crosses Ray,
+is stored and is journaled without a Python object per token. `extra` is what no index looks at
+(metadata, version spans, multi-modal data, …), pickled.
+
+Owns the format. Does not decide which step is whose base, nor where the bytes are kept.
+"""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from datapool.errors import InvalidStepError
+from datapool.types import Group, Lease, Step, TokenIds, Trajectory, VersionSpan
+
+_PUT: tuple[Callable[[Step, Any], None], ...] = tuple(
+    vars(Step)[f.name].__set__ for f in fields(Step)
+)
+"""Setters of a Step's slots, in the order of its fields."""
+
+
+class PackedStep(NamedTuple):
+    """A step on its way. Counts are in tokens."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    step_index: int
+    policy_version: int
+    reward: float | None
+    is_last: bool
+    parent_index: int | None
+    base: int | None
+    """`step_index` of the step whose tokens the prompt begins with; None: `prompt` is whole."""
+    n_prompt: int
+    n_new: int
+    """Prompt tokens after the base's; 0 without a base."""
+    n_response: int
+    has_log_probs: bool
+    prompt: bytes | None
+    """The whole prompt, int32; None with a base."""
+    payload: bytes
+    """New prompt ids and response ids, int32; log-probs, float32; extra."""
+
+    @property
+    def tokens(self) -> bytes:
+        """The new prompt ids and the response ids."""
+        return self.payload[: 4 * (self.n_new + self.n_response)]
+
+
+class StoredStep:
+    """A `PackedStep` in the pool: without the uids, which its record has, and perhaps on disk."""
+
+    __slots__ = (
+        "base",
+        "has_log_probs",
+        "is_last",
+        "n_bytes",
+        "n_new",
+        "n_prompt",
+        "n_response",
+        "parent_index",
+        "payload",
+        "policy_version",
+        "prompt",
+        "reward",
+        "row",
+    )
+
+    def __init__(self, packed: PackedStep, prompt: bytes | None) -> None:
+        self.policy_version = packed.policy_version
+        self.reward = packed.reward
+        self.is_last = packed.is_last
+        self.parent_index = packed.parent_index
+        self.base = packed.base
+        self.n_prompt = packed.n_prompt
+        self.n_new = packed.n_new
+        self.n_response = packed.n_response
+        self.has_log_probs = packed.has_log_probs
+        self.prompt = prompt
+        self.payload: bytes | None = packed.payload
+        """None: only the journal has it, in `row`."""
+        self.n_bytes = len(packed.payload)
+        self.row = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_prompt + self.n_response
+
+    def packed(self, trajectory_uid: str, prompt_uid: str, index: int) -> PackedStep:
+        """As it came in. The payload must be in memory."""
+        if self.payload is None:
+            raise ValueError(f"step {trajectory_uid!r}[{index}]: its payload is on disk; load it")
+        return PackedStep(
+            trajectory_uid,
+            prompt_uid,
+            index,
+            self.policy_version,
+            self.reward,
+            self.is_last,
+            self.parent_index,
+            self.base,
+            self.n_prompt,
+            self.n_new,
+            self.n_response,
+            self.has_log_probs,
+            self.prompt,
+            self.payload,
+        )
+
+
+def pack(step: Step, base: int | None = None, base_tokens: bytes | None = None) -> PackedStep:
+    """`step` as bytes, relative to `base` if its prompt really begins with `base_tokens`."""
+    prompt = step.prompt_ids.tobytes()
+    if base_tokens is None or not prompt.startswith(base_tokens):
+        base, new, whole = None, b"", prompt
+    else:
+        new, whole = prompt[len(base_tokens) :], None
+    log_probs = step.rollout_log_probs
+    payload = b"".join(
+        (
+            new,
+            step.response_ids.tobytes(),
+            b"" if log_probs is None else log_probs.tobytes(),
+            _pack_extra(step),
+        )
+    )
+    return PackedStep(
+        step.trajectory_uid,
+        step.prompt_uid,
+        step.step_index,
+        step.policy_version,
+        step.reward,
+        step.is_last,
+        step.parent_index,
+        base,
+        len(step.prompt_ids),
+        len(new) // 4,
+        len(step.response_ids),
+        log_probs is not None,
+        whole,
+        payload,
+    )
+
+
+def _pack_extra(step: Step) -> bytes:
+    extra = (
+        step.metadata,
+        step.finish_reason,
+        tuple((s.version, s.start, s.end) for s in step.version_spans),
+        step.multi_modal_data,
+        step.routed_experts,
+    )
+    try:
+        return pickle.dumps(extra, protocol=5)
+    except (pickle.PicklingError, TypeError, AttributeError) as e:
+        raise InvalidStepError(
+            f"step {step.trajectory_uid!r}[{step.step_index}]: metadata, multi_modal_data or "
+            f"routed_experts cannot be pickled ({e}); pass plain values and arrays"
+        ) from e
+
+
+def unpack(steps: Sequence[PackedStep]) -> list[Step]:
+    """The steps of one trajectory, exactly as they were submitted, in the order given.
+
+    Every base must be among them. Prompts of one chain are views of one array.
+    """
+    by_index = {packed.step_index: packed for packed in steps}
+    tokens: dict[int, TokenIds] = {}
+    for packed in sorted(steps, key=operator.attrgetter("step_index"), reverse=True):
+        if packed.step_index not in tokens:
+            _lay_out(packed, by_index, tokens)
+    return [_unpack(packed, tokens[packed.step_index]) for packed in steps]
+
+
+def _lay_out(
+    leaf: PackedStep, by_index: Mapping[int, PackedStep], tokens: dict[int, TokenIds]
+) -> None:
+    """The tokens of a chain, from its leaf, in one array; each step of it sees its part."""
+    chain = [leaf]
+    while (base := chain[-1].base) is not None:
+        chain.append(by_index[base])
+    root = chain[-1]
+    parts = [root.prompt or b"", *(packed.tokens for packed in reversed(chain))]
+    array = np.frombuffer(b"".join(parts), np.int32)
+    for packed in chain:
+        tokens.setdefault(packed.step_index, array[: packed.n_prompt + packed.n_response])
+
+
+def _unpack(packed: PackedStep, tokens: TokenIds) -> Step:
+    offset = 4 * (packed.n_new + packed.n_response)
+    log_probs = None
+    if packed.has_log_probs:
+        log_probs = np.frombuffer(packed.payload, np.float32, packed.n_response, offset)
+        offset += 4 * packed.n_response
+    metadata, finish_reason, spans, multi_modal_data, routed_experts = pickle.loads(
+        memoryview(packed.payload)[offset:]
+    )
+    # Not through __init__: it was validated when it was made, and nothing has changed since.
+    step = object.__new__(Step)
+    for put, value in zip(
+        _PUT,
+        (
+            tokens[: packed.n_prompt],
+            tokens[packed.n_prompt :],
+            packed.reward,
+            packed.trajectory_uid,
+            packed.prompt_uid,
+            packed.step_index,
+            packed.policy_version,
+            packed.is_last,
+            metadata,
+            log_probs,
+            finish_reason,
+            packed.parent_index,
+            tuple(VersionSpan(*span) for span in spans) if spans else (),
+            multi_modal_data,
+            routed_experts,
+        ),
+        strict=True,
+    ):
+        put(step, value)
+    return step
+
+
+class PackedTrajectory(NamedTuple):
+    """`Trajectory` before its steps are unpacked."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    steps: Sequence[PackedStep]
+    metadata: dict[str, Any]
+    attempt: int
+
+    def unpack(self) -> Trajectory:
+        return Trajectory(
+            self.trajectory_uid,
+            self.prompt_uid,
+            tuple(unpack(self.steps)),
+            dict(self.metadata),
+            self.attempt,
+        )
+
+
+class PackedGroup(NamedTuple):
+    """`Group` before its steps are unpacked."""
+
+    prompt_uid: str
+    trajectories: Sequence[PackedTrajectory]
+    n_rollouts: int | None
+    metadata: dict[str, Any]
+    delivery: int
+
+    def unpack(self) -> Group:
+        return Group(
+            self.prompt_uid,
+            tuple(t.unpack() for t in self.trajectories),
+            self.n_rollouts,
+            dict(self.metadata),
+            self.delivery,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLease:
+    """`Lease` as the pool hands it out. Pickled here, it arrives as a `Lease`."""
+
+    lease_id: str
+    channel: str
+    groups: tuple[PackedGroup, ...]
+    expires_at: float
+
+    def unpack(self) -> Lease:
+        return Lease(
+            self.lease_id, self.channel, tuple(g.unpack() for g in self.groups), self.expires_at
+        )
+
+    def steps(self) -> PackedSteps:
+        """Its steps alone."""
+        return PackedSteps([t for g in self.groups for t in g.trajectories])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        groups = [(*g[:1], [_flat(t) for t in g.trajectories], *g[2:]) for g in self.groups]
+        return _unpack_lease, (self.lease_id, self.channel, groups, self.expires_at)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSteps:
+    """Whole trajectories as steps. Pickled here, they arrive as a `list[Step]`."""
+
+    trajectories: Sequence[PackedTrajectory]
+
+    def unpack(self) -> list[Step]:
+        return [step for t in self.trajectories for step in unpack(t.steps)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpack_steps, ([_flat(t) for t in self.trajectories],)
+
+
+_Flat: TypeAlias = tuple[Any, ...]
+"""A named tuple as a plain one: Python pickles those several times faster."""
+
+
+def _flat(trajectory: PackedTrajectory) -> _Flat:
+    return (*trajectory[:2], [tuple(step) for step in trajectory.steps], *trajectory[3:])
+
+
+def _named(flat: _Flat) -> PackedTrajectory:
+    steps = list(map(PackedStep._make, flat[2]))
+    return PackedTrajectory._make((*flat[:2], steps, *flat[3:]))
+
+
+def _unpack_lease(lease_id: str, channel: str, groups: Iterable[_Flat], expires_at: float) -> Lease:
+    packed = tuple(PackedGroup(g[0], list(map(_named, g[1])), *g[2:]) for g in groups)
+    return PackedLease(lease_id, channel, packed, expires_at).unpack()
+
+
+def _unpack_steps(trajectories: Iterable[_Flat]) -> list[Step]:
+    return PackedSteps(list(map(_named, trajectories))).unpack()

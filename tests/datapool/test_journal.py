@@ -1,0 +1,856 @@
+"""The journal on real files: killed processes, full disks, damaged bytes, a dict as its model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from datapool import journal as journal_module
+from datapool.errors import DataPoolError
+from datapool.journal import (
+    FILE_NAME,
+    PAGE_BYTES,
+    SCHEMA_VERSION,
+    Journal,
+    JournalCorruptError,
+    JournalError,
+    JournalFullError,
+    JournalLockedError,
+    JournalVersionError,
+    Row,
+)
+
+Durability = Literal["process", "power"]
+Open = Callable[..., Journal]
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["process", "power"])
+def durability(request: pytest.FixtureRequest) -> Durability:
+    chosen: Durability = request.param
+    return chosen
+
+
+@pytest.fixture
+def open_journal(tmp_path: Path, durability: Durability) -> Iterator[Open]:
+    """`open_journal(folder=tmp_path)`: a journal that is closed after the test."""
+    opened: list[Journal] = []
+
+    def open_(folder: Path = tmp_path) -> Journal:
+        opened.append(Journal(folder, durability, lock_timeout_s=0.1))
+        return opened[-1]
+
+    yield open_
+    for journal in opened:
+        with suppress(JournalError):
+            journal.close()
+
+
+@contextmanager
+def full_disk(file_bytes: int = 0) -> Iterator[None]:
+    """No file of this process can grow beyond `file_bytes`, or be written beyond it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def append(journal: Journal, n: int = 1, payload_bytes: int = 2000) -> list[int]:
+    """`n` rows whose content follows from their ids."""
+    rows = []
+    for _ in range(n):
+        row = journal.append("train", "step", b"head", os.urandom(payload_bytes))
+        rows.append(row)
+    return rows
+
+
+def stored_ids(journal: Journal) -> list[int]:
+    return [row.row for row in journal.rows()]
+
+
+def killed_copy(journal: Journal, folder: Path) -> Path:
+    """What a process leaves that is killed now: its files as they are, nothing closed."""
+    folder.mkdir()
+    for name in (FILE_NAME, f"{FILE_NAME}-wal"):
+        shutil.copy(journal.folder / name, folder / name)
+    return folder
+
+
+# --- rows and states ---
+
+
+def test_rows_and_states_come_back_after_a_restart_as_they_were(open_journal: Open) -> None:
+    journal = open_journal()
+    first = journal.append("train", "step", b"\x00head", b"payload")
+    second = journal.append("väl", "complete", b"", None)
+    third = journal.append("train", "step", b"h", b"")
+    journal.put_state("counters", b"old")
+    journal.put_state("counters", b"new")
+    journal.close()
+
+    journal = open_journal()
+
+    assert list(journal.rows()) == [
+        Row(first, "train", "step", b"\x00head", b"payload", 7),
+        Row(second, "väl", "complete", b"", None, 0),
+        Row(third, "train", "step", b"h", b"", 0),
+    ]
+    assert journal.states() == {"counters": b"new"}
+
+
+def test_rows_read_without_payloads_still_tell_their_sizes(open_journal: Open) -> None:
+    journal = open_journal()
+    journal.append("train", "step", b"h", b"x" * 5000)
+    journal.append("train", "complete", b"h")
+    journal.flush()
+    assert [(r.payload, r.payload_bytes) for r in journal.rows(payloads=False)] == [
+        (None, 5000),
+        (None, 0),
+    ]
+
+
+def test_what_is_only_buffered_does_not_survive(open_journal: Open, tmp_path: Path) -> None:
+    journal = open_journal()
+    (kept,) = append(journal)
+    journal.flush()
+    append(journal)
+    assert journal.pending
+    assert stored_ids(open_journal(killed_copy(journal, tmp_path / "killed"))) == [kept]
+
+
+def test_a_row_deleted_before_its_transaction_is_never_written(open_journal: Open) -> None:
+    journal = open_journal()
+    journal.delete(append(journal, 3))
+    assert not journal.pending
+    (kept,) = append(journal)
+    journal.flush()
+    assert journal.statistics()["rows_written"] == 1
+    assert stored_ids(journal) == [kept]
+
+
+def test_a_stored_row_is_gone_once_its_deletion_is_committed(open_journal: Open) -> None:
+    journal = open_journal()
+    rows = append(journal, 4)
+    journal.flush()
+    journal.delete([rows[1], rows[1], 12345])
+    journal.flush()
+    assert stored_ids(journal) == [rows[0], *rows[2:]]
+    assert journal.statistics()["rows_deleted"] == 1
+    assert journal.statistics()["rows_stored"] == 3
+
+
+def test_an_id_is_never_given_again_even_when_its_row_is_gone(open_journal: Open) -> None:
+    journal = open_journal()
+    rows = append(journal, 3)
+    journal.flush()
+    journal.delete(rows)
+    journal.close()
+    assert append(open_journal())[0] > rows[-1]
+
+
+def test_payloads_are_read_from_memory_and_from_disk_in_the_order_asked(
+    open_journal: Open,
+) -> None:
+    journal = open_journal()
+    stored = [journal.append("train", "step", b"", b"s%d" % i) for i in range(3)]
+    without = journal.append("train", "complete", b"")
+    journal.flush()
+    buffered = journal.append("train", "step", b"", b"b")
+    asked = [stored[2], buffered, stored[0], without, stored[2]]
+    assert journal.read(asked) == [b"s2", b"b", b"s0", b"", b"s2"]
+
+
+def test_a_payload_that_is_not_there_is_an_error_with_the_row_and_the_file(
+    open_journal: Open,
+) -> None:
+    journal = open_journal()
+    rows = append(journal)
+    journal.flush()
+    with pytest.raises(JournalCorruptError, match=rf"{FILE_NAME}: row 99 is not there"):
+        journal.read([*rows, 99])
+    assert len(journal.read(rows)) == 1
+
+
+def test_a_row_too_large_for_sqlite_is_refused_when_it_is_appended(open_journal: Open) -> None:
+    journal = open_journal()
+    journal._max_row_bytes = 100
+    with pytest.raises(JournalError, match="'step' row of 101 bytes; at most 100"):
+        journal.append("train", "step", b"h", b"x" * 100)
+    assert not journal.pending
+
+
+def test_a_closed_journal_says_so(open_journal: Open) -> None:
+    journal = open_journal()
+    journal.close()
+    journal.close()
+    append(journal)
+    with pytest.raises(JournalError, match="was closed"):
+        journal.flush()
+
+
+# --- group commit ---
+
+
+async def test_all_that_wait_in_one_iteration_share_a_transaction(open_journal: Open) -> None:
+    journal = open_journal()
+
+    async def produce() -> None:
+        append(journal)
+        await journal.committed()
+        assert not journal.pending
+
+    await asyncio.gather(*(produce() for _ in range(64)))
+    statistics = journal.statistics()
+    assert (statistics["commits"], statistics["rows_per_commit"]) == (1, 64)
+    assert len(stored_ids(journal)) == 64
+
+
+async def test_each_waiter_is_answered_by_its_own_transaction(open_journal: Open) -> None:
+    journal = open_journal()
+
+    async def produce(rounds: int) -> None:
+        for _ in range(rounds):
+            (row,) = append(journal, payload_bytes=10)
+            await journal.committed()
+            assert row in stored_ids(journal)
+
+    await asyncio.gather(*(produce(rounds) for rounds in (1, 2, 5, 8)))
+    assert journal.statistics()["rows_stored"] == 16
+
+
+async def test_nothing_to_commit_is_answered_at_once(open_journal: Open) -> None:
+    journal = open_journal()
+    await journal.committed()
+    assert journal.statistics()["commits"] == 0
+
+
+async def test_a_cancelled_waiter_takes_nothing_from_the_others(open_journal: Open) -> None:
+    journal = open_journal()
+    append(journal)
+    tasks = [asyncio.create_task(journal.committed()) for _ in range(3)]
+    await asyncio.sleep(0)
+    tasks[0].cancel()
+    await asyncio.gather(tasks[1], tasks[2])
+    assert tasks[0].cancelled()
+    assert journal.statistics()["rows_stored"] == 1
+
+
+async def test_a_flush_in_between_leaves_no_waiter_behind(open_journal: Open) -> None:
+    journal = open_journal()
+    append(journal)
+    task = asyncio.create_task(journal.committed())
+    await asyncio.sleep(0)
+    journal.flush()
+    await task
+    assert journal.statistics()["commits"] == 1
+
+
+async def begin_commit() -> None:
+    """Lets a waiter run, then the transaction that it scheduled; its end needs another turn."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def in_commit(tmp_path: Path) -> AsyncIterator[Journal]:
+    """A journal of which 16 rows are in the worker's COMMIT; it lands when the loop runs."""
+    journal = Journal(tmp_path, "power")
+    append(journal, 16)
+    waiter = asyncio.create_task(journal.committed())
+    await begin_commit()
+    assert journal.statistics()["rows_in_commit"] == 16
+    yield journal
+    await waiter
+    journal.close()
+
+
+async def test_rows_gather_while_a_commit_waits_for_the_disk(in_commit: Journal) -> None:
+    async def produce() -> None:
+        append(in_commit)
+        await in_commit.committed()
+
+    await asyncio.gather(*(produce() for _ in range(32)))
+    assert in_commit.statistics()["commits"] == 2
+    assert len(stored_ids(in_commit)) == 48
+
+
+async def test_rows_in_a_commit_can_be_read_and_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path, "power")
+    disk_answers = threading.Event()
+    commit = journal._commit
+
+    def slow_commit(deletes: bool) -> None:
+        disk_answers.wait()
+        commit(deletes)
+
+    monkeypatch.setattr(journal, "_commit", slow_commit)
+    rows = [journal.append("train", "step", b"", b"%d" % i) for i in range(3)]
+    waiter = asyncio.create_task(journal.committed())
+    await begin_commit()
+    try:
+        assert journal.read([rows[2], rows[0]]) == [b"2", b"0"]
+    finally:
+        disk_answers.set()
+    journal.delete(rows[1:2])
+    await waiter
+    await journal.committed()
+    assert stored_ids(journal) == [rows[0], rows[2]]
+    journal.close()
+
+
+async def test_a_flush_waits_for_the_commit_under_way(in_commit: Journal) -> None:
+    append(in_commit)
+    follower = asyncio.create_task(in_commit.committed())
+    await asyncio.sleep(0)
+    in_commit.flush()
+    assert not in_commit.pending
+    await follower
+    assert in_commit.statistics()["rows_stored"] == 17
+
+
+def test_a_journal_outlives_the_loop_that_used_it(open_journal: Open) -> None:
+    journal = open_journal()
+
+    async def leave_a_waiter() -> None:
+        append(journal)
+        task = asyncio.create_task(journal.committed())
+        await asyncio.sleep(0)
+        task.cancel()
+
+    async def produce() -> None:
+        append(journal)
+        await journal.committed()
+
+    asyncio.run(leave_a_waiter())
+    asyncio.run(produce())
+    assert len(stored_ids(journal)) == 2
+
+
+# --- full disk ---
+
+
+def test_a_full_disk_is_a_clear_error_and_nothing_is_lost(open_journal: Open) -> None:
+    journal = open_journal()
+    before = append(journal, 4)
+    journal.flush()
+    kept = append(journal, 300)
+    journal.delete(before[:1])
+    journal.put_state("counters", b"7")
+    with full_disk(200_000):
+        with pytest.raises(JournalFullError, match=rf"free space under {journal.folder}. 300 rows"):
+            journal.flush()
+        with pytest.raises(JournalFullError):
+            journal.check()
+        assert stored_ids(journal) == before
+    assert journal.statistics()["failed_commits"] == 2
+    assert "the disk takes no more" in journal.statistics()["last_error"]
+
+    journal.check()
+
+    assert stored_ids(journal) == [*before[1:], *kept]
+    assert journal.states() == {"counters": b"7"}
+    assert not journal.pending
+
+
+def test_sqlite_refusing_another_page_is_a_full_disk(open_journal: Open) -> None:
+    journal = open_journal()
+    journal._db.execute("PRAGMA max_page_count = 20")
+    rows = append(journal, 200)
+    with pytest.raises(JournalFullError, match="SQLITE_FULL"):
+        journal.flush()
+    journal._db.execute("PRAGMA max_page_count = 1000000")
+    journal.check()
+    assert stored_ids(journal) == rows
+
+
+async def test_exactly_those_whose_rows_did_not_make_it_are_told(open_journal: Open) -> None:
+    journal = open_journal()
+    (early,) = append(journal)
+    await journal.committed()
+    failed = append(journal, 2)
+    with full_disk():
+        answers = await asyncio.gather(
+            journal.committed(), journal.committed(), return_exceptions=True
+        )
+    assert [type(answer) for answer in answers] == [JournalFullError] * 2
+    assert answers[0] is not answers[1]
+    assert stored_ids(journal) == [early]
+    (late,) = append(journal)
+    await journal.committed()
+    assert stored_ids(journal) == [early, *failed, late]
+
+
+async def test_rows_behind_a_failed_commit_go_with_the_next_one(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "power")
+    with full_disk():
+        first = append(journal, 3)
+        told = asyncio.create_task(journal.committed())
+        await begin_commit()
+        assert journal.statistics()["rows_in_commit"] == 3
+        journal.delete(first[:1])
+        second = append(journal, 2)
+        # On this thread, so that the commit under way has failed for certain.
+        with pytest.raises(JournalFullError, match="4 rows are kept"):
+            journal.flush()
+        with pytest.raises(JournalFullError):
+            await told
+    await journal.committed()
+    assert stored_ids(journal) == [*first[1:], *second]
+    assert journal.statistics()["failed_commits"] == 2
+    journal.close()
+
+
+def test_a_failed_transaction_does_not_come_back_after_a_crash(
+    open_journal: Open, tmp_path: Path
+) -> None:
+    journal = open_journal()
+    (kept,) = append(journal)
+    journal.flush()
+    rows = append(journal, 2)
+    with full_disk(), pytest.raises(JournalFullError):
+        journal.flush()
+    journal.delete(rows)
+    assert journal.pending
+    journal.check()
+    assert stored_ids(open_journal(killed_copy(journal, tmp_path / "killed"))) == [kept]
+
+
+def test_closing_on_a_full_disk_says_so_and_lets_go_of_the_folder(open_journal: Open) -> None:
+    journal = open_journal()
+    append(journal)
+    with full_disk(), pytest.raises(JournalFullError):
+        journal.close()
+    assert stored_ids(open_journal()) == []
+
+
+def test_a_journal_that_cannot_be_created_for_lack_of_space_says_so(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(JournalFullError, match="free space under"):
+        Journal(tmp_path, "process")
+    Journal(tmp_path, "process").close()
+
+
+# --- damage ---
+
+
+def damaged(tmp_path: Path, change: Callable[[bytearray], None]) -> Path:
+    """A closed journal of 40 rows and a state whose file is changed afterwards."""
+    journal = Journal(tmp_path, "process")
+    append(journal, 40, payload_bytes=300)
+    journal.append("train", "step", b"", b"needle" * 50)
+    journal.put_state("counters", b"value-of-a-state")
+    journal.close()
+    data = bytearray(journal.path.read_bytes())
+    change(data)
+    journal.path.write_bytes(data)
+    return tmp_path
+
+
+def read_all(folder: Path) -> tuple[list[Row], dict[str, bytes]]:
+    journal = Journal(folder, "process", lock_timeout_s=0.1)
+    try:
+        return list(journal.rows()), journal.states()
+    finally:
+        with suppress(JournalError):
+            journal.close()
+
+
+def test_a_flipped_byte_in_a_payload_is_found_with_the_number_of_its_row(tmp_path: Path) -> None:
+    def change(data: bytearray) -> None:
+        data[data.index(b"needle")] ^= 1
+
+    journal = Journal(damaged(tmp_path, change), "process")
+    with pytest.raises(JournalCorruptError, match=r"row 40 does not .* move it aside"):
+        list(journal.rows())
+    with pytest.raises(JournalCorruptError, match="payload of row 40"):
+        journal.read([0, 40])
+    assert len(journal.read([0])) == 1
+    journal.close()
+
+
+def test_a_page_of_rubbish_is_corruption(tmp_path: Path) -> None:
+    def change(data: bytearray) -> None:
+        at = data.index(b"needle") // PAGE_BYTES * PAGE_BYTES
+        data[at : at + PAGE_BYTES] = b"\xa5" * PAGE_BYTES
+
+    with pytest.raises(JournalCorruptError, match="malformed"):
+        read_all(damaged(tmp_path, change))
+
+
+def test_a_page_that_lost_its_rows_is_corruption(tmp_path: Path) -> None:
+    def change(data: bytearray) -> None:
+        at = data.index(b"needle") // PAGE_BYTES * PAGE_BYTES
+        data[at + 4] -= 1  # SQLite's count of the rows on the page: it takes the change for true
+
+    with pytest.raises(JournalCorruptError, match="40 rows can be read but 41 were written"):
+        read_all(damaged(tmp_path, change))
+
+
+def test_a_damaged_state_is_corruption(tmp_path: Path) -> None:
+    def change(data: bytearray) -> None:
+        data[data.index(b"value-of-a-state")] ^= 1
+
+    with pytest.raises(JournalCorruptError, match="state 'counters'"):
+        read_all(damaged(tmp_path, change))
+
+
+def test_a_file_that_is_no_database_is_corruption(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"something else" * 1000)
+    with pytest.raises(JournalCorruptError, match="move it aside"):
+        Journal(tmp_path, "process")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, object]:
+    folder = damaged(tmp_path_factory.mktemp("sound"), lambda data: None)
+    return (folder / FILE_NAME).read_bytes(), read_all(folder)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_damaged_byte_goes_unnoticed(sound: tuple[bytes, object], data: st.DataObject) -> None:
+    image, content = sound
+    changed = bytearray(image)
+    # Headers of the file and of its pages are where a byte can do most.
+    page = data.draw(st.integers(0, len(image) // PAGE_BYTES - 1)) * PAGE_BYTES
+    at = page + data.draw(st.one_of(st.integers(0, 120), st.integers(0, PAGE_BYTES - 1)))
+    changed[at] ^= data.draw(st.integers(1, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / FILE_NAME).write_bytes(changed)
+        try:
+            found = read_all(Path(folder))
+        except JournalError:
+            return
+    assert found == content
+
+
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, 0])
+def test_an_unknown_schema_version_is_refused_and_left_as_it_is(
+    tmp_path: Path, version: int
+) -> None:
+    Journal(tmp_path, "process").close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        db.execute(f"PRAGMA user_version = {version}")
+    db.close()
+    before = (tmp_path / FILE_NAME).read_bytes()
+    with pytest.raises(
+        JournalVersionError, match=rf"schema version {version}, .* writes {SCHEMA_VERSION}; start"
+    ):
+        Journal(tmp_path, "process")
+    assert (tmp_path / FILE_NAME).read_bytes() == before
+
+
+def test_a_creation_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"")
+    journal = Journal(tmp_path, "process")
+    append(journal)
+    journal.close()
+    assert len(read_all(tmp_path)[0]) == 1
+
+
+def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(JournalError, match=r"data_pool\.journal_dir"):
+        Journal(tmp_path / "file" / "journal", "process")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        JournalError,
+        JournalFullError,
+        JournalCorruptError,
+        JournalVersionError,
+        JournalLockedError,
+    ],
+)
+def test_errors_cross_a_process_boundary(error: type[JournalError]) -> None:
+    copy = pickle.loads(pickle.dumps(error("free space under /x")))
+    assert type(copy) is error
+    assert str(copy) == "free space under /x"
+    assert isinstance(copy, DataPoolError)
+    assert isinstance(copy, OSError)
+
+
+# --- other processes ---
+
+CHILD = """
+import sys
+from pathlib import Path
+from zlib import crc32
+from datapool.journal import Journal
+
+folder, durability, do = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+journal = Journal(folder, durability)
+print("open", flush=True)
+if do == "hold":
+    sys.stdin.read()
+live = []
+while True:  # each acknowledgement: the rows that exist by now
+    for _ in range(5):
+        row = journal.append("train", "step", b"h", b"")
+        journal.delete([row])
+        payload = b"%d," % (row + 1) * 300
+        live.append(journal.append("train", "step", b"%d" % (row + 1), payload))
+    journal.delete(live[:3])
+    del live[:3]
+    journal.put_state("live", b"%d %d" % (live[0], live[-1]))
+    journal.flush()
+    print(live[0], live[-1], flush=True)
+"""
+
+
+def start_child(folder: Path, durability: str, do: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder), durability, do],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "open\n"
+    return child
+
+
+def test_a_killed_process_loses_nothing_it_acknowledged(
+    tmp_path: Path, durability: Durability
+) -> None:
+    n_acknowledged = 0
+    for n_lines in (1, 37, 150):
+        child = start_child(tmp_path, durability, "write")
+        assert child.stdout is not None
+        lines = [child.stdout.readline() for _ in range(n_lines)]
+        child.kill()  # somewhere in a later transaction
+        lines += child.stdout.readlines()
+        child.wait()
+        child.stdout.close()
+        complete = [line for line in lines if line.endswith("\n")]
+        first, last = map(int, complete[-1].split())
+
+        journal = Journal(tmp_path, durability)
+        found = {row.row: row for row in journal.rows()}
+        # One more transaction may have gone through without its acknowledgement.
+        as_stored = tuple(map(int, journal.states()["live"].split()))
+        assert as_stored[0] >= first
+        assert as_stored[1] >= last
+        own = [row for row in found if row >= as_stored[0]]
+        assert (own[0], own[-1]) == as_stored
+        n_acknowledged += len(complete)
+        assert set(range(as_stored[0], as_stored[1] + 1, 2)) == set(own)
+        for row, content in found.items():
+            assert content.head == b"%d" % row
+            assert content.payload == b"%d," % row * 300
+        journal.delete(found)
+        journal.close()
+    assert n_acknowledged >= 188
+
+
+def test_a_transaction_torn_by_the_kill_is_gone_whole(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "live", "process")
+    early = append(journal, 10)
+    journal.flush()
+    log = journal.folder / f"{FILE_NAME}-wal"
+    begin = log.stat().st_size
+    late = append(journal, 10)
+    journal.flush()
+    end = log.stat().st_size
+    for cut in (begin, begin + 10, begin + PAGE_BYTES + 24, end - 1, end):
+        folder = killed_copy(journal, tmp_path / f"cut-{cut}")
+        os.truncate(folder / f"{FILE_NAME}-wal", cut)
+        copy = Journal(folder, "process")
+        assert stored_ids(copy) == (early + late if cut == end else early)
+        assert append(copy)[0] > early[-1]
+        copy.close()
+    journal.close()
+
+
+def test_a_second_process_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    child = start_child(tmp_path, "process", "hold")
+    with pytest.raises(JournalLockedError, match=rf"in use by process {child.pid} .*journal_dir"):
+        Journal(tmp_path, "process", lock_timeout_s=0.05)
+    child.kill()
+    child.communicate()
+    Journal(tmp_path, "process").close()
+
+
+def test_a_successor_waits_for_a_dying_predecessor(tmp_path: Path) -> None:
+    child = start_child(tmp_path, "process", "hold")
+    killer = threading.Timer(0.1, child.kill)
+    killer.start()
+    Journal(tmp_path, "process", lock_timeout_s=60).close()
+    killer.join()
+    child.communicate()
+
+
+def test_one_folder_is_opened_once_within_a_process_too(open_journal: Open) -> None:
+    journal = open_journal()
+    with pytest.raises(JournalLockedError, match=f"process {os.getpid()} "):
+        open_journal()
+    journal.close()
+    open_journal()
+
+
+# --- space ---
+
+
+def test_the_files_stop_growing_when_rows_leave_as_fast_as_they_come(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "process")
+    waiting: list[list[int]] = []
+    sizes = []
+    for _ in range(300):
+        waiting.append(append(journal, 32))
+        if len(waiting) > 10:
+            journal.delete(waiting.pop(0))
+        journal.flush()
+        sizes.append(journal.size_bytes)
+    journal.close()
+    # 19 MB were written, 0.7 MB are live; the log is moved into the file at 2 MB.
+    assert max(sizes[150:]) <= max(sizes[:150]) + 4 * PAGE_BYTES  # where the log is cut varies
+    assert max(sizes) < 4_500_000
+
+
+def test_space_far_beyond_what_is_live_goes_back_to_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SLACK_PAGES", 32)
+    journal = Journal(tmp_path, "process")
+    burst = append(journal, 2000)
+    journal.flush()
+    journal.delete(burst)
+    journal.flush()
+    high = journal.statistics()["free_bytes"]
+    for _ in range(30):
+        rows = append(journal, 4)
+        journal.flush()
+        journal.delete(rows)
+        journal.flush()
+    low = journal.statistics()["free_bytes"]
+    assert high > 3_000_000
+    assert low <= 34 * PAGE_BYTES
+    journal.close()
+    assert journal.path.stat().st_size < 500_000
+
+
+def test_a_transaction_larger_than_the_log_does_not_leave_it_large(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "process")
+    append(journal, 5000)
+    journal.flush()
+    append(journal)
+    journal.flush()
+    log = (tmp_path / f"{FILE_NAME}-wal").stat().st_size
+    journal.close()
+    assert log <= 4 << 20
+
+
+# --- against a model ---
+
+
+class JournalAgainstDict(RuleBasedStateMachine):
+    """Two dicts, one of what is stored and one of what will be once it is flushed."""
+
+    payloads = st.one_of(st.none(), st.binary(max_size=40), st.just(b"large" * 3000))
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.n_lives = 0
+        self.journal = Journal(self.folder / "0", "process")
+        self.rows: dict[int, tuple[str, str, bytes, bytes | None]] = {}
+        self.states: dict[str, bytes] = {}
+        self.stored_rows = dict(self.rows)
+        self.stored_states = dict(self.states)
+        self.last_id = -1
+
+    @rule(
+        channel=st.sampled_from(["train", "val"]),
+        kind=st.sampled_from(["step", "group"]),
+        head=st.binary(max_size=20),
+        payload=payloads,
+    )
+    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None) -> None:
+        row = self.journal.append(channel, kind, head, payload)
+        assert row > self.last_id
+        self.last_id = row
+        self.rows[row] = (channel, kind, head, payload)
+
+    @rule(data=st.data())
+    def delete(self, data: st.DataObject) -> None:
+        if self.rows:
+            gone = data.draw(st.sets(st.sampled_from(sorted(self.rows))))
+            self.journal.delete(gone)
+            for row in gone:
+                del self.rows[row]
+
+    @rule(key=st.text(st.characters(exclude_categories=["Cs"]), max_size=3), value=st.binary())
+    def put_state(self, key: str, value: bytes) -> None:
+        self.journal.put_state(key, value)
+        self.states[key] = value
+
+    def saved(self) -> None:
+        self.stored_rows = dict(self.rows)
+        self.stored_states = dict(self.states)
+
+    @rule()
+    def flush(self) -> None:
+        self.journal.flush()
+        self.saved()
+
+    @rule()
+    def flush_in_vain(self) -> None:
+        if self.journal.pending:
+            with full_disk(), pytest.raises(JournalFullError):
+                self.journal.flush()
+
+    @rule()
+    def reopen(self) -> None:
+        self.journal.close()
+        self.saved()
+        self.journal = Journal(self.journal.folder, "process")
+
+    @rule()
+    def kill(self) -> None:
+        self.n_lives += 1
+        folder = killed_copy(self.journal, self.folder / str(self.n_lives))
+        self.journal.close()
+        self.journal = Journal(folder, "process")
+        self.rows = dict(self.stored_rows)
+        self.states = dict(self.stored_states)
+        # Ids of rows that were never stored may come again: nobody ever saw those rows.
+        self.last_id = max(self.rows, default=-1)
+
+    @invariant()
+    def holds_what_the_model_holds(self) -> None:
+        expected = [(row, *content) for row, content in self.stored_rows.items()]
+        assert [tuple(row)[:5] for row in self.journal.rows()] == expected
+        assert self.journal.states() == self.stored_states
+        backwards = sorted(self.rows, reverse=True)
+        assert self.journal.read(backwards) == [self.rows[row][3] or b"" for row in backwards]
+
+    def teardown(self) -> None:
+        self.journal.close()
+        shutil.rmtree(self.folder)
+
+
+TestJournalAgainstDict = JournalAgainstDict.TestCase
+TestJournalAgainstDict.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)

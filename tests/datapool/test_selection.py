@@ -1,0 +1,791 @@
+"""Which groups are served, in what order, and why the others are not."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import statistics
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datapool.config import SelectionConfig
+from datapool.errors import InvalidRequestError
+from datapool.selection import (
+    UNMARKED,
+    Choice,
+    Decision,
+    Drop,
+    GroupInfo,
+    Hold,
+    Marks,
+    OverSampling,
+    Selection,
+    SelectionError,
+    SlimeSample,
+    TrajectoryInfo,
+    dry_run,
+    slime_buffer_filter,
+    slime_filter,
+)
+
+UNTRAINABLE = Marks(trainable=False)
+
+
+def trajectory(uid="t", reward=None, version=0, **fields):
+    fields = {"n_steps": 2, "n_tokens": 10, "newest_version": version, **fields}
+    return TrajectoryInfo(uid, reward, oldest_version=version, **fields)
+
+
+def group(uid, rewards=(), sequence=0, versions=None, marks=UNMARKED, trajectories=None):
+    """A group with one trajectory for each reward."""
+    versions = versions or [0] * len(rewards)
+    if trajectories is None:
+        trajectories = tuple(
+            trajectory(f"{uid}{i}", r, v)
+            for i, (r, v) in enumerate(zip(rewards, versions, strict=True))
+        )
+    return GroupInfo(uid, "train", len(trajectories), trajectories, sequence, 0.0, marks=marks)
+
+
+def select(**config):
+    return Selection(SelectionConfig(**config))
+
+
+def here(function):
+    """The dotted path of a function of this module."""
+    return f"{__name__}:{function.__name__}"
+
+
+# -- marks -------------------------------------------------------------------------------------
+
+MARKS = st.builds(
+    Marks,
+    trainable=st.sampled_from([None, True, False]),
+    quality=st.none() | st.floats(-1, 1),
+    tags=st.frozensets(st.sampled_from(["good", "bad", "math"])),
+    note=st.text(max_size=5),
+)
+
+
+def test_a_partial_update_of_marks_leaves_the_other_fields_and_none_clears_one():
+    marks = Marks(trainable=True, quality=0.5, tags=frozenset({"math"}), note="look")
+    assert marks.merged({"quality": 1, "tags": ["hard", "hard"]}) == Marks(
+        trainable=True, quality=1.0, tags=frozenset({"hard"}), note="look"
+    )
+    assert marks.merged({"trainable": None, "tags": None, "note": None}) == Marks(quality=0.5)
+    assert marks.merged({}) == marks
+
+
+@given(MARKS)
+def test_marks_survive_json(marks):
+    assert UNMARKED.merged(json.loads(json.dumps(marks.as_dict()))) == marks
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        ({"trainable": "no"}, "trainable is 'no'; pass True, False, or None"),
+        ({"trainable": 1}, "trainable is 1"),
+        ({"quality": math.nan}, "quality is nan; pass a finite number"),
+        ({"quality": "high"}, "quality is 'high'"),
+        ({"quality": True}, "quality is True"),
+        ({"tags": "math"}, "tags is 'math'; pass a list of strings"),
+        ({"tags": 3}, "tags is 3"),
+        ({"tags": ["a", ""]}, "tags holds ''"),
+        ({"tags": [1]}, "tags holds 1"),
+        ({"note": 3}, "note is 3"),
+        ({"qualty": 1}, "no field 'qualty' .did you mean 'quality'.*trainable, quality, tags, no"),
+    ],
+)
+def test_a_malformed_mark_names_field_value_and_remedy(update, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        UNMARKED.merged(update)
+
+
+# -- what a group says of itself ---------------------------------------------------------------
+
+
+def test_a_group_sums_up_its_trajectories():
+    info = group("p", [1.0, None, 0.0, 0.5], versions=[4, 2, 3, 9])
+    assert info.rewards == (1.0, 0.0, 0.5)
+    assert info.reward_mean == 0.5
+    assert info.reward_std == pytest.approx(math.sqrt(1 / 6))
+    assert (info.oldest_version, info.newest_version) == (2, 9)
+    assert (info.n_steps, info.n_tokens) == (8, 40)
+    assert not info.is_scored
+
+
+def test_what_is_not_known_is_none_and_never_zero():
+    empty, unscored, one = group("p"), group("p", [None, None]), group("p", [0.5, None])
+    assert empty.oldest_version is empty.newest_version is empty.reward_mean is None
+    assert unscored.reward_mean is unscored.reward_std is None
+    assert one.reward_mean == 0.5
+    assert one.reward_std is None
+    assert not empty.is_scored
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=9))
+def test_the_reward_std_is_the_population_standard_deviation(rewards):
+    info = group("p", rewards)
+    assert info.reward_std == pytest.approx(statistics.pstdev(rewards), rel=1e-6, abs=1e-9)
+    assert info.reward_mean == pytest.approx(statistics.fmean(rewards), rel=1e-6, abs=1e-9)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(2, 16))
+def test_equal_rewards_have_a_std_of_exactly_zero(reward, n):
+    assert group("p", [reward] * n).reward_std == 0.0
+
+
+# -- gates -------------------------------------------------------------------------------------
+
+
+def test_an_unmarked_group_passes_the_default_gates_as_it_is():
+    info = group("p", [1.0, 0.0])
+    gated, verdict = select().gate(info)
+    assert gated is info
+    assert verdict is None
+
+
+@pytest.mark.parametrize(
+    ("config", "marks", "reason"),
+    [
+        ({}, Marks(trainable=False), "not_trainable"),
+        ({"min_quality": 0.5}, Marks(quality=0.4), "low_quality"),
+        ({"exclude_tags": ["bad"]}, Marks(tags=frozenset({"bad", "x"})), "excluded_tag"),
+        ({"require_tags": ["a", "b"]}, Marks(tags=frozenset({"a"})), "missing_tag"),
+        ({}, Marks(trainable=True), None),
+        ({}, Marks(quality=-9), None),
+        ({"min_quality": 0.5}, Marks(quality=0.5), None),
+        ({"min_quality": 0.5}, UNMARKED, None),
+        ({"require_tags": ["a"]}, Marks(tags=frozenset({"a", "b"})), None),
+        ({"require_tags": ["a"]}, UNMARKED, "missing_tag"),
+    ],
+)
+def test_a_mark_on_a_group_or_on_all_its_trajectories_holds_it(config, marks, reason):
+    rules = select(**config)
+    expected = None if reason is None else Hold(reason)
+    assert rules.gate(group("p", [1.0, 0.0], marks=marks))[1] == expected
+    each = tuple(trajectory(uid, 1.0, marks=marks) for uid in "ab")
+    assert rules.gate(group("p", trajectories=each))[1] == expected
+
+
+def test_only_the_trajectories_that_pass_are_served_and_judged():
+    info = group(
+        "p",
+        trajectories=(trajectory("a", 1.0), trajectory("b", 0.0, marks=UNTRAINABLE, version=-3)),
+    )
+    rules = select(filters=["all_correct"], order="freshest")
+    gated, verdict = rules.gate(info)
+    assert verdict is None
+    assert [t.trajectory_uid for t in gated.trajectories] == ["a"]
+    assert gated.n_rollouts == 2
+    assert rules.judge(info) == Drop("all_correct")
+    assert rules.key(info) == 0.0
+
+
+def test_a_trajectory_has_the_tags_of_its_group():
+    tagged = Marks(tags=frozenset({"a"}))
+    own = (trajectory("x", marks=Marks(tags=frozenset({"b"}))), trajectory("y"))
+    gated, verdict = select(require_tags=["a", "b"]).gate(
+        group("p", trajectories=own, marks=tagged)
+    )
+    assert verdict is None
+    assert [t.trajectory_uid for t in gated.trajectories] == ["x"]
+
+
+def test_a_group_with_nothing_left_is_held_with_every_reason():
+    rules = select(min_quality=0.0)
+    assert rules.gate(group("p"))[1] == Hold("no_trajectories")
+    worst = (
+        trajectory("a", marks=Marks(quality=-1)),
+        trajectory("b", marks=Marks(trainable=False)),
+    )
+    gated, verdict = rules.gate(group("p", trajectories=worst))
+    assert verdict == Hold("low_quality+not_trainable")
+    assert gated.trajectories == ()
+
+
+@given(MARKS, st.lists(MARKS, max_size=4))
+def test_gating_twice_is_gating_once(marks, each):
+    rules = select(min_quality=0.0, require_tags=["good"], exclude_tags=["bad"])
+    info = group(
+        "p",
+        marks=marks,
+        trajectories=tuple(trajectory(str(i), marks=m) for i, m in enumerate(each)),
+    )
+    once, verdict = rules.gate(info)
+    twice, again = rules.gate(once)
+    assert twice == once
+    assert (again is None) == (verdict is None)
+    if verdict is None:
+        assert once.trajectories
+        assert not any(t.marks.trainable is False for t in once.trajectories)
+
+
+# -- filters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([0.0, 0.0, 0.0], Drop("zero_variance")),
+        ([1.0, 1.0], Drop("zero_variance")),
+        ([0.1 + 0.2, 0.3], Drop("zero_variance")),
+        ([1.0, 0.0, 0.0], None),
+        ([0.0, 1e-5], None),
+        ([1.0], None),
+        ([None, None], None),
+        ([1.0, 1.0, None], None),
+    ],
+)
+def test_zero_variance_drops_groups_whose_rewards_are_all_known_and_equal(rewards, verdict):
+    assert select(filters=["zero_variance"]).judge(group("p", rewards)) == verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards", "verdict"),
+    [
+        ("all_correct", [1.0, 1.0], Drop("all_correct")),
+        ("all_correct", [1.0, 0.9], None),
+        ("all_correct(0.9)", [1.0, 0.9], Drop("all_correct")),
+        ("all_correct", [1.0, None], None),
+        ("all_wrong", [0.0, 0.0], Drop("all_wrong")),
+        ("all_wrong", [0.0, -1.0], Drop("all_wrong")),
+        ("all_wrong", [0.0, 0.1], None),
+        ("all_wrong(-1)", [0.0, 0.0], None),
+        ("all_wrong", [None], None),
+        ("scored", [0.0, None], Hold("unscored")),
+        ("scored", [0.0, 0.0], None),
+    ],
+)
+def test_the_other_built_in_filters(name, rewards, verdict):
+    assert select(filters=[name]).judge(group("p", rewards)) == verdict
+
+
+def test_the_first_objection_decides():
+    equal = group("p", [1.0, 1.0])
+    assert select(filters=["all_correct", "zero_variance"]).judge(equal) == Drop("all_correct")
+    assert select(filters=["zero_variance", "all_correct"]).judge(equal) == Drop("zero_variance")
+    marked = group("p", [1.0, 1.0], marks=Marks(trainable=False))
+    assert select(filters=["zero_variance"]).judge(marked) == Hold("not_trainable")
+
+
+def holds_short(info):
+    return Hold("too_short") if info.n_tokens < 100 else None
+
+
+def returns_true(info):
+    return True
+
+
+def returns_nameless(info):
+    return Drop("")
+
+
+def divides(info):
+    return 1 / (info.reward_mean or 0)
+
+
+def returns_nan(info):
+    return math.nan
+
+
+def returns_text(info):
+    return "1"
+
+
+def by_tokens(info):
+    return info.n_tokens
+
+
+def test_a_dotted_path_is_a_filter_or_an_order():
+    rules = select(filters=[here(holds_short)], order=here(by_tokens).replace(":", "."))
+    assert rules.judge(group("p", [1.0])) == Hold("too_short")
+    assert rules.key(group("p", [1.0, 2.0])) == 20.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (returns_true, "returned True for group 'p7'; return None to serve it, or Drop"),
+        (returns_nameless, "returned Drop.*for group 'p7'"),
+        (divides, "failed on group 'p7': ZeroDivisionError: "),
+    ],
+)
+def test_a_bad_filter_is_named_with_the_group(function, message):
+    rules = select(filters=["zero_variance", here(function)])
+    with pytest.raises(SelectionError, match=rf"selection.filters\[1\].*{message}"):
+        rules.judge(group("p7", [0.0, None]))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (returns_nan, "returned nan for group 'p7'; return a number"),
+        (returns_text, "returned '1' for group 'p7'"),
+        (divides, "failed on group 'p7': ZeroDivisionError: "),
+    ],
+)
+def test_a_bad_order_is_named_with_the_group(function, message):
+    with pytest.raises(SelectionError, match=f"selection.order.*{function.__name__}.*{message}"):
+        select(order=here(function)).key(group("p7", [0.0]))
+
+
+# -- names -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"order": "fresh"}, "selection.order is 'fresh'.*did you mean 'freshest'.*use fifo, fr"),
+        ({"order": "fifo(3)"}, "selection.order is 'fifo.3.': it takes no argument"),
+        ({"filters": ["scored", "x"]}, r"selection.filters\[1\] is 'x', which is not built in; us"),
+        ({"filters": ["all_wrong(a)"]}, "could not convert string to float"),
+        ({"filters": ["all_wrong(nan)"]}, "nan is out of range"),
+        ({"filters": ["slime_filter"]}, "it needs the dotted path of a function in brackets"),
+        ({"filters": ["slime_filter(no.where)"]}, "No module named 'no'"),
+        ({"filters": ["math:pi"]}, "math:pi is 3.14.*, not a function"),
+        ({"filters": ["json:nothing"]}, "ImportError: module 'json' has no attribute 'nothing'"),
+        ({"batch_filter": "over_sampling(0.5)"}, "0.5 is out of range, pass a number >= 1"),
+        ({"batch_filter": "no_module:f"}, "selection.batch_filter .* No module named 'no_module'"),
+        ({"require_tags": ["a"], "exclude_tags": ["a"]}, r"share \['a'\]; nothing would ever be"),
+        ({"min_quality": math.nan}, "selection.min_quality is nan"),
+    ],
+)
+def test_a_bad_name_is_refused_with_its_field_its_value_and_a_remedy(config, message):
+    with pytest.raises(SelectionError, match=message):
+        select(**config)
+
+
+def test_a_module_that_fails_at_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "broken_filters.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SelectionError, match=r"'broken_filters:f': ZeroDivisionError"):
+        select(filters=["broken_filters:f"])
+
+
+def test_only_a_selection_with_nothing_to_decide_is_trivial():
+    assert select().is_trivial
+    assert select(window=3).is_trivial
+    for config in (
+        {"order": "freshest"},
+        {"filters": ["scored"]},
+        {"batch_filter": "over_sampling"},
+        {"min_quality": 0.0},
+        {"require_tags": ["a"]},
+        {"exclude_tags": ["a"]},
+    ):
+        assert not select(**config).is_trivial
+
+
+def test_a_selection_error_survives_pickling():
+    error = pickle.loads(pickle.dumps(SelectionError("selection.order is 'x'; use fifo")))
+    assert isinstance(error, ValueError)
+    assert str(error) == "selection.order is 'x'; use fifo"
+
+
+# -- orders ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("fifo", "cdab"),  # c and d were handed back
+        ("freshest", "bcad"),  # oldest versions 4, 1, 1, -5; c before a
+        ("highest_reward_std", "acbd"),  # 0.5, 0.1, 0; d has one reward
+    ],
+)
+def test_the_built_in_orders(order, expected):
+    infos = [
+        group("a", [0.0, 1.0], 1, versions=[1, 9]),
+        group("b", [1.0, 1.0], 2, versions=[4, 4]),
+        group("c", [0.4, 0.6], -2, versions=[1, 1]),
+        group("d", [1.0, None], -1, versions=[-5, 0]),
+    ]
+    rules = select(order=order)
+    ordered = sorted(infos, key=lambda i: (rules.key(i), i.sequence))
+    assert "".join(i.prompt_uid for i in ordered) == expected
+
+
+INFOS = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from([None, 0.0, 0.5, 1.0]), max_size=4),
+        st.integers(0, 3),
+        st.sampled_from([UNMARKED, UNMARKED, Marks(trainable=False), Marks(quality=0.2)]),
+        st.sampled_from([UNMARKED, UNMARKED, UNMARKED, Marks(trainable=False)]),
+    ),
+    max_size=12,
+).map(
+    lambda rows: [
+        group(
+            f"p{i}",
+            sequence=i - 3,
+            marks=group_marks,
+            trajectories=tuple(
+                trajectory(f"p{i}t{j}", r, version + j, marks=marks if j == 0 else UNMARKED)
+                for j, r in enumerate(rewards)
+            ),
+        )
+        for i, (rewards, version, marks, group_marks) in enumerate(rows)
+    ]
+)
+CONFIGS = st.builds(
+    SelectionConfig,
+    order=st.sampled_from(["fifo", "freshest", "highest_reward_std"]),
+    filters=st.lists(
+        st.sampled_from(["zero_variance", "scored", "all_correct", "all_wrong"]), max_size=2
+    ),
+    batch_filter=st.sampled_from([None, "over_sampling", "over_sampling(1)", "over_sampling(1.5)"]),
+    window=st.sampled_from([8, 64]),
+    min_quality=st.sampled_from([None, 0.5]),
+)
+
+
+@given(INFOS, CONFIGS)
+def test_the_order_is_total_and_the_same_whatever_order_groups_come_in(infos, config):
+    rules = Selection(config)
+
+    def ordered(groups):
+        return [i.prompt_uid for i in sorted(groups, key=lambda i: (rules.key(i), i.sequence))]
+
+    assert ordered(infos) == ordered(infos[::-1])
+    assert len({(rules.key(i), i.sequence) for i in infos}) == len(infos)
+
+
+# -- batches -----------------------------------------------------------------------------------
+
+
+def test_without_a_batch_filter_the_first_groups_are_a_batch_or_nothing_is():
+    infos = [group(uid, [1.0]) for uid in "abc"]
+    assert select().choose(infos, 2) == Choice(("a", "b"), {})
+    assert select().choose(infos, 4, more_may_come=False) == Choice((), {})
+    assert select(window=1).choose(infos, 2) == Choice(("a", "b"), {})
+
+
+def test_over_sampling_serves_the_widest_spread_and_drops_the_losers_among_its_candidates():
+    infos = [
+        group("a", [0.0, 0.1]),
+        group("b", [0.0, 1.0]),
+        group("c", [0.0, 0.2]),
+        group("d", [0.0, 0.9]),
+        group("e", [0.0, 5.0]),  # not among the first four
+    ]
+    rules = select(batch_filter="over_sampling")
+    assert rules.choose(infos[:3], 2) == Choice((), {})
+    assert rules.choose(infos, 2) == Choice(("b", "d"), {"a": "over_sampled", "c": "over_sampled"})
+
+
+def test_over_sampling_prefers_the_earlier_of_equals():
+    infos = [group(uid, [0.0, 1.0]) for uid in "abcd"]
+    choice = select(batch_filter="over_sampling").choose(infos, 2)
+    assert choice == Choice(("a", "b"), {"c": "over_sampled", "d": "over_sampled"})
+
+
+def test_over_sampling_never_drops_what_it_cannot_rank():
+    infos = [
+        group("a", [None, None]),
+        group("b", [0.0]),
+        group("c", [0.0, 1.0]),
+        group("d", [0.0, 2.0, None]),
+        group("e", [None, None]),
+        group("f", [0.0, 0.5]),
+        group("g", [0.0, 0.1, None]),
+    ]
+    assert select(batch_filter="over_sampling(3.5)").choose(infos, 2) == Choice(
+        ("c", "d"), {"f": "over_sampled"}
+    )
+    # Too few that can be ranked: the batch is filled up in order.
+    assert select(batch_filter="over_sampling(1.5)").choose(infos, 4) == Choice(
+        ("a", "c", "d", "f"), {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("factor", "batch_size", "n"), [(2.0, 4, 8), (1.1, 100, 110), (1.1, 11, 13), (1.0, 3, 3)]
+)
+def test_over_sampling_rounds_its_candidates_up(factor, batch_size, n):
+    assert OverSampling(factor).n_candidates(batch_size) == n
+
+
+def test_over_sampling_makes_do_with_what_there_is_once_nothing_more_may_come():
+    infos = [group("a", [0.0, 0.1]), group("b", [0.0, 1.0]), group("c", [0.0, 0.2])]
+    rules = select(batch_filter="over_sampling")
+    assert rules.choose(infos, 2, more_may_come=False) == Choice(("b", "c"), {"a": "over_sampled"})
+    assert rules.choose(infos, 4, more_may_come=False) == Choice((), {})
+
+
+def test_a_window_that_a_batch_does_not_fit_in_is_a_clear_error():
+    infos = [group(str(i), [1.0]) for i in range(9)]
+    with pytest.raises(SelectionError, match=r"selection.window is 4 .*asks for 5; set window to "):
+        select(batch_filter=here(waits), window=4).choose(infos, 5)
+    with pytest.raises(
+        SelectionError, match=r"over_sampling waits for 6; set window to at least 6"
+    ):
+        select(batch_filter="over_sampling", window=4).choose(infos, 3)
+
+
+def waits(infos, batch_size):
+    return Choice(drop={infos[0].prompt_uid: "first"}) if infos else Choice()
+
+
+def newest_first(infos, batch_size):
+    return Choice([i.prompt_uid for i in infos[::-1][:batch_size]])
+
+
+def test_a_dotted_path_is_a_batch_filter_that_sees_the_window_only():
+    infos = [group(uid, [1.0]) for uid in "abcde"]
+    rules = select(batch_filter=here(newest_first), window=4)
+    assert rules.choose(infos, 2) == Choice(("d", "c"), {})
+
+
+def test_a_batch_filter_sees_groups_as_they_would_be_served():
+    infos = [
+        group("a", trajectories=(trajectory("x", 0.0), trajectory("y", 9.0, marks=UNTRAINABLE))),
+        group("b", [0.0, 1.0]),
+    ]
+    assert select(batch_filter="over_sampling").choose(infos, 1).serve == ("b",)
+
+
+def test_a_batch_filter_that_waits_for_what_cannot_come_is_overruled():
+    infos = [group(uid, [1.0]) for uid in "abc"]
+    rules = select(batch_filter=here(waits))
+    assert rules.choose(infos, 2) == Choice((), {"a": "first"})
+    assert rules.choose(infos, 2, more_may_come=False) == Choice(("b", "c"), {"a": "first"})
+    assert rules.choose(infos, 3, more_may_come=False) == Choice((), {"a": "first"})
+
+
+def serves_one(infos, batch_size):
+    return Choice(["a"])
+
+
+def serves_a_stranger(infos, batch_size):
+    return Choice(["a", "nobody"])
+
+
+def drops_a_stranger(infos, batch_size):
+    return Choice(drop={"nobody": "x"})
+
+
+def serves_twice(infos, batch_size):
+    return Choice(["a", "a"])
+
+
+def serves_and_drops(infos, batch_size):
+    return Choice(["a", "b"], {"b": "x"})
+
+
+def drops_without_a_word(infos, batch_size):
+    return Choice(drop={"a": ""})
+
+
+def returns_a_list(infos, batch_size):
+    return ["a", "b"]
+
+
+def fails(infos, batch_size):
+    raise KeyError("score")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (serves_one, "serves 1 groups of a batch of 2; serve all of a batch, or none"),
+        (serves_a_stranger, "serves 'nobody', which is none of the 3 groups"),
+        (drops_a_stranger, "drops 'nobody', which is none of the 3 groups"),
+        (serves_twice, "names group 'a' 2 times"),
+        (serves_and_drops, "names group 'b' 2 times"),
+        (drops_without_a_word, "drops 'a' with reason ''"),
+        (returns_a_list, r"returned \['a', 'b'\]; return a Choice"),
+        (fails, "failed on 3 groups: KeyError: 'score'"),
+    ],
+)
+def test_a_bad_batch_filter_is_named_with_what_is_wrong(function, message):
+    rules = select(batch_filter=here(function))
+    infos = [group(uid, [1.0]) for uid in "abc"]
+    with pytest.raises(
+        SelectionError, match=f"selection.batch_filter.*{function.__name__}' {message}"
+    ):
+        rules.choose(infos, 2)
+
+
+# -- slime's signatures ------------------------------------------------------------------------
+
+
+def spread_of(args, samples, **kwargs):
+    """As slime's check_reward_nonzero_std, without torch."""
+    rewards = [s.get_reward_value(args) for s in samples]
+    keep = statistics.stdev(rewards) > 1e-6
+    return SimpleNamespace(keep=keep, reason=None if keep else f"zero_std_{rewards[0]}")
+
+
+def any_correct(args, samples):
+    return any(s.reward == 1.0 for s in samples)
+
+
+def test_a_function_for_slimes_dynamic_sampling_is_a_filter():
+    rules = select(filters=[f"slime_filter({here(spread_of)})"])
+    assert rules.judge(group("p", [1.0, 1.0])) == Drop("zero_std_1.0")
+    assert rules.judge(group("p", [1.0, 0.0])) is None
+    assert rules.judge(group("p", [1.0, None])) is None
+    older = select(filters=[f"slime_filter({here(any_correct)})"])
+    assert older.judge(group("p", [0.0, 0.0])) == Drop("any_correct")
+    assert older.judge(group("p", [0.0, 1.0])) is None
+
+
+def pop_first(args, rollout_id, buffer, num_samples):
+    """slime's default buffer filter."""
+    n = min(len(buffer), num_samples)
+    taken = buffer[:n]
+    del buffer[:n]
+    return taken
+
+
+def best_and_no_failures(args, rollout_id, buffer, num_samples):
+    buffer[:] = [g for g in buffer if any(s.reward > 0 for s in g)]
+    return sorted(buffer, key=lambda g: -sum(s.reward for s in g))[:num_samples]
+
+
+def copies(args, rollout_id, buffer, num_samples):
+    return [list(g) for g in buffer[:num_samples]]
+
+
+def test_a_function_for_slimes_buffer_is_a_batch_filter():
+    infos = [group(uid, r) for uid, r in zip("abcd", [[0.0], [0.5], [0.0], [1.0]], strict=True)]
+    first = select(batch_filter=f"slime_buffer_filter({here(pop_first)})")
+    assert first.choose(infos, 3) == Choice(("a", "b", "c"), {})
+    assert first.choose(infos[:2], 3) == Choice((), {})
+    best = select(batch_filter=f"slime_buffer_filter({here(best_and_no_failures)})")
+    assert best.choose(infos, 2) == Choice(("d", "b"), {"a": "buffer_filter", "c": "buffer_filter"})
+    with pytest.raises(SelectionError, match="returned a group that is not one of the buffer's"):
+        select(batch_filter=f"slime_buffer_filter({here(copies)})").choose(infos, 2)
+
+
+def test_slimes_functions_see_samples_and_the_arguments_they_are_given():
+    seen = []
+
+    def record(args, rollout_id, buffer, num_samples):
+        seen.append((args, rollout_id, num_samples, [list(g) for g in buffer]))
+        return []
+
+    infos = [group("a", [1.0, None], versions=[3, 4]), group("b", [0.0])]
+    assert slime_buffer_filter(record, args="mine")(infos, 2) == Choice()
+    [(args, rollout_id, n, buffer)] = seen
+    assert (args, rollout_id, n) == ("mine", None, 2)
+    assert buffer[0] == [
+        SlimeSample(0, 0, 1.0, {}, ["3", "3"]),
+        SlimeSample(1, 0, None, {}, ["4", "4"]),
+    ]
+    assert buffer[1] == [SlimeSample(2, 1, 0.0, {}, ["0", "0"])]
+    assert slime_filter(lambda args, samples: args == "mine", args="mine")(infos[1]) is None
+
+
+# -- dry run -----------------------------------------------------------------------------------
+
+
+@given(INFOS, CONFIGS, st.integers(1, 4), st.booleans())
+def test_a_dry_run_agrees_with_the_rules_applied_one_after_the_other(infos, config, n, more):
+    rules = Selection(config)
+    run = dry_run(config, infos[::-1], n, more_may_come=more)
+    by_uid = {d.prompt_uid: d for d in run.decisions}
+    assert len(by_uid) == len(run.decisions) == len(infos)
+
+    verdicts = {i.prompt_uid: rules.judge(i) for i in infos}
+    for uid, verdict in verdicts.items():
+        if verdict is not None:
+            decision = "drop" if isinstance(verdict, Drop) else "hold"
+            assert (by_uid[uid].decision, by_uid[uid].reason) == (decision, verdict.reason)
+            assert by_uid[uid].rank is None
+    servable = sorted(
+        (i for i in infos if verdicts[i.prompt_uid] is None),
+        key=lambda i: (rules.key(i), i.sequence),
+    )
+    assert [by_uid[i.prompt_uid].rank for i in servable] == list(range(1, len(servable) + 1))
+    assert [by_uid[i.prompt_uid].key for i in servable] == [rules.key(i) for i in servable]
+    choice = rules.choose([rules.gate(i)[0] for i in servable], n, more_may_come=more)
+    assert [d.prompt_uid for d in run.decisions if d.decision == "serve"] == list(choice.serve)
+    assert len(choice.serve) in (0, n)
+    for uid, reason in choice.drop.items():
+        assert (by_uid[uid].decision, by_uid[uid].reason) == ("drop", reason)
+    for info in infos:
+        decision, gated = by_uid[info.prompt_uid], rules.gate(info)[0]
+        assert decision.reward_std == gated.reward_std
+        assert decision.n_trajectories + decision.n_withheld == len(info.trajectories)
+    # Nothing waits that nothing stands in the way of.
+    if not more and len(servable) >= n:
+        assert choice.serve
+
+
+def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
+    infos = [
+        group("a", [1.0, 1.0], 1),
+        group("b", [0.0, 1.0], 2, versions=[3, 4]),
+        group("c", [0.0, 0.2], 3),
+        group("d", [0.0, 1.0], 4, marks=Marks(trainable=False)),
+        group("e", [0.0, 0.5], 5),
+    ]
+    config = SelectionConfig(order="highest_reward_std", filters=["zero_variance"])
+    run = dry_run(config, infos, 2)
+    assert [(d.prompt_uid, d.decision, d.reason, d.rank) for d in run.decisions] == [
+        ("b", "serve", "in_order", 1),
+        ("e", "serve", "in_order", 2),
+        ("c", "wait", "later_batch", 3),
+        ("d", "hold", "not_trainable", None),
+        ("a", "drop", "zero_variance", None),
+    ]
+    assert run.decisions[0] == Decision(
+        "b", "serve", "in_order", 1, -0.5, 0.5, 0.5, 3, 4, 2, 0, 4, 20
+    )
+    assert run.counts == {
+        "serve": {"in_order": 2},
+        "wait": {"later_batch": 1},
+        "hold": {"not_trainable": 1},
+        "drop": {"zero_variance": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "batch_size", "reasons"),
+    [
+        ({}, 4, ["not_enough_groups"] * 3),
+        ({"batch_filter": "over_sampling"}, 2, ["batch_filter_waits"] * 3),
+        ({"batch_filter": here(newest_first)}, 2, ["chosen", "chosen", "not_chosen"]),
+        (
+            {"batch_filter": here(newest_first), "window": 1},
+            1,
+            ["chosen", "beyond_window", "beyond_window"],
+        ),
+    ],
+)
+def test_a_group_that_waits_says_what_for(config, batch_size, reasons):
+    infos = [group(uid, [0.0, 1.0], i) for i, uid in enumerate("abc")]
+    run = dry_run(SelectionConfig(**config), infos, batch_size)
+    assert [d.reason for d in run.decisions] == reasons
+
+
+def test_a_dry_run_prints_a_table():
+    infos = [
+        group("p1", [0.0, 1.0], 1, versions=[3, 4]),
+        group("p2-uid", trajectories=(trajectory("x", 1.0), trajectory("y", marks=UNTRAINABLE))),
+        group("p3", [None], 2, marks=UNTRAINABLE),
+    ]
+    run = dry_run(SelectionConfig(), infos, 1)
+    assert str(run).splitlines() == [
+        "rank  decision  group   reason         key  reward  std  versions    size  steps  tokens",
+        "   1  serve     p2-uid  in_order         0       1    -      0..0  1 (-1)      2      10",
+        "   2  wait      p1      later_batch      1     0.5  0.5      3..4       2      4      20",
+        "   -  hold      p3      not_trainable    -       -    -      0..0       1      2      10",
+        "batch of 1: serve 1 (in_order 1); wait 1 (later_batch 1); hold 1 (not_trainable 1)",
+    ]
+    assert run.table(limit=1).splitlines()[-2] == "… and 2 more"
+    assert str(dry_run(SelectionConfig(), [], 4)).splitlines()[-1] == (
+        "batch of 4: no group is ready"
+    )
+
+
+def test_a_dry_run_takes_a_batch_of_at_least_one():
+    with pytest.raises(InvalidRequestError, match="batch_size is 0; ask for at least 1"):
+        dry_run(SelectionConfig(), [], 0)
