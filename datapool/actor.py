@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import inspect
 import logging
@@ -26,9 +27,9 @@ import uuid
 import warnings
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
@@ -37,6 +38,7 @@ from datapool.config import PoolConfig, SelectionConfig
 from datapool.errors import (
     DataPoolError,
     InvalidRequestError,
+    JournalError,
     PoolFullError,
     PoolUnavailableError,
 )
@@ -59,7 +61,9 @@ DEFAULT_NAME = "data_pool"
 Operation: TypeAlias = tuple[str, tuple[Any, ...]]
 """(method, its positional arguments)"""
 APPLY_STEPS = "apply_steps"
-BATCHED = frozenset({"open_trajectory", APPLY_STEPS, "complete_trajectory", "abort_trajectory"})
+BATCHED = frozenset(
+    {"open_trajectory", APPLY_STEPS, "complete_trajectory", "abort_trajectory", "ack", "nack"}
+)
 """Operations that `apply` carries: none of them waits, and repeating one is harmless."""
 
 DataPoolHandle: TypeAlias = Any
@@ -68,6 +72,8 @@ DataPoolHandle: TypeAlias = Any
 # Every waiting consumer and every waiting `open_group` occupies a slot of the actor. Ray's default
 # of 1000 would let them shut out the very submits they wait for.
 MAX_CONCURRENCY = 100_000
+
+TIMER_RETRY_S = 1.0
 
 
 class _Request(NamedTuple):
@@ -91,7 +97,7 @@ class _Consumer:
 
 @dataclass(eq=False, slots=True)
 class _Producer:
-    """An `open_group` call that waits for credit."""
+    """An `open_group` call that waits for credit, or steps that wait for room."""
 
     attempt: Callable[[], SubmitOutcome]
     answer: asyncio.Future[SubmitOutcome]
@@ -107,9 +113,12 @@ class _Waiting:
 
     consumers: dict[int | None, OrderedDict[int, _Consumer]] = field(default_factory=dict)
     producers: OrderedDict[int, _Producer] = field(default_factory=OrderedDict)
+    """Those who open groups, and wait for credit."""
+    rooms: OrderedDict[int, _Producer] = field(default_factory=OrderedDict)
+    """Those whose steps wait for room; they need not wait behind somebody who lacks credit."""
 
     def __bool__(self) -> bool:
-        return bool(self.consumers or self.producers)
+        return bool(self.consumers or self.producers or self.rooms)
 
 
 class DataPoolActor:
@@ -127,8 +136,10 @@ class DataPoolActor:
             if restarted:
                 logger.warning("DataPool restarted without a journal: what it held is gone")
         else:
-            self._pool = DataPool(config, epoch=str(shard))
+            self._pool = DataPool(config, epoch=str(shard), life=f"{shard}.{uuid.uuid4().hex[:12]}")
             self._journal = self._recover(folder)
+            if not restarted:
+                self._pool.reopen()
         self._waiting: dict[str, _Waiting] = {}
         self._watchers: set[asyncio.Future[None]] = set()
         self._n_events_seen = 0
@@ -186,8 +197,7 @@ class DataPoolActor:
             # Admitted while being cancelled: nobody would ever start its rollouts.
             self._pool.drop_group(prompt_uid, "open_cancelled", channel, now=self._now())
 
-        return await self._admitted(attempt, channel, timeout_s, undo)
-
+        return await self._admitted(attempt, channel, timeout_s, undo, "producers")
     async def wait_for_room(self, channel: str = TRAIN, timeout_s: float | None = None) -> None:
         """Return once a step of a new group would be admitted.
 
@@ -199,7 +209,7 @@ class DataPoolActor:
             self._pool.channel(channel).check_room()
             return "accepted"
 
-        await self._admitted(attempt, channel, timeout_s, undo=lambda: None)
+        await self._admitted(attempt, channel, timeout_s, lambda: None, "rooms")
 
     async def _admitted(
         self,
@@ -207,6 +217,7 @@ class DataPoolActor:
         channel: str,
         timeout_s: float | None,
         undo: Callable[[], None],
+        line: Literal["producers", "rooms"],
     ) -> SubmitOutcome:
         """The attempt's outcome; while the channel is full it waits in line."""
         # Whoever waits is admitted by the change that frees credit, so credit found here is
@@ -217,7 +228,8 @@ class DataPoolActor:
             if timeout_s is not None and timeout_s <= 0:
                 raise
         waiter = _Producer(attempt, asyncio.get_running_loop().create_future())
-        queue = self._waiting.setdefault(channel, _Waiting()).producers
+        waiting = self._waiting.setdefault(channel, _Waiting())
+        queue: OrderedDict[int, _Producer] = getattr(waiting, line)
         ticket = self._ticket()
         queue[ticket] = waiter
         try:
@@ -367,7 +379,8 @@ class DataPoolActor:
         )
         if self._pool.leases.answer_to(request_id) is not None:
             self._serve_one(waiter)
-            return await waiter.answer
+            await self._durable()
+            return waiter.answer.result()
         consumers = self._waiting.setdefault(channel, _Waiting()).consumers
         queue = consumers.setdefault(n_rollouts, OrderedDict())
         queue[ticket] = waiter
@@ -393,8 +406,10 @@ class DataPoolActor:
             if not queue and consumers.get(n_rollouts) is queue:
                 del consumers[n_rollouts]
             self._forget_idle(channel)
-            # A cancelled head of the queue may have held back a smaller request behind it.
-            self._wake(channel)
+            # A cancelled head of the queue may have held back a smaller request behind it. If the
+            # journal takes nothing, that one waits for the next change, as everybody does.
+            with contextlib.suppress(JournalError):
+                self._change(lambda: None, channel)
 
     async def fetch_batch(
         self,
@@ -488,11 +503,14 @@ class DataPoolActor:
     ) -> Events:
         """`EventLog.after`, waiting up to `timeout_s` for the first one."""
         end = time.monotonic() + timeout_s
+        lost = False
+        self._set_timer()  # after a restart nobody else may call, and what is due is an event
         while True:
             page = self._pool.events.after(cursor, channel, kinds, limit)
+            lost = lost or page.lost
             left = end - time.monotonic()
             if page.events or left <= 0:
-                return page
+                return replace(page, lost=lost)
             cursor = page.cursor
             watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchers.add(watcher)
@@ -510,7 +528,7 @@ class DataPoolActor:
             waiting = self._waiting.get(name, _Waiting())
             counts["waiting"] = {
                 "consumers": sum(len(queue) for queue in waiting.consumers.values()),
-                "producers": len(waiting.producers),
+                "producers": len(waiting.producers) + len(waiting.rooms),
             }
         return stats
 
@@ -626,16 +644,17 @@ class DataPoolActor:
         return lease is not None
 
     def _admit(self, waiting: _Waiting) -> None:
-        while waiting.producers:
-            ticket, producer = next(iter(waiting.producers.items()))
-            if not producer.answer.done():
-                try:
-                    producer.answer.set_result(producer.attempt())
-                except PoolFullError:
-                    return
-                except DataPoolError as e:
-                    producer.answer.set_exception(e)
-            del waiting.producers[ticket]
+        for queue in (waiting.producers, waiting.rooms):
+            while queue:
+                ticket, producer = next(iter(queue.items()))
+                if not producer.answer.done():
+                    try:
+                        producer.answer.set_result(producer.attempt())
+                    except PoolFullError:
+                        break
+                    except DataPoolError as e:
+                        producer.answer.set_exception(e)
+                del queue[ticket]
 
     def _forget_idle(self, channel: str) -> None:
         if not self._waiting.get(channel, True):
@@ -659,6 +678,8 @@ class DataPoolActor:
             self._change(lambda: self._pool.tick(self._now()))
         except DataPoolError as e:
             logger.error("DataPool: %s", e)
+            # What is due stays due: it may be all that a waiting consumer waits for.
+            self._timer = asyncio.get_running_loop().call_later(TIMER_RETRY_S, self._on_timer)
         self._write_soon()
 
 

@@ -40,6 +40,7 @@ from datapool.errors import (
     GroupClosedError,
     GroupConflictError,
     PoolFullError,
+    SelectionError,
     StepConflictError,
     StepIndexError,
     TrajectoryClosedError,
@@ -63,12 +64,12 @@ from datapool.records import (
 )
 from datapool.selection import (
     NOT_TRAINABLE,
+    STALE,
     Drop,
     GroupInfo,
     Hold,
     Marks,
     Selection,
-    SelectionError,
     TrajectoryInfo,
 )
 
@@ -80,7 +81,6 @@ DEADLINE = "deadline"
 TOO_FEW_ROLLOUTS = "too_few_rollouts"
 MAX_QUEUE_SIZE = "max_queue_size"
 MAX_BYTES = "max_bytes"
-STALE = "stale"
 
 N_OLDEST_OPEN = 5
 
@@ -138,6 +138,8 @@ class Channel:
         """Groups that are ready for the channel's own n_rollouts, or held, the oldest first."""
         self._held: dict[str, str] = {}
         """Ready groups that are not served for now, and why."""
+        self._withheld: set[str] = set()
+        """Undeclared groups that are not ready yet, nor served to consumers of fewer."""
         self._leased: dict[str, GroupRecord] = {}
         self._ready_versions = KeyedHeap()
         """Oldest policy version of each ready group."""
@@ -191,7 +193,8 @@ class Channel:
             self._open[prompt_uid] = group
         group.terms = terms
         group.metadata = dict(metadata)
-        self._write(group, "group", prompt_uid, tuple(terms), group.metadata, self.now)
+        about = prompt_uid, tuple(terms), group.metadata, self.now, group.number
+        self._write(group, "group", *about)
         self._set_deadline(group, terms.deadline_s)
         self._settle(group)
         return "accepted"
@@ -279,7 +282,8 @@ class Channel:
         record.attempt = max(record.attempt, attempt)
         record.metadata.update(metadata)
         group = self.prompt_groups[prompt_uid]
-        self._write(group, "trajectory", trajectory_uid, prompt_uid, attempt, metadata, self.now)
+        about = trajectory_uid, prompt_uid, attempt, metadata, self.now, group.number
+        self._write(group, "trajectory", *about)
         return outcome
 
     def submit(self, step: PackedStep) -> SubmitOutcome:
@@ -335,6 +339,9 @@ class Channel:
             record.last_index = index
         if record.last_index is not None and len(record.steps) == record.last_index + 1:
             self._complete(record, Closing(record.prompt_uid, "is_last"))
+        if self.config.max_bytes is not None:
+            # Last, because it may drop the very group that the step belongs to.
+            self._trim()
         return "accepted"
 
     def _store(self, record: TrajectoryRecord, step: PackedStep) -> None:
@@ -347,7 +354,7 @@ class Channel:
             prompt, prompt_row = self._keep_prompt(group, step.prompt)
         stored = StoredStep(step, prompt)
         if self.log is not None:
-            head = (*step[:12], prompt_row, self.now)
+            head = (*step[:12], prompt_row, self.now, group.number)
             stored.row = self._append(group, "step", head, step.payload)
             self._unwritten.append(stored)
         record.steps[step.step_index] = stored
@@ -355,8 +362,6 @@ class Channel:
         self.memory_bytes += stored.n_bytes
         self.counts.tokens += stored.n_tokens
         self.counts.steps.stored += 1
-        if self.config.max_bytes is not None:
-            self._trim()
 
     def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int]:
         """The group's own copy of a root's prompt, and the row that holds it."""
@@ -393,20 +398,17 @@ class Channel:
 
     def _is_stored(self, record: TrajectoryRecord, step: PackedStep) -> bool:
         """Whether the stored step of this index has the same content, however it is packed."""
-        chain = [step.step_index]
-        while (base := record.steps[chain[-1]].base) is not None:
-            chain.append(base)
-        self._read_back(record.steps[i] for i in chain)
-        stored = [record.packed(i) for i in chain]
-        if stored[0] == step:
-            return True
-        theirs = [step]
-        while (base := theirs[-1].base) is not None:
-            if base not in record.steps:
-                raise _unknown_base(step)
-            self._read_back([record.steps[base]])
-            theirs.append(record.packed(base))
-        return unpack(stored)[0] == unpack(theirs)[0]
+        base = step.base
+        if base is not None and base not in record.steps:
+            raise _unknown_base(step)
+        ours = record.chain(step.step_index)
+        theirs = [] if base is None else record.chain(base)
+        spilled = self._read_back(record.steps[i] for i in {*ours, *theirs})
+        stored = [record.packed(i) for i in ours]
+        sent = [step, *map(record.packed, theirs)]
+        for read in spilled:
+            self._forget_payload(read)
+        return stored[0] == step or unpack(stored)[0] == unpack(sent)[0]
 
     def _check_index(self, record: TrajectoryRecord, step: PackedStep) -> None:
         owner = f"step {step.trajectory_uid!r}[{step.step_index}] in channel {self.name!r}"
@@ -542,57 +544,73 @@ class Channel:
         Drops those on the way that are too old or that a filter objects to."""
         n_wanted = n_rollouts or self.config.n_rollouts
         self._drop_stale()
-        if self._order.count(n_wanted) < batch_size:
-            return []
-        if n_wanted != self.config.n_rollouts:
-            self._judge_first(n_wanted, batch_size)
-        if self.config.selection.batch_filter is None:
-            chosen = self._order.first(n_wanted, batch_size)
-            return chosen if len(chosen) == batch_size else []
-        window = self._order.first(n_wanted, max(batch_size, self.config.selection.window))
-        choice = self.selection.choose(
-            [self.info(self.prompt_groups[uid]) for uid in window],
-            batch_size,
-            more_may_come=self.more_may_come,
-        )
-        for prompt_uid, reason in choice.drop.items():
-            self._drop(self.prompt_groups[prompt_uid], reason)
-        if choice.drop and not choice.serve:
-            return self.choose(n_rollouts, batch_size)  # others came into the window
-        return list(choice.serve)
+        filtered = self.config.selection.batch_filter is not None
+        n_seen = max(batch_size, self.config.selection.window) if filtered else batch_size
+        while self._order.count(n_wanted) >= batch_size:
+            if n_wanted != self.config.n_rollouts:
+                self._judge_first(n_wanted, n_seen)
+            seen = self._order.first(n_wanted, n_seen)
+            if not filtered:
+                return seen if len(seen) == batch_size else []
+            choice = self.selection.choose(
+                [self.info(self.prompt_groups[uid]) for uid in seen],
+                batch_size,
+                more_may_come=self.more_may_come,
+            )
+            for prompt_uid, reason in choice.drop.items():
+                self._drop(self.prompt_groups[prompt_uid], reason)
+            if choice.serve or not choice.drop:
+                return list(choice.serve)
+            # Others came into the window.
+        return []
 
     @property
     def more_may_come(self) -> bool:
         """Whether another group may still become ready."""
         return bool(self._open) or not (self.shut_down or self._no_credit())
 
-    def _judge_first(self, n_wanted: int, batch_size: int) -> None:
+    def _judge_first(self, n_wanted: int, n_seen: int) -> None:
         """Judge undeclared groups that are ready for this consumer only."""
         while True:
             unjudged = [
-                group
-                for uid in self._order.first(n_wanted, batch_size)
-                if (group := self.prompt_groups[uid]).prompt_uid not in self._ready
+                self.prompt_groups[uid]
+                for uid in self._order.first(n_wanted, n_seen)
+                if uid not in self._ready
             ]
-            if all(self._judge(group) for group in unjudged):
+            n_refused = sum(
+                not (self._is_fresh(group) and self._judge(group)) for group in unjudged
+            )
+            if n_refused == 0:
                 return
 
-    def take(self, prompt_uid: str, n_rollouts: int | None) -> PackedGroup:
-        """Lease this ready group. Its open trajectories end here."""
-        group = self.prompt_groups[prompt_uid]
-        excluded = self._excluded(group)
-        group.n_asked = n_rollouts or self.config.n_rollouts
-        self._write(group, "lease", prompt_uid, tuple(excluded), group.n_asked)
-        self.begin_lease(group, excluded)
-        self._notice("leased", prompt_uid, delivery=group.delivery)
-        return self.leased(prompt_uid)
+    def take(self, prompt_uids: Sequence[str], n_rollouts: int | None) -> tuple[PackedGroup, ...]:
+        """Lease these ready groups. Their open trajectories end here.
+
+        Raises:
+            DataPoolError: a payload cannot be read back; nothing is leased.
+        """
+        groups = [self.prompt_groups[uid] for uid in prompt_uids]
+        # Before anything is changed, because it may fail.
+        packed = {r.trajectory_uid: self.packed(r) for g in groups for r in g.complete}
+        for group in groups:
+            excluded = self._excluded(group)
+            group.n_asked = n_rollouts or self.config.n_rollouts
+            self._write(group, "lease", group.prompt_uid, tuple(excluded), group.n_asked)
+            self.begin_lease(group, excluded)
+            self._notice("leased", group.prompt_uid, delivery=group.delivery)
+        return tuple(
+            self._served(g, [packed[r.trajectory_uid] for r in g.complete]) for g in groups
+        )
 
     def leased(self, prompt_uid: str) -> PackedGroup:
         """A leased group as its consumer gets it."""
         group = self._leased[prompt_uid]
+        return self._served(group, list(map(self.packed, group.complete)))
+
+    def _served(self, group: GroupRecord, trajectories: list[PackedTrajectory]) -> PackedGroup:
         return PackedGroup(
-            prompt_uid,
-            [self.packed(record) for record in group.complete],
+            group.prompt_uid,
+            trajectories,
             group.n_asked if group.terms is None else group.terms.n_rollouts,
             dict(group.metadata),
             group.delivery,
@@ -648,8 +666,8 @@ class Channel:
         self._ready.move_to_end(prompt_uid, last=False)
         self._note_version(group)
         self._notice("returned", prompt_uid, delivery=group.delivery)
-        if self._judge(group):
-            self._trim()
+        self._judge(group)
+        self._trim()
 
     # -- time and memory ---------------------------------------------------------------------
 
@@ -771,7 +789,7 @@ class Channel:
             channel=self.name,
             n_rollouts=self.config.n_rollouts if group.terms is None else group.terms.n_rollouts,
             trajectories=tuple(map(_trajectory_info, group.complete)),
-            sequence=self._order.sequence(group.prompt_uid),
+            sequence=self._order.sequence(group.prompt_uid, self.config.n_rollouts),
             opened_at=group.opened_at,
             delivery=group.delivery,
             metadata=group.metadata,
@@ -790,7 +808,8 @@ class Channel:
         try:
             info = self.info(group)
             verdict = self.selection.judge(info)
-            key = self.selection.key(info)
+            # Equal keys stand by readiness for the very n that a consumer asks for.
+            key = 0.0 if self.config.selection.order == "fifo" else self.selection.key(info)
         except SelectionError as e:
             # Somebody's function failed; whoever submitted a step cannot help that.
             verdict, key = Hold(f"selection: {e}"), 0.0
@@ -799,7 +818,10 @@ class Channel:
             return False
         if verdict is not None:
             self._order.hold(uid)
-            self._held[uid] = verdict.reason
+            if uid in self._ready:
+                self._held[uid] = verdict.reason
+            else:
+                self._withheld.add(uid)
             return False
         self._order.release(uid)
         self._held.pop(uid, None)
@@ -807,8 +829,13 @@ class Channel:
         return True
 
     def _judge_again(self, group: GroupRecord) -> None:
+        """Its marks, rewards or trajectories changed."""
         if group.prompt_uid in self._ready:
             self._judge(group)
+        elif group.prompt_uid in self._withheld:
+            # Not ready yet: the consumer that wants it with what it has will have it judged.
+            self._withheld.discard(group.prompt_uid)
+            self._order.release(group.prompt_uid)
 
     def judge_all(self) -> None:
         """After a restart: the limits and filters of today apply to what is there."""
@@ -825,15 +852,21 @@ class Channel:
         return [r.trajectory_uid for r in group.complete if r.trajectory_uid not in kept]
 
     def _drop_stale(self) -> None:
-        limit = self.config.max_staleness
-        if limit is None:
-            return
         while (oldest := self._ready_versions.first()) is not None:
-            if oldest[0] >= self.version - limit:
+            if self._is_fresh(self.prompt_groups[oldest[1]]):
                 return
-            self._drop(
-                self.prompt_groups[oldest[1]], STALE, returned=self.config.on_stale == "return"
-            )
+
+    def _is_fresh(self, group: GroupRecord) -> bool:
+        """Whether its oldest token is young enough. Otherwise it is dropped."""
+        if not self.is_stale(group):
+            return True
+        self._drop(group, STALE, returned=self.config.on_stale == "return")
+        return False
+
+    def is_stale(self, group: GroupRecord) -> bool:
+        """Whether its oldest token is too old for it to be served."""
+        limit, oldest = self.config.max_staleness, group.oldest_version
+        return limit is not None and oldest is not None and oldest < self.version - limit
 
     # -- inside: lookup ----------------------------------------------------------------------
 
@@ -979,6 +1012,7 @@ class Channel:
             n_tokens += step.n_tokens
             if step.payload is not None:
                 n_bytes += step.n_bytes
+            step.row = 0  # it may still be among the unwritten, and must not be released again
         self.memory_bytes -= n_bytes
         self.counts.tokens -= n_tokens
         self.counts.steps.stored -= len(record.steps)
@@ -997,6 +1031,8 @@ class Channel:
         elif group.terms is None:
             if self._order.holds(group.prompt_uid, self.config.n_rollouts):
                 self._make_ready(group, "complete")
+            else:
+                self._judge_again(group)
         elif n_complete >= group.terms.n_rollouts:
             self._make_due(group, "complete")
         elif group.n_open == 0 and n_complete + group.n_final >= group.terms.n_rollouts:
@@ -1008,16 +1044,22 @@ class Channel:
     def _make_due(self, group: GroupRecord, why: str) -> None:
         self.deadlines.discard(group.prompt_uid)
         group.due = True
+        if group.prompt_uid in self._ready:
+            # It was, for the channel's own n: now it is for any, in the same place.
+            self._order.make_due(group.prompt_uid, self.config.n_rollouts)
+            self._judge(group)
+            return
         self._order.make_due(group.prompt_uid)
         self._make_ready(group, why)
 
     def _make_ready(self, group: GroupRecord, why: str) -> None:
         self._open.pop(group.prompt_uid, None)
+        self._withheld.discard(group.prompt_uid)
         self._ready[group.prompt_uid] = group
         self._note_version(group)
         self._notice("ready", group.prompt_uid, size=len(group.complete), why=why)
-        if self._judge(group):
-            self._trim()
+        self._judge(group)
+        self._trim()
 
     def _note_version(self, group: GroupRecord) -> None:
         if group.oldest_version is not None:
@@ -1040,6 +1082,7 @@ class Channel:
         self._order.discard(group.prompt_uid)
         self._ready.pop(group.prompt_uid, None)
         self._held.pop(group.prompt_uid, None)
+        self._withheld.discard(group.prompt_uid)
         self._ready_versions.discard(group.prompt_uid)
 
     def _unqueue(self, group: GroupRecord) -> None:
@@ -1103,6 +1146,11 @@ class Channel:
         self.counts, self.version, self._first_version, self.shut_down, self._n_numbers = (
             pickle.loads(state)
         )
+
+    def replay_at(self, now: float, number: int) -> None:
+        """The next row to be replayed was written at `now`; its group has this number."""
+        self.now = now
+        self._n_numbers = number - 1  # taken if the row begins the group
 
     def adopt(self, step: PackedStep, row: int, prompt_row: int | None) -> None:
         """A replayed step is in this row, and its prompt in that one."""

@@ -16,24 +16,18 @@ their way when the pool's process died are. Not thread-safe: one client per even
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 import uuid
-from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from datapool.actor import (
     APPLY_STEPS,
     DEFAULT_NAME,
     DataPoolHandle,
-    Operation,
-    unavailable,
 )
 from datapool.config import SelectionConfig
 from datapool.errors import (
@@ -41,22 +35,15 @@ from datapool.errors import (
     InvalidStepError,
     PoolFullError,
     PoolUnavailableError,
-    UnknownBaseError,
 )
 from datapool.events import Events
-from datapool.payload import PackedStep, pack
+from datapool.outbox import Outbox, call
 from datapool.pool import outcomes_or_raise
 from datapool.records import SubmitOutcome, TrajectoryOutcome
 from datapool.selection import DryRun, Marks
 from datapool.types import TRAIN, Lease, Step
 
-STEPS_PER_CALL = 256
 SLICE_S = 10.0
-RESTART_S = 120.0
-"""How long a pool that restarts is waited for: a journal of a million steps takes a minute."""
-RETRY_S = 0.05
-TIP_BYTES = 64 << 20
-"""Tokens of recent steps that a client keeps, to send the next ones relative to them."""
 
 Results: TypeAlias = list[SubmitOutcome | DataPoolError]
 
@@ -70,7 +57,7 @@ class DataPoolClient:
 
     def __init__(self, actor: DataPoolHandle) -> None:
         self.actor = actor
-        self._outbox = _Outbox(actor)
+        self._outbox = Outbox(actor)
 
     @classmethod
     def connect(cls, name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
@@ -106,7 +93,7 @@ class DataPoolClient:
         wait = _Wait(timeout_s)
         while True:
             try:
-                outcome: SubmitOutcome = await _call(
+                outcome: SubmitOutcome = await call(
                     self.actor.open_group,
                     prompt_uid,
                     n_rollouts,
@@ -133,7 +120,13 @@ class DataPoolClient:
         while True:
             try:
                 outcome: SubmitOutcome = await self._outbox.send(
-                    "open_trajectory", trajectory_uid, prompt_uid, attempt, metadata, channel
+                    "open_trajectory",
+                    trajectory_uid,
+                    prompt_uid,
+                    attempt,
+                    metadata,
+                    channel,
+                    subjects=[trajectory_uid],
                 )
                 return outcome
             except PoolFullError:
@@ -164,13 +157,19 @@ class DataPoolClient:
         return outcomes_or_raise(results)
 
     async def _apply_steps(self, steps: Sequence[Step], channel: str) -> Results:
-        results: Results = await self._outbox.send(APPLY_STEPS, steps, channel, n_steps=len(steps))
+        results: Results = await self._outbox.send(
+            APPLY_STEPS,
+            steps,
+            channel,
+            subjects=(step.trajectory_uid for step in steps),
+            n_steps=len(steps),
+        )
         return results
 
     async def _wait_for_room(self, channel: str) -> None:
         while True:
             try:
-                await _call(self.actor.wait_for_room, channel, SLICE_S)
+                await call(self.actor.wait_for_room, channel, SLICE_S)
                 return
             except PoolFullError:
                 continue
@@ -184,7 +183,12 @@ class DataPoolClient:
     ) -> TrajectoryOutcome:
         """`DataPool.complete_trajectory`."""
         outcome: TrajectoryOutcome = await self._outbox.send(
-            "complete_trajectory", trajectory_uid, reward, metadata, channel
+            "complete_trajectory",
+            trajectory_uid,
+            reward,
+            metadata,
+            channel,
+            subjects=[trajectory_uid],
         )
         return outcome
 
@@ -197,13 +201,18 @@ class DataPoolClient:
     ) -> TrajectoryOutcome:
         """`DataPool.abort_trajectory`."""
         outcome: TrajectoryOutcome = await self._outbox.send(
-            "abort_trajectory", trajectory_uid, reason, will_retry, channel
+            "abort_trajectory",
+            trajectory_uid,
+            reason,
+            will_retry,
+            channel,
+            subjects=[trajectory_uid],
         )
         return outcome
 
     async def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN) -> None:
         """`DataPool.drop_group`."""
-        await _call(self.actor.drop_group, prompt_uid, reason, channel)
+        await call(self.actor.drop_group, prompt_uid, reason, channel)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -234,7 +243,7 @@ class DataPoolClient:
         wait = _Wait(timeout_s)
         request_id = uuid.uuid4().hex
         while True:
-            lease: Lease | None = await _call(
+            lease: Lease | None = await call(
                 self.actor.lease_batch,
                 n_rollouts,
                 channel,
@@ -248,20 +257,20 @@ class DataPoolClient:
 
     async def ack(self, lease_id: str) -> None:
         """`DataPool.ack`."""
-        await _call(self.actor.ack, lease_id)
+        await self._outbox.send("ack", lease_id, subjects=[lease_id])
 
     async def nack(self, lease_id: str, reason: str = "") -> None:
         """`DataPool.nack`."""
-        await _call(self.actor.nack, lease_id, reason)
+        await self._outbox.send("nack", lease_id, reason, subjects=[lease_id])
 
     async def renew(self, lease_id: str, lease_s: float | None = None) -> float:
         """`DataPool.renew`."""
-        expires_at: float = await _call(self.actor.renew, lease_id, lease_s)
+        expires_at: float = await call(self.actor.renew, lease_id, lease_s)
         return expires_at
 
     async def release_leases(self, channel: str = TRAIN, reason: str = "released") -> int:
         """`DataPool.release_leases`."""
-        n: int = await _call(self.actor.release_leases, channel, reason)
+        n: int = await call(self.actor.release_leases, channel, reason)
         return n
 
     # -- people and sources ------------------------------------------------------------------
@@ -274,7 +283,7 @@ class DataPoolClient:
         channel: str = TRAIN,
     ) -> SubmitOutcome:
         """`DataPool.set_reward`."""
-        outcome: SubmitOutcome = await _call(
+        outcome: SubmitOutcome = await call(
             self.actor.set_reward, trajectory_uid, reward, step_index, channel
         )
         return outcome
@@ -287,12 +296,12 @@ class DataPoolClient:
         **marks: Any,
     ) -> Marks:
         """`DataPool.mark`."""
-        result: Marks = await _call(self.actor.mark, prompt_uid, trajectory_uid, channel, marks)
+        result: Marks = await call(self.actor.mark, prompt_uid, trajectory_uid, channel, marks)
         return result
 
     async def advance_version(self, version: int, channel: str = TRAIN) -> None:
         """`DataPool.advance_version`."""
-        await _call(self.actor.advance_version, version, channel)
+        await call(self.actor.advance_version, version, channel)
 
     async def dry_run(
         self,
@@ -301,7 +310,7 @@ class DataPoolClient:
         batch_size: int = 1,
     ) -> DryRun:
         """`DataPool.dry_run`."""
-        result: DryRun = await _call(self.actor.dry_run, selection, channel, batch_size)
+        result: DryRun = await call(self.actor.dry_run, selection, channel, batch_size)
         return result
 
     async def get_events(
@@ -315,7 +324,7 @@ class DataPoolClient:
         """`DataPoolActor.get_events`: what happened after `cursor`, waiting for the first."""
         wait = _Wait(timeout_s)
         while True:
-            page: Events = await _call(
+            page: Events = await call(
                 self.actor.get_events, cursor, channel, kinds, limit, wait.next_slice()
             )
             if page.events or wait.is_over():
@@ -325,17 +334,17 @@ class DataPoolClient:
 
     async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
         """`DataPool.get_statistics`."""
-        stats: dict[str, Any] = await _call(self.actor.get_statistics, channel)
+        stats: dict[str, Any] = await call(self.actor.get_statistics, channel)
         return stats
 
     async def describe(self) -> dict[str, Any]:
         """`DataPoolActor.describe`."""
-        described: dict[str, Any] = await _call(self.actor.describe)
+        described: dict[str, Any] = await call(self.actor.describe)
         return described
 
     async def shutdown(self, channel: str | None = None) -> None:
         """`DataPoolActor.shutdown`: wakes up whoever waits. The actor itself goes on."""
-        await _call(self.actor.shutdown, channel)
+        await call(self.actor.shutdown, channel)
 
 
 class _Wait:
@@ -363,189 +372,3 @@ class _Wait:
     def was_cut_short(self) -> bool:
         """The last slice came back empty before its time: the channel was shut down."""
         return time.monotonic() - self._asked_at < self._slice
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Letter:
-    """An operation on its way, and who waits for its result."""
-
-    operation: Operation
-    n_steps: int
-    answer: asyncio.Future[Any]
-
-
-class _Tips:
-    """Tokens of the steps sent last, so that what follows them is sent relative to them."""
-
-    def __init__(self) -> None:
-        self._tokens: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
-        self._n_bytes = 0
-
-    def pack(self, step: Step, channel: str) -> PackedStep:
-        base = step.step_index - 1 if step.parent_index is None else step.parent_index
-        key = (channel, step.trajectory_uid)
-        packed = pack(step, base, self._tokens.get((*key, base)))
-        if not step.is_last:
-            self._put((*key, step.step_index), _tokens_of(step))
-        return packed
-
-    def forget(self, step: Step, channel: str) -> None:
-        """The pool does not hold this step, or not as it was sent."""
-        gone = self._tokens.pop((channel, step.trajectory_uid, step.step_index), b"")
-        self._n_bytes -= len(gone)
-
-    def clear(self) -> None:
-        self._tokens.clear()
-        self._n_bytes = 0
-
-    def _put(self, key: tuple[str, str, int], tokens: bytes) -> None:
-        self._n_bytes += len(tokens) - len(self._tokens.pop(key, b""))
-        self._tokens[key] = tokens
-        while self._n_bytes > TIP_BYTES:
-            self._n_bytes -= len(self._tokens.popitem(last=False)[1])
-
-
-def _tokens_of(step: Step) -> bytes:
-    return step.prompt_ids.tobytes() + step.response_ids.tobytes()
-
-
-class _Parcel:
-    """An operation with its steps packed, and its result in the making."""
-
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
-        self.result: Any = None
-        self.unknown: list[int] = []
-        """Steps that were sent relative to one that the pool does not know."""
-        self._sent: list[int] = []
-
-    def pack(self, tips: _Tips | None) -> Operation:
-        """What travels; without tips, the `unknown` steps once more and whole."""
-        name, arguments = self._operation
-        if name != APPLY_STEPS:
-            return self._operation
-        steps, channel = arguments
-        if tips is not None:
-            self.result = [None] * len(steps)
-        packed: list[tuple[Any, ...]] = []
-        self._sent = []
-        for i in range(len(steps)) if tips is not None else self.unknown:
-            try:
-                packed.append(
-                    tuple(pack(steps[i]) if tips is None else tips.pack(steps[i], channel))
-                )
-                self._sent.append(i)
-            except DataPoolError as e:
-                self.result[i] = e
-        return name, (packed, channel)
-
-    def put(self, answer: Any, tips: _Tips) -> None:
-        """The pool's answer to what was packed last."""
-        name, arguments = self._operation
-        if name != APPLY_STEPS or isinstance(answer, DataPoolError):
-            self.result = answer
-            return
-        self.unknown = []
-        for i, result in zip(self._sent, answer, strict=True):
-            self.result[i] = result
-            if isinstance(result, DataPoolError):
-                tips.forget(arguments[0][i], arguments[1])
-                if isinstance(result, UnknownBaseError):
-                    self.unknown.append(i)
-
-
-class _Outbox:
-    """Producers' operations on their way: one call is in flight, the next one fills meanwhile."""
-
-    def __init__(self, actor: DataPoolHandle) -> None:
-        self._actor = actor
-        self._tips = _Tips()
-        self._waiting: deque[_Letter] = deque()
-        self._sender: asyncio.Task[None] | None = None
-
-    async def send(self, name: str, *arguments: Any, n_steps: int = 1) -> Any:
-        """The result of operation `name`; its refusal is raised."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Letter((name, arguments), n_steps, answer))
-        if self._sender is None or self._sender.done():
-            self._sender = asyncio.create_task(self._send_all())
-        return await answer
-
-    async def _send_all(self) -> None:
-        while self._waiting:
-            letters: list[_Letter] = []
-            n_steps = 0
-            while self._waiting and n_steps < STEPS_PER_CALL:
-                letters.append(self._waiting.popleft())
-                n_steps += letters[-1].n_steps
-            error = await self._send(letters)
-            if error is not None and len(letters) > 1 and not isinstance(error, DataPoolError):
-                # One producer's operation did not travel (metadata that cannot be pickled, say).
-                # It must not take the others down; what was applied already is a duplicate now.
-                for letter in letters:
-                    await self._send([letter])
-
-    async def _send(self, letters: list[_Letter]) -> BaseException | None:
-        """Send and hand out the answers. An error that is all theirs is handed out, too."""
-        # Gathered and not raised: whatever went wrong has to reach the producers who wait for it.
-        answers: list[Any] = await asyncio.gather(self._apply(letters), return_exceptions=True)
-        answer = answers[0]
-        if isinstance(answer, BaseException):
-            self._tips.clear()
-            if len(letters) == 1 or isinstance(answer, DataPoolError):
-                for letter in letters:
-                    _answer(letter, answer)
-            return answer
-        for letter, result in zip(letters, answer, strict=True):
-            _answer(letter, result)
-        return None
-
-    async def _apply(self, letters: list[_Letter]) -> list[Any]:
-        """Each letter's result. Steps go relative to those before them, and once more, whole, if
-        the pool does not know those."""
-        parcels = [_Parcel(letter.operation) for letter in letters]
-        operations = [parcel.pack(self._tips) for parcel in parcels]
-        for parcel, result in zip(parcels, await self._call(operations), strict=True):
-            parcel.put(result, self._tips)
-        again = [parcel for parcel in parcels if parcel.unknown]
-        if again:
-            whole = [parcel.pack(None) for parcel in again]
-            for parcel, result in zip(again, await self._call(whole), strict=True):
-                parcel.put(result, self._tips)
-        return [parcel.result for parcel in parcels]
-
-    async def _call(self, operations: list[Operation]) -> list[Any]:
-        results: list[Any] = await _call(self._actor.apply, operations)
-        return results
-
-
-def _answer(letter: _Letter, result: Any) -> None:
-    if letter.answer.done():  # its producer left
-        return
-    if isinstance(result, BaseException):
-        letter.answer.set_exception(result)
-    else:
-        letter.answer.set_result(result)
-
-
-async def _call(method: Any, *arguments: Any) -> Any:
-    """Await a call of the actor; its error as itself. Calls again while the actor restarts."""
-    give_up = time.monotonic() + RESTART_S
-    while True:
-        reference = method.remote(*arguments)
-        try:
-            return await reference
-        except asyncio.CancelledError:
-            # The caller leaves; so must its waiter in the actor, or it would be served.
-            ray.cancel(reference)
-            raise
-        except RayTaskError as e:
-            if isinstance(e.cause, DataPoolError):
-                raise e.cause from None
-            raise
-        except ActorUnavailableError as e:
-            if time.monotonic() > give_up:
-                raise unavailable(e) from e
-            await asyncio.sleep(RETRY_S)
-        except RayActorError as e:
-            raise unavailable(e) from e

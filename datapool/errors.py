@@ -20,6 +20,14 @@ and also subclasses the matching built-in::
     ├── LeaseClosedError(ValueError)          ack after nack, or nack after ack
     ├── PoolFullError(TimeoutError)           no admission credit within timeout_s
     ├── ChannelShutDownError(RuntimeError)    no group can be opened any more
+    ├── SelectionError(ValueError)            an order or filter failed, or does not exist
+    ├── ExportError(ValueError)               a file that is no export, or a value that fits in none
+    ├── JournalError(OSError)                 the journal cannot be read or written:
+    │   ├── JournalFullError(OSError)           the disk is full; what was to be written is kept
+    │   ├── JournalCorruptError(OSError)        the file is damaged
+    │   ├── JournalVersionError(OSError)        another version wrote it
+    │   └── JournalLockedError(OSError)         another process has it open
+    ├── ReplayError(ValueError)               the journal's rows contradict each other
     └── PoolUnavailableError(ConnectionError) the actor cannot be reached
 
 What is merely late (a step for a group that was served meanwhile) is no error: it is the outcome
@@ -99,6 +107,38 @@ class PoolFullError(DataPoolError, TimeoutError):
 
 class ChannelShutDownError(DataPoolError, RuntimeError):
     """The channel was shut down: it takes steps and serves what is ready, but opens no group."""
+
+
+class SelectionError(DataPoolError, ValueError):
+    """A selection is misconfigured, or one of its functions failed or answered nonsense."""
+
+
+class ExportError(DataPoolError, ValueError):
+    """A trajectory that no row can carry, or a file that is not a whole export of ours."""
+
+
+class JournalError(DataPoolError, OSError):
+    """The journal could not be read or written."""
+
+
+class JournalFullError(JournalError):
+    """The disk took no more; what was to be written is kept and goes with the next transaction."""
+
+
+class JournalCorruptError(JournalError):
+    """What the file holds is not what was written to it."""
+
+
+class JournalVersionError(JournalError):
+    """The file was written by another version of this schema."""
+
+
+class JournalLockedError(JournalError):
+    """A live process has the folder open."""
+
+
+class ReplayError(DataPoolError, ValueError):
+    """The journal's rows contradict each other."""
 
 
 class PoolUnavailableError(DataPoolError, ConnectionError):

@@ -1,56 +1,26 @@
-"""Trajectories as Parquet or JSONL files that `datasets.load_dataset` reads, and back.
+"""Files of trajectories, Parquet or JSONL, that `datasets.load_dataset` reads; and back.
 
-One row per *branch*. The steps of a trajectory form a tree: a step's parent is the longest other
-step whose prompt + response its prompt extends. A branch is a path from a root to a leaf, and its
-tokens are the leaf's prompt + response::
+    pool ──pages──► ExportedTrajectory ──write──► one row per branch ──► x.parquet | x.jsonl
+                                       ◄──read───
 
-    steps        s0: P0 R0            s1: P0 R0 U1 R1         s2: P0 R0 U2 R2
-    input_ids                         P0 R0 U1 R1             P0 R0 U2 R2
-    loss_mask                         .. ## .. ##             .. .. .. ##      R0 is trained once
-    log_probs    0 elsewhere             ## .. ##                ## .. ##      also where masked
-    versions     -1 elsewhere            ## .. ##                ## .. ##
+One row per branch of a trajectory (`rows.py` says what is in it; the columns are `schema()`).
+`read(write(x))` is x. Rows may be removed by whole trajectories, and the file saved anew by
+`datasets`. Both formats load to the same values.
 
-A step that is on several branches is trained in the first one, in order of the leaves'
-`step_index`; so the sum of `loss_mask` over a trajectory is its number of response tokens. The
-parent is read from the token ids, as the trainer does for its merged rows: a `parent_index` that
-is missing or false changes nothing but its own column. (Steps with `multi_modal_data` are joined
-only where `parent_index` says so too: other images have the same placeholder ids.) `loss_mask`
-does not look at `state`: whoever trains on the rows filters out `aborted` ones if need be.
-
-The columns are `schema()`. Unknown is null, never 0: `log_probs` is null as a whole unless all
-responses of the row have theirs, so 0 stands only where nothing was sampled; if some have, they
-are in `steps[].log_probs`. No list has nulls among its numbers: Arrow's JSON reader loses those
-at its head (apache/arrow#51305), and a tensor has no place for them either. What has no fixed type
-is text: `metadata`, `group_metadata`, `marks` and `multi_modal_data` as JSON, in which bytes,
-arrays, tuples, NaN and keys that are no strings are `{"__stepwell__": kind, "value": …}`, arrays
-in base64 of the `.npy` format; `routed_experts` as that base64. Nothing is ever pickled.
-
-`read(write(x))` is x: rows carry the table of their steps with everything a Step has, and columns
-that follow from it are compared with it on reading, so that an edit which would be lost is an
-error instead. Rows may be removed by whole trajectories, and the file saved anew by `datasets`.
-
-Owns: the row form, the two encodings, the file. Does not own: which trajectories, or where they
-go (the pool). pyarrow is loaded on first use and only for Parquet.
+Owns the file and its two formats. Does not own which trajectories are in it, nor where they go
+(`transfer.py`). pyarrow is loaded on first use and only for Parquet.
 """
 
 from __future__ import annotations
 
-import base64
-import heapq
-import io
-import json
-import math
 import os
 import shutil
 import tempfile
 import time
 import uuid
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain, groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
@@ -58,56 +28,41 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from datapool.errors import DataPoolError
-from datapool.types import TRAIN, Step, Trajectory, VersionSpan
+from datapool.errors import ExportError
+from datapool.plain import check_text
+from datapool.rows import (
+    COLUMNS,
+    SCHEMA_VERSION,
+    TOKEN_COLUMNS,
+    ExportedTrajectory,
+    Provenance,
+    Row,
+    RowCount,
+    assemble,
+    check_columns,
+    parse_row,
+    to_rows,
+)
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "ExportError",
+    "ExportFormat",
+    "ExportSummary",
+    "ExportedTrajectory",
+    "Provenance",
+    "read",
+    "schema",
+    "write",
+]
 
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
 
-SCHEMA_VERSION = 1
-"""Raised when a reader of the version before would misread the rows."""
-
 _SUFFIXES: dict[str, ExportFormat] = {".parquet": "parquet", ".jsonl": "jsonl"}
-_TAG = "__stepwell__"
 _ROW_GROUP_BYTES = 16 << 20
 _ROW_GROUP_ROWS = 2048
 _HEAD_BYTES = 1 << 20
 """`load_dataset("json")` takes the types of a file from its first 10 MiB; see `_write_jsonl`."""
-_MAX_MOVED = 16
-
-
-class ExportError(DataPoolError, ValueError):
-    """A trajectory that no row can carry, or a file that is not a whole export of ours."""
-
-
-@dataclass(frozen=True, slots=True)
-class Provenance:
-    """Where a file comes from."""
-
-    stepwell_version: str
-    schema_version: int
-    exported_at: float
-    """Unix time, seconds."""
-    source: str
-    """What the writer called itself, for instance the pool and the query."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportedTrajectory:
-    """A trajectory in a file: written by `write`, given back by `read`."""
-
-    trajectory: Trajectory
-    channel: str = TRAIN
-    state: str = "complete"
-    """`open`, `complete`, `aborted`, or what became of its group (`acked`, …)."""
-    reason: str | None = None
-    """Why it was aborted or dropped."""
-    n_rollouts: int | None = None
-    """What its group was declared with; None if it was not."""
-    marks: dict[str, Any] | None = None
-    """Curation marks; JSON-like."""
-    group_metadata: dict[str, Any] = field(default_factory=dict)
-    provenance: Provenance | None = field(default=None, compare=False)
-    """Of the file it was read from; `write` ignores it and states its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +135,16 @@ def schema() -> Any:
             ("steps", pa.list_(step)),  # root to leaf
             ("state", pa.string()),
             ("reason", pa.string()),
+            ("group_state", pa.string()),
+            ("outcome", pa.float64()),  # of an open trajectory; else it is in steps[].reward
             ("n_rollouts", pa.int64()),
             ("metadata", pa.string()),
-            ("group_metadata", pa.string()),
             ("marks", pa.string()),
+            ("group_metadata", pa.string()),
+            ("group_marks", pa.string()),
             ("provenance", provenance),
         ]
     )
-
-
-_TOKEN_COLUMNS = ("input_ids", "loss_mask", "log_probs", "versions")
-_TRAJECTORY_COLUMNS = (
-    *("channel", "prompt_uid", "trajectory_uid", "attempt", "position", "n_branches", "reward"),
-    *("state", "reason", "n_rollouts", "metadata", "group_metadata", "marks", "provenance"),
-)
-_COLUMNS = (*_TRAJECTORY_COLUMNS, "branch", "steps", *_TOKEN_COLUMNS)
 
 
 def write(
@@ -221,9 +171,9 @@ def write(
     if not path.parent.is_dir():
         raise ExportError(f"{path}: folder {path.parent} does not exist; create it first")
     provenance = Provenance(_stepwell_version(), SCHEMA_VERSION, time.time(), source)
-    _check_text(source, "source")
-    count = _Count()
-    rows = _rows(trajectories, provenance, count)
+    check_text(source, "source")
+    count = RowCount()
+    rows = to_rows(trajectories, provenance, count)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("xb+") as file:
@@ -258,306 +208,13 @@ def read(path: Path | str) -> Iterator[ExportedTrajectory]:
     else:
         what = f"it starts with {start!r}" if start else "it is empty"
         raise ExportError(f"{path} is neither Parquet nor JSONL: {what}; pass an exported file")
-    return _assemble(path, rows)
-
-
-# ---------------------------------------------------------------------------- branches
-
-
-@dataclass(slots=True)
-class _Count:
-    n_trajectories: int = 0
-    n_without_steps: int = 0
-    n_rows: int = 0
-    n_steps: int = 0
-    n_tokens: int = 0
-    n_trained_tokens: int = 0
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Row:
-    """One row: its token columns, shape [L] each, and the other columns by name."""
-
-    input_ids: npt.NDArray[np.int32]
-    loss_mask: npt.NDArray[np.int8]
-    log_probs: npt.NDArray[np.float32] | None
-    versions: npt.NDArray[np.int64]
-    fields: dict[str, Any]
-    where: str = ""
-    """File and row, for messages."""
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.fields["position"], self.fields["branch"]
-
-    @property
-    def n_bytes(self) -> int:
-        tokens = 17 * len(self.input_ids)
-        texts = (v for s in self.fields["steps"] for v in s.values() if isinstance(v, str))
-        return int(tokens + sum(map(len, texts)))
-
-
-def _rows(
-    trajectories: Iterable[ExportedTrajectory], provenance: Provenance, count: _Count
-) -> Iterator[_Row]:
-    stated = asdict(provenance)
-    for exported in trajectories:
-        steps = exported.trajectory.steps
-        if not steps:
-            count.n_without_steps += 1
-            continue
-        fields = _trajectory_fields(exported, count.n_trajectories, stated)
-        table = [_step_fields(step) for step in steps]
-        branches = _branches(steps)
-        count.n_trajectories += 1
-        count.n_steps += len(steps)
-        done: set[int] = set()
-        for number, path in enumerate(branches):
-            trained = [i not in done for i in path]
-            done.update(path)
-            row = _build_row(
-                [steps[i] for i in path],
-                trained,
-                [table[i] for i in path],
-                {**fields, "branch": number, "n_branches": len(branches)},
-            )
-            count.n_rows += 1
-            count.n_tokens += len(row.input_ids)
-            count.n_trained_tokens += int(row.loss_mask.sum())
-            yield row
-
-
-def _branches(steps: Sequence[Step]) -> list[list[int]]:
-    """Root-to-leaf paths of positions in `steps`, in order of the leaves."""
-    by_length = sorted(range(len(steps)), key=lambda i: (steps[i].n_tokens, -i))
-    lengths = [steps[i].n_tokens for i in by_length]
-    parents: list[int | None] = []
-    for step in steps:
-        # A response has a token, so a parent is shorter than its child: there is no cycle.
-        shorter = by_length[: bisect_right(lengths, len(step.prompt_ids))]
-        parents.append(next((i for i in reversed(shorter) if _continues(step, steps[i])), None))
-    inner = set(parents)
-    paths = []
-    for leaf in range(len(steps)):
-        if leaf in inner:
-            continue
-        path: list[int] = []
-        node: int | None = leaf
-        while node is not None:
-            path.append(node)
-            node = parents[node]
-        paths.append(path[::-1])
-    return paths
-
-
-def _continues(child: Step, parent: Step) -> bool:
-    """Whether the child's prompt, which is as long at least, starts with the parent's tokens."""
-    n, p = parent.n_tokens, len(parent.prompt_ids)
-    prompt = child.prompt_ids
-    seen_images = child.multi_modal_data is not None or parent.multi_modal_data is not None
-    if seen_images and child.parent_index != parent.step_index:
-        return False
-    # The response first: siblings share the prompt and differ there.
-    return np.array_equal(prompt[p:n], parent.response_ids) and np.array_equal(
-        prompt[:p], parent.prompt_ids
-    )
-
-
-def _build_row(
-    path: list[Step], trained: list[bool], table: list[dict[str, Any]], fields: dict[str, Any]
-) -> _Row:
-    entries: list[dict[str, Any]] = []
-    end = 0
-    for step, is_trained, stored in zip(path, trained, table, strict=True):
-        starts = {"prompt_start": end, "response_start": len(step.prompt_ids)}
-        end = step.n_tokens
-        entries.append({**stored, **starts, "response_end": end, "trained": is_trained})
-    input_ids = np.concatenate([path[-1].prompt_ids, path[-1].response_ids])
-    mask, log_probs, versions = _response_columns(path, trained)
-    for step, entry in zip(path, entries, strict=True):
-        known = step.rollout_log_probs if log_probs is None else None
-        entry["log_probs"] = None if known is None else known.tolist()
-    return _Row(input_ids, mask, log_probs, versions, fields | {"steps": entries})
-
-
-def _response_columns(
-    path: Sequence[Step], trained: Sequence[bool]
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32] | None, npt.NDArray[np.int64]]:
-    """`loss_mask`, `log_probs` and `versions` of a branch."""
-    n = path[-1].n_tokens
-    mask = np.zeros(n, np.int8)
-    known = all(step.rollout_log_probs is not None for step in path)
-    log_probs = np.zeros(n, np.float32) if known else None
-    versions = np.full(n, -1, np.int64)
-    for step, is_trained in zip(path, trained, strict=True):
-        start, end = len(step.prompt_ids), step.n_tokens
-        mask[start:end] = is_trained
-        if log_probs is not None and step.rollout_log_probs is not None:
-            log_probs[start:end] = step.rollout_log_probs
-        versions[start:end] = step.policy_version
-        for span in step.version_spans:
-            versions[start + span.start : start + span.end] = span.version
-    return mask, log_probs, versions
-
-
-def _trajectory_fields(
-    exported: ExportedTrajectory, position: int, provenance: dict[str, Any]
-) -> dict[str, Any]:
-    trajectory = exported.trajectory
-    owner = f"trajectory {trajectory.trajectory_uid!r}"
-    indices = [step.step_index for step in trajectory.steps]
-    if indices != sorted(set(indices)):
-        raise ExportError(f"{owner}: step_index runs {indices}; pass each step once, by step_index")
-    for step in trajectory.steps:
-        for name in ("trajectory_uid", "prompt_uid"):
-            if getattr(step, name) != getattr(trajectory, name):
-                raise ExportError(
-                    f"{owner}: its step {step.step_index} has {name} {getattr(step, name)!r}, the "
-                    f"trajectory {getattr(trajectory, name)!r}; a trajectory holds its own steps"
-                )
-    reward = trajectory.reward
-    if reward is not None and not math.isfinite(reward):
-        raise ExportError(f"{owner}: its rewards add up to {reward}; they must have a finite sum")
-    fields: dict[str, Any] = {
-        "channel": exported.channel,
-        "prompt_uid": trajectory.prompt_uid,
-        "trajectory_uid": trajectory.trajectory_uid,
-        "attempt": trajectory.attempt,
-        "position": position,
-        "reward": reward,
-        "state": exported.state,
-        "reason": exported.reason,
-        "n_rollouts": exported.n_rollouts,
-    }
-    for name in ("channel", "prompt_uid", "trajectory_uid", "state", "reason"):
-        _check_text(fields[name], f"{owner}: {name}")
-    for name in ("attempt", "n_rollouts"):
-        _check_int(fields[name], f"{owner}: {name}")
-    return fields | {
-        "metadata": _dumps(trajectory.metadata, f"{owner}: metadata"),
-        "group_metadata": _dumps(exported.group_metadata, f"{owner}: group_metadata"),
-        "marks": None if exported.marks is None else _dumps(exported.marks, f"{owner}: marks"),
-        "provenance": provenance,
-    }
-
-
-def _step_fields(step: Step) -> dict[str, Any]:
-    """The entry of `steps` for `step`, without what depends on the row."""
-    owner = f"step {step.trajectory_uid!r}[{step.step_index}]"
-    images, experts = step.multi_modal_data, step.routed_experts
-    fields: dict[str, Any] = {
-        "step_index": step.step_index,
-        "parent_index": step.parent_index,
-        "policy_version": step.policy_version,
-        "version_spans": [asdict(span) for span in step.version_spans],
-        "finish_reason": step.finish_reason,
-        "reward": step.reward,
-        "is_last": bool(step.is_last),
-        "metadata": _dumps(step.metadata, f"{owner}: metadata"),
-        "multi_modal_data": None
-        if images is None
-        else _dumps(images, f"{owner}: multi_modal_data"),
-        "routed_experts": None if experts is None else _npy(experts, f"{owner}: routed_experts"),
-    }
-    _check_text(step.finish_reason, f"{owner}: finish_reason")
-    for name in ("step_index", "policy_version"):
-        _check_int(fields[name], f"{owner}: {name}")
-    for span in step.version_spans:
-        _check_int(span.version, f"{owner}: version_spans")
-    return fields
-
-
-# ---------------------------------------------------------------------------- values as text
-
-
-def _dumps(value: Any, what: str) -> str:
-    try:
-        # ASCII, so that a lone surrogate in an agent's text cannot break the file's UTF-8.
-        return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as e:
-        raise ExportError(
-            f"{what} is {value!r:.120}, which no file can carry ({e}); use JSON values, bytes or "
-            "NumPy arrays of numbers or strings"
-        ) from e
-
-
-def _plain(value: Any) -> Any:
-    """`value` in JSON's types; what JSON has not, or would change, is tagged."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {_TAG: "float", "value": str(float(value))}
-    if isinstance(value, Mapping):
-        if _TAG not in value and all(isinstance(key, str) for key in value):
-            return {key: _plain(item) for key, item in value.items()}
-        return {_TAG: "mapping", "value": [[_plain(k), _plain(v)] for k, v in value.items()]}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "value": [_plain(item) for item in value]}
-    if isinstance(value, bytes | bytearray):
-        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
-    if isinstance(value, np.ndarray):
-        return {_TAG: "ndarray", "value": _npy(value, "array")}
-    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
-        return _plain(value.item())
-    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not supported")
-
-
-def _loads(text: str) -> Any:
-    return json.loads(text, object_hook=_revive)
-
-
-def _revive(found: dict[str, Any]) -> Any:
-    if _TAG not in found:
-        return found
-    return _REVIVE[found[_TAG]](found["value"])
-
-
-def _npy(value: Any, what: str) -> str:
-    # A subclass may hold what .npy does not (the mask of a masked array).
-    if type(value) is not np.ndarray:
-        raise ExportError(f"{what} is a {type(value).__qualname__}; pass a plain NumPy array")
-    buffer = io.BytesIO()
-    try:
-        np.save(buffer, value, allow_pickle=False)
-    except ValueError as e:
-        raise ExportError(f"{what} has dtype {value.dtype}; pass numbers or strings") from e
-    return base64.b64encode(buffer.getbuffer()).decode()
-
-
-def _from_npy(text: str) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    return array
-
-
-_REVIVE: dict[str, Callable[[Any], Any]] = {
-    "float": float,
-    "mapping": dict,
-    "tuple": tuple,
-    "bytes": base64.b64decode,
-    "ndarray": _from_npy,
-}
-
-
-def _check_text(value: Any, what: str) -> None:
-    if value is None:
-        return
-    try:
-        value.encode()
-    except (AttributeError, UnicodeEncodeError) as e:
-        raise ExportError(f"{what} is {value!r}; pass text that UTF-8 can write") from e
-
-
-def _check_int(value: int | None, what: str) -> None:
-    if value is not None and not -(2**63) <= value < 2**63:
-        raise ExportError(f"{what} is {value}; pass an integer of 64 bits")
+    return assemble(path, rows)
 
 
 # ---------------------------------------------------------------------------- writing
 
 
-def _write_parquet(file: BinaryIO, rows: Iterator[_Row]) -> None:
+def _write_parquet(file: BinaryIO, rows: Iterator[Row]) -> None:
     import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
 
     columns = schema()
@@ -569,8 +226,8 @@ def _write_parquet(file: BinaryIO, rows: Iterator[_Row]) -> None:
             writer.write_batch(_record_batch(batch, columns), row_group_size=len(batch))
 
 
-def _batches(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
-    batch: list[_Row] = []
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    batch: list[Row] = []
     n_bytes = 0
     for row in rows:
         batch.append(row)
@@ -582,11 +239,11 @@ def _batches(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
         yield batch
 
 
-def _record_batch(rows: list[_Row], columns: Any) -> Any:
+def _record_batch(rows: list[Row], columns: Any) -> Any:
     pa = _pyarrow()
     arrays = []
     for column in columns:
-        if column.name not in _TOKEN_COLUMNS:
+        if column.name not in TOKEN_COLUMNS:
             arrays.append(pa.array([row.fields[column.name] for row in rows], column.type))
             continue
         parts = [getattr(row, column.name) for row in rows]
@@ -598,7 +255,7 @@ def _record_batch(rows: list[_Row], columns: Any) -> Any:
     return pa.RecordBatch.from_arrays(arrays, schema=columns)
 
 
-def _write_jsonl(file: BinaryIO, rows: Iterator[_Row]) -> None:
+def _write_jsonl(file: BinaryIO, rows: Iterator[Row]) -> None:
     """One object per line. `load_dataset("json")` takes the types of a file from its first chunk
     and fails at a value in a column that was null or empty all through it. So the first row with a
     value in such a column goes to the front if it would come late: few rows ever, latest first, by
@@ -617,15 +274,15 @@ def _write_jsonl(file: BinaryIO, rows: Iterator[_Row]) -> None:
         _move_to_front(file, late)
 
 
-def _json_line(row: _Row) -> bytes:
-    values = {**row.fields, **{name: getattr(row, name) for name in _TOKEN_COLUMNS}}
+def _json_line(row: Row) -> bytes:
+    values = {**row.fields, **{name: getattr(row, name) for name in TOKEN_COLUMNS}}
     if row.log_probs is not None:
         # Doubles hold a float32 exactly, so that both formats load as the same numbers.
         values["log_probs"] = row.log_probs.astype(np.float64)
     return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
-def _valued(row: _Row) -> set[str]:
+def _valued(row: Row) -> set[str]:
     names = {name for name, value in row.fields.items() if value is not None}
     if row.log_probs is not None:
         names.add("log_probs")
@@ -660,21 +317,21 @@ def _copy(source: BinaryIO, start: int, length: int, target: Any) -> None:
 # ---------------------------------------------------------------------------- reading
 
 
-def _read_parquet(path: Path) -> Iterator[_Row]:
+def _read_parquet(path: Path) -> Iterator[Row]:
     pa = _pyarrow()
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_columns(file.schema_arrow.names, str(path))
-            others = [name for name in _COLUMNS if name not in _TOKEN_COLUMNS]
+            check_columns(file.schema_arrow.names, str(path))
+            others = [name for name in COLUMNS if name not in TOKEN_COLUMNS]
             number = 0
             for batch in _parquet_batches(file):
-                tokens = {name: _split(batch.column(name)) for name in _TOKEN_COLUMNS}
+                tokens = {name: _split(batch.column(name)) for name in TOKEN_COLUMNS}
                 for i, fields in enumerate(batch.select(others).to_pylist()):
                     number += 1
                     columns = {name: parts[i] for name, parts in tokens.items()}
-                    yield _parse_row(columns, fields, f"{path}: row {number}")
+                    yield parse_row(columns, fields, f"{path}: row {number}")
     except (pa.ArrowException, OSError) as e:
         raise ExportError(
             f"{path} is truncated, damaged or no Parquet ({e}); export it again"
@@ -684,7 +341,7 @@ def _read_parquet(path: Path) -> Iterator[_Row]:
 def _parquet_batches(file: Any) -> Iterator[Any]:
     # One row group at a time: a batch over several would hold 64 rows however long they are.
     for group in range(file.num_row_groups):
-        yield from file.iter_batches(batch_size=64, row_groups=[group], columns=list(_COLUMNS))
+        yield from file.iter_batches(batch_size=64, row_groups=[group], columns=list(COLUMNS))
 
 
 def _split(column: Any) -> list[npt.NDArray[Any] | None]:
@@ -696,7 +353,7 @@ def _split(column: Any) -> list[npt.NDArray[Any] | None]:
     return [None if null else part for null, part in zip(nulls, parts, strict=True)]
 
 
-def _read_jsonl(path: Path) -> Iterator[_Row]:
+def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}: line {number}"
@@ -709,202 +366,9 @@ def _read_jsonl(path: Path) -> Iterator[_Row]:
                 raise ExportError(f"{where} is no JSON{end}: {e}; export it again") from e
             if not isinstance(fields, dict):
                 raise ExportError(f"{where} is no JSON object; pass an exported file")
-            _check_columns(fields, where)
-            columns = {name: fields.pop(name) for name in _TOKEN_COLUMNS}
-            yield _parse_row(columns, fields, where)
-
-
-def _check_columns(names: Iterable[str], where: str) -> None:
-    missing = sorted(set(_COLUMNS) - set(names))
-    if missing and "provenance" in missing:
-        raise ExportError(
-            f"{where} was not exported by Stepwell: no column {', '.join(missing)}; pass a file "
-            "that `export` wrote"
-        )
-    if missing:
-        raise ExportError(
-            f"{where} lacks column {', '.join(missing)}; keep all columns, or export again"
-        )
-
-
-def _parse_row(columns: Mapping[str, Any], fields: dict[str, Any], where: str) -> _Row:
-    """A row as it was written, its schema checked first: a newer one may have other columns."""
-    try:
-        written = fields["provenance"]["schema_version"]
-        if written > SCHEMA_VERSION:
-            raise ExportError(
-                f"{where}: schema_version is {written}, this Stepwell reads up to "
-                f"{SCHEMA_VERSION}; upgrade Stepwell"
-            )
-        for name in ("position", "branch"):
-            if not isinstance(fields[name], int):
-                raise TypeError(f"{name} is {fields[name]!r}, no integer")
-        ids = _integers(columns["input_ids"], np.int32, "input_ids")
-        ids.flags.writeable = False  # so that steps are views of it
-        return _Row(
-            ids,
-            _integers(columns["loss_mask"], np.int8, "loss_mask"),
-            _floats(columns["log_probs"]),
-            _integers(columns["versions"], np.int64, "versions"),
-            fields,
-            where,
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as e:
-        raise _malformed(where, e) from e
-
-
-def _integers(values: Any, dtype: type[np.signedinteger[Any]], name: str) -> npt.NDArray[Any]:
-    raw = np.asarray(values)
-    if raw.dtype.kind != "i" or raw.ndim != 1:
-        raise TypeError(f"{name} holds {raw.dtype} values of shape {raw.shape}, not integers")
-    limits = np.iinfo(dtype)
-    if raw.min() < limits.min or raw.max() > limits.max:
-        raise ValueError(f"{name} spans [{raw.min()}, {raw.max()}]")
-    return raw.astype(dtype)
-
-
-def _floats(values: Any) -> npt.NDArray[np.float32] | None:
-    if values is None:
-        return None
-    raw = np.asarray(values)
-    if raw.dtype.kind not in "if" or raw.ndim != 1:
-        raise TypeError(f"log_probs holds {raw.dtype} values of shape {raw.shape}, not numbers")
-    return raw.astype(np.float32)
-
-
-def _malformed(where: str, error: Exception) -> ExportError:
-    if isinstance(error, ExportError):
-        return error
-    what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-    return ExportError(f"{where} is malformed: {what}; export it again")
-
-
-def _assemble(path: Path, rows: Iterator[_Row]) -> Iterator[ExportedTrajectory]:
-    for _, branches in groupby(_in_order(path, rows), key=lambda row: row.key[0]):
-        group = list(branches)
-        try:
-            trajectory = _trajectory(group)
-        except (KeyError, TypeError, ValueError) as e:
-            raise _malformed(group[0].where, e) from e
-        yield trajectory
-
-
-def _in_order(path: Path, rows: Iterator[_Row]) -> Iterator[_Row]:
-    """By position and branch: rows that `_write_jsonl` moved to the front, in descending order,
-    go back to their places; the others are in order."""
-    moved: list[_Row] = []
-    ordered = rows
-    for row in rows:
-        if moved and (row.key >= moved[-1].key or len(moved) > _MAX_MOVED):
-            ordered = chain([moved.pop(), row], rows)
-            break
-        moved.append(row)
-    last = (-1, -1)
-    for row in heapq.merge(reversed(moved), ordered, key=attrgetter("key")):
-        if row.key <= last:
-            raise ExportError(
-                f"{row.where}: position and branch are {row.key} after {last}; keep the rows in "
-                "order (sort by position, branch) and each export in a file of its own"
-            )
-        last = row.key
-        yield row
-
-
-def _trajectory(rows: list[_Row]) -> ExportedTrajectory:
-    head = {name: rows[0].fields[name] for name in _TRAJECTORY_COLUMNS}
-    steps: dict[int, Step] = {}
-    trained: set[int] = set()
-    for row in rows:
-        differing = [name for name, value in head.items() if row.fields[name] != value]
-        if differing:
-            raise ExportError(f"{row.where}: {differing[0]} is not that of {rows[0].where}")
-        for step, is_trained in _read_steps(row):
-            index = step.step_index
-            known = steps.setdefault(index, step)
-            if known is not step and known != step:
-                raise ExportError(f"{row.where}: step {index} is not that of the rows before it")
-            if is_trained and index in trained:
-                raise ExportError(f"{row.where}: step {index} is in loss_mask of two rows")
-            trained |= {index} if is_trained else set()
-    if len(rows) != head["n_branches"] or trained != steps.keys():
-        raise ExportError(
-            f"{rows[0].where}: {len(rows)} of the {head['n_branches']} rows of trajectory "
-            f"{head['trajectory_uid']!r} are here; the file was cut off or filtered by rows: "
-            "keep all rows of a trajectory or none"
-        )
-    trajectory = Trajectory(
-        trajectory_uid=head["trajectory_uid"],
-        prompt_uid=head["prompt_uid"],
-        steps=tuple(steps[index] for index in sorted(steps)),
-        metadata=_loads(head["metadata"]),
-        attempt=head["attempt"],
-    )
-    if trajectory.reward != head["reward"]:
-        raise ExportError(
-            f"{rows[0].where}: reward is {head['reward']}, its steps' rewards add up to "
-            f"{trajectory.reward}; edit steps[].reward and reward alike"
-        )
-    return ExportedTrajectory(
-        trajectory=trajectory,
-        channel=head["channel"],
-        state=head["state"],
-        reason=head["reason"],
-        n_rollouts=head["n_rollouts"],
-        marks=None if head["marks"] is None else _loads(head["marks"]),
-        group_metadata=_loads(head["group_metadata"]),
-        provenance=Provenance(**head["provenance"]),
-    )
-
-
-def _read_steps(row: _Row) -> list[tuple[Step, bool]]:
-    """The steps of a branch, root to leaf, and whether they are trained here."""
-    table = row.fields["steps"]
-    path = [_read_step(row, entry) for entry in table]
-    trained = [entry["trained"] for entry in table]
-    if not path or path[-1].n_tokens != len(row.input_ids):
-        raise ExportError(
-            f"{row.where}: the last of its {len(path)} steps does not end where input_ids "
-            f"({len(row.input_ids)} tokens) ends"
-        )
-    columns = _response_columns(path, trained)
-    for name, expected in zip(_TOKEN_COLUMNS[1:], columns, strict=True):
-        found = getattr(row, name)
-        same = found is None if expected is None else np.array_equal(found, expected)
-        if not same:
-            raise ExportError(
-                f"{row.where}: {name} is not what its steps say; undo the edit, for which a Step "
-                "has no place"
-            )
-    return list(zip(path, trained, strict=True))
-
-
-def _read_step(row: _Row, entry: Mapping[str, Any]) -> Step:
-    start, end = entry["response_start"], entry["response_end"]
-    if not 0 < start < end <= len(row.input_ids):
-        raise ExportError(
-            f"{row.where}: step {entry['step_index']} has its response at [{start}, {end}) of "
-            f"{len(row.input_ids)} tokens"
-        )
-    own = _floats(entry["log_probs"])
-    log_probs = own if row.log_probs is None else row.log_probs[start:end]
-    images, experts = entry["multi_modal_data"], entry["routed_experts"]
-    return Step(
-        prompt_ids=row.input_ids[:start],
-        response_ids=row.input_ids[start:end],
-        reward=entry["reward"],
-        trajectory_uid=row.fields["trajectory_uid"],
-        prompt_uid=row.fields["prompt_uid"],
-        step_index=entry["step_index"],
-        policy_version=entry["policy_version"],
-        is_last=entry["is_last"],
-        metadata=_loads(entry["metadata"]),
-        rollout_log_probs=log_probs,
-        finish_reason=entry["finish_reason"],
-        parent_index=entry["parent_index"],
-        version_spans=tuple(VersionSpan(**span) for span in entry["version_spans"]),
-        multi_modal_data=None if images is None else _loads(images),
-        routed_experts=None if experts is None else _from_npy(experts),
-    )
+            check_columns(fields, where)
+            columns = {name: fields.pop(name) for name in TOKEN_COLUMNS}
+            yield parse_row(columns, fields, where)
 
 
 # ---------------------------------------------------------------------------- surroundings

@@ -44,7 +44,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from zlib import crc32
 
-from datapool.errors import DataPoolError
+from datapool.errors import (
+    JournalCorruptError,
+    JournalError,
+    JournalFullError,
+    JournalLockedError,
+    JournalVersionError,
+)
 
 FILE_NAME = "pool.sqlite3"
 LOCK_NAME = "pool.lock"
@@ -95,26 +101,6 @@ _CORRUPT = {
 
 _T = TypeVar("_T")
 _Entry: TypeAlias = tuple[int, str, str, int, int | None, bytes, bytes | None]  # as _INSERT has it
-
-
-class JournalError(DataPoolError, OSError):
-    """The journal could not be read or written."""
-
-
-class JournalFullError(JournalError):
-    """The disk took no more; what was to be written is kept and goes with the next transaction."""
-
-
-class JournalCorruptError(JournalError):
-    """What the file holds is not what was written to it."""
-
-
-class JournalVersionError(JournalError):
-    """The file was written by another version of this schema."""
-
-
-class JournalLockedError(JournalError):
-    """A live process has the folder open."""
 
 
 class Row(NamedTuple):

@@ -104,6 +104,9 @@ class LeaseBook:
         lease = self.get(lease_id, "renewed")
         if self.log is not None:
             self.log.delete([lease.row])
+        # Last among the active ones and among equal expiries, as its row in the log is.
+        del self._active[lease_id]
+        self.expiries.discard(lease_id)
         self._put(replace(lease, expires_at=expires_at))
 
     def end(self, lease_id: str, how: LeaseEnd, reason: str | None = None) -> LeaseRecord | None:

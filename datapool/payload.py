@@ -17,13 +17,13 @@ Owns the format. Does not decide which step is whose base, nor where the bytes a
 
 from __future__ import annotations
 
-import operator
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from datapool.errors import InvalidStepError
 from datapool.types import Group, Lease, Step, TokenIds, Trajectory, VersionSpan
@@ -123,19 +123,23 @@ class StoredStep:
         )
 
 
-def pack(step: Step, base: int | None = None, base_tokens: bytes | None = None) -> PackedStep:
-    """`step` as bytes, relative to `base` if its prompt really begins with `base_tokens`."""
-    prompt = step.prompt_ids.tobytes()
-    if base_tokens is None or not prompt.startswith(base_tokens):
-        base, new, whole = None, b"", prompt
-    else:
-        new, whole = prompt[len(base_tokens) :], None
+def pack(step: Step, base: int | None = None, *base_tokens: bytes | None) -> PackedStep:
+    """`step` as bytes; relative to step `base` if its prompt really begins with that one's tokens,
+    given in one piece or several."""
+    prompt = as_bytes(step.prompt_ids)
+    shared = 0
+    for part in base_tokens:
+        if part is None or not prompt.startswith(part, shared):
+            shared = 0
+            break
+        shared += len(part)
+    new, whole = (prompt[shared:], None) if shared else (b"", prompt)
     log_probs = step.rollout_log_probs
     payload = b"".join(
         (
             new,
-            step.response_ids.tobytes(),
-            b"" if log_probs is None else log_probs.tobytes(),
+            as_bytes(step.response_ids),
+            b"" if log_probs is None else as_bytes(log_probs),
             _pack_extra(step),
         )
     )
@@ -147,14 +151,20 @@ def pack(step: Step, base: int | None = None, base_tokens: bytes | None = None) 
         step.reward,
         step.is_last,
         step.parent_index,
-        base,
-        len(step.prompt_ids),
+        base if shared else None,
+        len(prompt) // 4,
         len(new) // 4,
         len(step.response_ids),
         log_probs is not None,
         whole,
         payload,
     )
+
+
+def as_bytes(column: npt.NDArray[Any]) -> bytes:
+    """The column's memory; not copied if it is a view of just these bytes."""
+    base: object = column.base
+    return base if isinstance(base, bytes) and len(base) == column.nbytes else column.tobytes()
 
 
 def _pack_extra(step: Step) -> bytes:
@@ -181,9 +191,9 @@ def unpack(steps: Sequence[PackedStep]) -> list[Step]:
     """
     by_index = {packed.step_index: packed for packed in steps}
     tokens: dict[int, TokenIds] = {}
-    for packed in sorted(steps, key=operator.attrgetter("step_index"), reverse=True):
-        if packed.step_index not in tokens:
-            _lay_out(packed, by_index, tokens)
+    for index in sorted(by_index, reverse=True):
+        if index not in tokens:
+            _lay_out(by_index[index], by_index, tokens)
     return [_unpack(packed, tokens[packed.step_index]) for packed in steps]
 
 
@@ -194,45 +204,49 @@ def _lay_out(
     chain = [leaf]
     while (base := chain[-1].base) is not None:
         chain.append(by_index[base])
-    root = chain[-1]
-    parts = [root.prompt or b"", *(packed.tokens for packed in reversed(chain))]
+    parts = [packed.tokens for packed in chain]
+    parts.append(chain[-1].prompt or b"")
+    parts.reverse()
     array = np.frombuffer(b"".join(parts), np.int32)
     for packed in chain:
-        tokens.setdefault(packed.step_index, array[: packed.n_prompt + packed.n_response])
+        if packed.step_index not in tokens:
+            tokens[packed.step_index] = array[: packed.n_prompt + packed.n_response]
 
 
 def _unpack(packed: PackedStep, tokens: TokenIds) -> Step:
+    payload = packed.payload
     offset = 4 * (packed.n_new + packed.n_response)
     log_probs = None
     if packed.has_log_probs:
-        log_probs = np.frombuffer(packed.payload, np.float32, packed.n_response, offset)
+        log_probs = np.frombuffer(payload, np.float32, packed.n_response, offset)
         offset += 4 * packed.n_response
     metadata, finish_reason, spans, multi_modal_data, routed_experts = pickle.loads(
-        memoryview(packed.payload)[offset:]
+        payload[offset:]
     )
-    # Not through __init__: it was validated when it was made, and nothing has changed since.
+    return _restore(
+        tokens[: packed.n_prompt],
+        tokens[packed.n_prompt :],
+        packed.reward,
+        packed.trajectory_uid,
+        packed.prompt_uid,
+        packed.step_index,
+        packed.policy_version,
+        packed.is_last,
+        metadata,
+        log_probs,
+        finish_reason,
+        packed.parent_index,
+        tuple(VersionSpan(*span) for span in spans) if spans else (),
+        multi_modal_data,
+        routed_experts,
+    )
+
+
+def _restore(*values: Any) -> Step:
+    """A Step of these fields, in order. Not through `__init__`: it was validated when it was made,
+    and nothing has changed since."""
     step = object.__new__(Step)
-    for put, value in zip(
-        _PUT,
-        (
-            tokens[: packed.n_prompt],
-            tokens[packed.n_prompt :],
-            packed.reward,
-            packed.trajectory_uid,
-            packed.prompt_uid,
-            packed.step_index,
-            packed.policy_version,
-            packed.is_last,
-            metadata,
-            log_probs,
-            finish_reason,
-            packed.parent_index,
-            tuple(VersionSpan(*span) for span in spans) if spans else (),
-            multi_modal_data,
-            routed_experts,
-        ),
-        strict=True,
-    ):
+    for put, value in zip(_PUT, values, strict=True):
         put(step, value)
     return step
 

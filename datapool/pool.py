@@ -15,6 +15,7 @@ What it leaves to `actor.py`: waiting, waking up, and calling `tick` when `next_
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -47,17 +48,21 @@ class DataPool:
         config: limits and defaults per channel.
         epoch: prefix of the lease ids. A pool that forgot its leases must get another one than
             before, or a consumer's stale id could name somebody else's lease.
+        life: tells the events of this pool from those that it forgot in a restart; "" if it never
+            restarts.
     """
 
-    def __init__(self, config: PoolConfig | None = None, epoch: str = "lease") -> None:
+    def __init__(
+        self, config: PoolConfig | None = None, epoch: str = "lease", life: str = ""
+    ) -> None:
         self.config = config or PoolConfig()
         self.epoch = epoch
         self.log: Log | None = None
-        self.events = EventLog(epoch)
+        self.events = EventLog(life or epoch)
         self.channels: dict[str, Channel] = {}
         self.leases = LeaseBook(self.config.remembered_uids)
         self._load: Load | None = None
-        self._shut_down = False
+        self._shut_down = self._changed = False
         for name in (TRAIN, VAL, *self.config.channels):
             self.channel(name)
 
@@ -320,7 +325,7 @@ class DataPool:
         chosen = source.choose(n_rollouts, batch_size)
         if not chosen:
             return None
-        groups = tuple(source.take(uid, n_rollouts) for uid in chosen)
+        groups = source.take(chosen, n_rollouts)
         seconds = source.config.lease_s if lease_s is None else lease_s
         lease_id = self.leases.issue(self.epoch, channel, chosen, now + seconds, request_id)
         return PackedLease(lease_id, channel, groups, now + seconds)
@@ -400,9 +405,15 @@ class DataPool:
         """No group is opened any more (None: in any channel). The rest still works, so that what
         is in flight can be finished, served and acked."""
         if channel is None:
-            self._shut_down = True
+            self._shut_down = self._changed = True
         for target in self.channels.values() if channel is None else [self.channel(channel)]:
-            target.shut_down = True
+            target.shut_down = target.changed = True
+
+    def reopen(self) -> None:
+        """Undo every `shutdown`: what a new run does that starts from the old one's journal."""
+        self._shut_down, self._changed = False, True
+        for channel in self.channels.values():
+            channel.shut_down, channel.changed = False, True
 
     def is_shut_down(self, channel: str) -> bool:
         known = self.channels.get(channel)
@@ -447,6 +458,7 @@ class DataPool:
             [source.info(group) for group in source.ready_groups()],
             batch_size,
             more_may_come=source.more_may_come,
+            stale={g.prompt_uid for g in source.ready_groups() if source.is_stale(g)},
         )
 
     # -- memory and the log ------------------------------------------------------------------
@@ -467,6 +479,13 @@ class DataPool:
                 channel.changed = False
                 self.log.put_state(f"channel/{channel.name}", channel.dump_counts())
         self.leases.write_counts()
+        if self._changed:
+            self._changed = False
+            self.log.put_state("pool", pickle.dumps(self._shut_down))
+
+    def restore_state(self, state: bytes) -> None:
+        """What `write_counts` wrote of the pool itself."""
+        self._shut_down = pickle.loads(state)
 
     def written(self) -> None:
         """The log was flushed: payloads beyond the memory limits may live there alone."""

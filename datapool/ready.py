@@ -112,10 +112,13 @@ class ReadyOrder:
         places = self._places.get(prompt_uid)
         return len(places) >= n_rollouts if isinstance(places, list) else places is not None
 
-    def sequence(self, prompt_uid: str) -> int:
-        """Its number in the order of readiness; negative if it was handed back."""
+    def sequence(self, prompt_uid: str, n_rollouts: int) -> int:
+        """Its number in the order of readiness for such a consumer, or for one of fewer if it is
+        not ready for that; negative if it was handed back."""
         places = self._places[prompt_uid]
-        return (places[-1] if isinstance(places, list) else places).sequence
+        if isinstance(places, list):
+            return places[min(n_rollouts, len(places)) - 1].sequence
+        return places.sequence
 
     def _put_due(self, place: _Place) -> None:
         self.discard(place.prompt_uid)

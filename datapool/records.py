@@ -111,6 +111,13 @@ class TrajectoryRecord:
             scored.append(self.outcome)
         return sum(scored) if scored else None
 
+    def chain(self, index: int) -> list[int]:
+        """A stored step, the one that it is packed relative to, and so on to the root."""
+        chain = [index]
+        while (base := self.steps[chain[-1]].base) is not None:
+            chain.append(base)
+        return chain
+
     def packed(self, index: int) -> PackedStep:
         """One step as it was submitted. Its payload must be in memory."""
         return self.steps[index].packed(self.trajectory_uid, self.prompt_uid, index)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from datapool.channel import Channel
-from datapool.errors import DataPoolError
+from datapool.errors import DataPoolError, ReplayError
 from datapool.leases import POOL, LeaseRecord
 from datapool.payload import PackedStep
 from datapool.pool import DataPool
@@ -24,6 +24,18 @@ from datapool.selection import Marks
 
 COUNTS = "channel/"
 LEASES = "leases"
+WHOLE_POOL = "pool"
+DAMAGE = (
+    DataPoolError,
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ImportError,
+    EOFError,
+    pickle.PickleError,
+)
+"""What rows and states raise that this release did not write, or not in this order."""
 ROWS_BETWEEN_SPILLS = 1024
 
 
@@ -40,10 +52,6 @@ class LoggedRow(Protocol):
     def head(self) -> bytes: ...
     @property
     def payload(self) -> bytes | None: ...
-
-
-class ReplayError(DataPoolError, ValueError):
-    """The journal's rows contradict each other."""
 
 
 def restore(
@@ -71,7 +79,7 @@ def restore(
                 _restore_lease(pool, row, head)
             else:
                 channels[row.channel].apply(row, head)
-        except (DataPoolError, LookupError, TypeError, ValueError) as e:
+        except DAMAGE as e:
             raise ReplayError(
                 f"journal row {row.row} ({row.kind} in channel {row.channel!r}) does not follow "
                 f"from those before it ({type(e).__name__}: {e}); keep the folder for analysis "
@@ -80,15 +88,29 @@ def restore(
         if n_rows % ROWS_BETWEEN_SPILLS == 0:
             pool.written()
     pool.written()
-    for name in names:
-        pool.channels[name].restore_counts(states[COUNTS + name])
-    if LEASES in states:
-        pool.leases.restore_counts(states[LEASES])
+    _restore_states(pool, states)
     pool.attach(log, load)
     for channel in pool.channels.values():
         channel.replaying = False
         channel.judge_all()
     return n_rows
+
+
+def _restore_states(pool: DataPool, states: Mapping[str, bytes]) -> None:
+    for key, state in states.items():
+        try:
+            if key == LEASES:
+                pool.leases.restore_counts(state)
+            elif key == WHOLE_POOL:
+                pool.restore_state(state)
+            elif key.startswith(COUNTS):
+                pool.channels[key.removeprefix(COUNTS)].restore_counts(state)
+        except DAMAGE as e:
+            raise ReplayError(
+                f"journal state {key!r} is not what this release writes "
+                f"({type(e).__name__}: {e}); start the release that wrote it, or with an empty "
+                "journal_dir"
+            ) from e
 
 
 def _restore_lease(pool: DataPool, row: LoggedRow, head: tuple[Any, ...]) -> None:
@@ -135,9 +157,14 @@ class _Replay:
             channel.prompt_groups[prompt_uid].rows.append(row.row)
 
     def _group(
-        self, _: LoggedRow, uid: str, terms: tuple[Any, ...], metadata: dict[str, Any], now: float
+        self,
+        _: LoggedRow,
+        uid: str,
+        terms: tuple[Any, ...],
+        metadata: dict[str, Any],
+        *at: Any,
     ) -> str:
-        self._channel.now = now
+        self._channel.replay_at(*at)
         self._channel.open_group(uid, GroupTerms(*terms), metadata)
         return uid
 
@@ -148,14 +175,15 @@ class _Replay:
         prompt_uid: str,
         attempt: int,
         metadata: dict[str, Any],
-        now: float,
+        *at: Any,
     ) -> str:
-        self._channel.now = now
+        self._channel.replay_at(*at)
         self._channel.open_trajectory(uid, prompt_uid, attempt, metadata)
         return prompt_uid
 
     def _step(self, row: LoggedRow, *head: Any) -> str:
-        *fields, prompt_row, self._channel.now = head
+        *fields, prompt_row, now, number = head
+        self._channel.replay_at(now, number)
         prompt = None if prompt_row is None else self._prompts[prompt_row]
         step = PackedStep._make((*fields, prompt, row.payload or b""))
         self._channel.submit(step)

@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
@@ -50,12 +50,13 @@ from typing import Any, Final, Literal, SupportsFloat, TypeAlias
 
 from datapool.config import SelectionConfig
 from datapool.dotted import resolve
-from datapool.errors import DataPoolError, InvalidRequestError
+from datapool.errors import InvalidRequestError, SelectionError
 
 ZERO_STD: Final = 1e-6
 """Rewards whose standard deviation is not above this are all equal: slime's threshold. An exact
 zero would miss sums that differ in their last bit."""
 
+STALE: Final = "stale"
 NOT_TRAINABLE: Final = "not_trainable"
 LOW_QUALITY: Final = "low_quality"
 EXCLUDED_TAG: Final = "excluded_tag"
@@ -67,10 +68,6 @@ ALL_CORRECT: Final = "all_correct"
 ALL_WRONG: Final = "all_wrong"
 OVER_SAMPLED: Final = "over_sampled"
 BUFFER_FILTER: Final = "buffer_filter"
-
-
-class SelectionError(DataPoolError, ValueError):
-    """A selection is misconfigured, or one of its functions failed or answered nonsense."""
 
 
 # -- what a selection sees ---------------------------------------------------------------------
@@ -872,8 +869,12 @@ def dry_run(
     batch_size: int,
     *,
     more_may_come: bool = True,
+    stale: Collection[str] = (),
 ) -> DryRun:
     """What a fetch of `batch_size` groups would do with these ready ones. Changes nothing.
+
+    Args:
+        stale: groups among them that the channel drops before it looks at anything else.
 
     Raises:
         InvalidRequestError: `batch_size` < 1.
@@ -886,7 +887,7 @@ def dry_run(
     dropped: list[Decision] = []
     servable: list[tuple[float, GroupInfo]] = []
     for info in sorted(infos, key=lambda i: i.sequence):
-        verdict = rules.judge(info)
+        verdict = Drop(STALE) if info.prompt_uid in stale else rules.judge(info)
         if verdict is None:
             servable.append((rules.key(info), info))
         elif isinstance(verdict, Drop):

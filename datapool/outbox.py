@@ -1,0 +1,266 @@
+"""How operations reach the pool's actor: together, in order, as bytes, and again if it restarts.
+
+    send ──► waiting ──► one call for many (at most two calls under way) ──► answers
+                          │
+                          ├─ steps go relative to those sent before them (`payload.py`),
+                          │  and once more, whole, if the pool does not know those
+                          └─ a call that died with the actor is made again
+
+Owns the way there. What an operation means, and which ones there are, is the client's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+
+from datapool.actor import APPLY_STEPS, DataPoolHandle, Operation, unavailable
+from datapool.errors import DataPoolError, UnknownBaseError
+from datapool.payload import PackedStep, as_bytes, pack
+from datapool.types import Step
+
+STEPS_PER_CALL = 256
+STEPS_FOR_A_SECOND_CALL = 64
+"""A second call leaves before the first is back only if it carries that much."""
+MAX_CALLS = 2
+RESTART_S = 120.0
+"""How long a pool that restarts is waited for: a journal of a million steps takes a minute."""
+RETRY_S = 0.05
+TIP_BYTES = 64 << 20
+"""Tokens of recent steps that are kept, to send the next ones relative to them."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Letter:
+    """An operation on its way, and who waits for its result."""
+
+    operation: Operation
+    subjects: frozenset[str]
+    """Trajectories or leases that it is about."""
+    n_steps: int
+    answer: asyncio.Future[Any]
+
+
+class _Tips:
+    """Tokens of the steps sent last, so that what follows them is sent relative to them."""
+
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[tuple[str, str, int], tuple[bytes, bytes]] = OrderedDict()
+        """(channel, trajectory_uid, step_index) -> prompt ids, response ids"""
+        self._n_bytes = 0
+
+    def pack(self, step: Step, channel: str) -> PackedStep:
+        base = step.step_index - 1 if step.parent_index is None else step.parent_index
+        known = self._tokens.get((channel, step.trajectory_uid, base), _NO_TOKENS)
+        packed = pack(step, base, *known)
+        if not step.is_last:
+            key = (channel, step.trajectory_uid, step.step_index)
+            self._put(key, (as_bytes(step.prompt_ids), as_bytes(step.response_ids)))
+        return packed
+
+    def forget(self, step: Step, channel: str) -> None:
+        """The pool does not hold this step, or not as it was sent."""
+        gone = self._tokens.pop((channel, step.trajectory_uid, step.step_index), _NO_TOKENS)
+        self._n_bytes -= sum(map(len, gone))
+
+    def clear(self) -> None:
+        self._tokens.clear()
+        self._n_bytes = 0
+
+    def _put(self, key: tuple[str, str, int], tokens: tuple[bytes, bytes]) -> None:
+        self._n_bytes += sum(map(len, tokens)) - sum(map(len, self._tokens.pop(key, _NO_TOKENS)))
+        self._tokens[key] = tokens
+        while self._n_bytes > TIP_BYTES:
+            self._n_bytes -= sum(map(len, self._tokens.popitem(last=False)[1]))
+
+
+_NO_TOKENS: tuple[bytes, ...] = ()
+
+
+class _Parcel:
+    """An operation with its steps packed, and its result in the making."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+        self.result: Any = None
+        self.unknown: list[int] = []
+        """Steps that were sent relative to one that the pool does not know."""
+        self._sent: list[int] = []
+
+    def pack(self, tips: _Tips | None) -> Operation:
+        """What travels; without tips, the `unknown` steps once more and whole."""
+        name, arguments = self._operation
+        if name != APPLY_STEPS:
+            return self._operation
+        steps, channel = arguments
+        if tips is not None:
+            self.result = [None] * len(steps)
+        packed: list[tuple[Any, ...]] = []
+        self._sent = []
+        for i in range(len(steps)) if tips is not None else self.unknown:
+            try:
+                packed.append(
+                    tuple(pack(steps[i]) if tips is None else tips.pack(steps[i], channel))
+                )
+                self._sent.append(i)
+            except DataPoolError as e:
+                self.result[i] = e
+        return name, (packed, channel)
+
+    def put(self, answer: Any, tips: _Tips) -> None:
+        """The pool's answer to what was packed last."""
+        name, arguments = self._operation
+        if name != APPLY_STEPS or isinstance(answer, DataPoolError):
+            self.result = answer
+            return
+        self.unknown = []
+        for i, result in zip(self._sent, answer, strict=True):
+            self.result[i] = result
+            if isinstance(result, DataPoolError):
+                tips.forget(arguments[0][i], arguments[1])
+                if isinstance(result, UnknownBaseError):
+                    self.unknown.append(i)
+
+
+class Outbox:
+    """Operations on their way. What is about the same trajectory goes in order, one after the
+    other; of the rest, two calls may be under way, so that the next one is packed meanwhile."""
+
+    def __init__(self, actor: DataPoolHandle) -> None:
+        self._actor = actor
+        self._tips = _Tips()
+        self._waiting: deque[_Letter] = deque()
+        self._n_waiting_steps = 0
+        self._away: dict[asyncio.Task[None], set[str]] = {}
+        """Calls under way, and what they are about."""
+
+    async def send(
+        self, name: str, *arguments: Any, subjects: Iterable[str], n_steps: int = 1
+    ) -> Any:
+        """The result of operation `name`; its refusal is raised."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Letter((name, arguments), frozenset(subjects), n_steps, answer))
+        self._n_waiting_steps += n_steps
+        if len(self._waiting) == 1:
+            # Behind those who are about to send something, too.
+            asyncio.get_running_loop().call_soon(self._dispatch)
+        elif self._n_waiting_steps >= STEPS_FOR_A_SECOND_CALL:
+            self._dispatch()
+        return await answer
+
+    def _dispatch(self) -> None:
+        """Start the calls that can start now."""
+        while self._waiting and len(self._away) < MAX_CALLS:
+            if self._away and self._n_waiting_steps < STEPS_FOR_A_SECOND_CALL:
+                return
+            letters, subjects = self._collect()
+            if not letters:
+                return
+            task = asyncio.create_task(self._deliver(letters))
+            self._away[task] = subjects
+            task.add_done_callback(self._returned)
+
+    def _collect(self) -> tuple[list[_Letter], set[str]]:
+        """The next call's letters: the first ones that no call under way, and no letter left
+        behind, has a subject in common with."""
+        barred: set[str] = set().union(*self._away.values())
+        letters: list[_Letter] = []
+        left: list[_Letter] = []
+        subjects: set[str] = set()
+        n_steps = 0
+        while self._waiting and n_steps < STEPS_PER_CALL:
+            letter = self._waiting.popleft()
+            if barred.isdisjoint(letter.subjects):
+                letters.append(letter)
+                subjects |= letter.subjects
+                n_steps += letter.n_steps
+            else:
+                left.append(letter)
+                barred |= letter.subjects
+        self._waiting.extendleft(reversed(left))
+        self._n_waiting_steps -= n_steps
+        return letters, subjects
+
+    def _returned(self, task: asyncio.Task[None]) -> None:
+        del self._away[task]
+        self._dispatch()
+
+    async def _deliver(self, letters: list[_Letter]) -> None:
+        error = await self._send(letters)
+        if error is not None and len(letters) > 1 and not isinstance(error, DataPoolError):
+            # One producer's operation did not travel (a metadata value that cannot be pickled,
+            # say). It must not take the others down; what was applied is a duplicate now.
+            for letter in letters:
+                await self._send([letter])
+
+    async def _send(self, letters: list[_Letter]) -> BaseException | None:
+        """Send and hand out the answers. An error that is all theirs is handed out, too."""
+        # Gathered and not raised: whatever went wrong has to reach the producers who wait for it.
+        answers: list[Any] = await asyncio.gather(self._apply(letters), return_exceptions=True)
+        answer = answers[0]
+        if isinstance(answer, BaseException):
+            self._tips.clear()
+            if len(letters) == 1 or isinstance(answer, DataPoolError):
+                for letter in letters:
+                    _answer(letter, answer)
+            return answer
+        for letter, result in zip(letters, answer, strict=True):
+            _answer(letter, result)
+        return None
+
+    async def _apply(self, letters: list[_Letter]) -> list[Any]:
+        """Each letter's result. Steps go relative to those before them, and once more, whole, if
+        the pool does not know those."""
+        parcels = [_Parcel(letter.operation) for letter in letters]
+        operations = [parcel.pack(self._tips) for parcel in parcels]
+        for parcel, result in zip(parcels, await self._call(operations), strict=True):
+            parcel.put(result, self._tips)
+        again = [parcel for parcel in parcels if parcel.unknown]
+        if again:
+            whole = [parcel.pack(None) for parcel in again]
+            for parcel, result in zip(again, await self._call(whole), strict=True):
+                parcel.put(result, self._tips)
+        return [parcel.result for parcel in parcels]
+
+    async def _call(self, operations: list[Operation]) -> list[Any]:
+        results: list[Any] = await call(self._actor.apply, operations)
+        return results
+
+
+def _answer(letter: _Letter, result: Any) -> None:
+    if letter.answer.done():  # its producer left
+        return
+    if isinstance(result, BaseException):
+        letter.answer.set_exception(result)
+    else:
+        letter.answer.set_result(result)
+
+
+async def call(method: Any, *arguments: Any) -> Any:
+    """Await a call of the actor; its error as itself. Calls again while the actor restarts."""
+    give_up = time.monotonic() + RESTART_S
+    while True:
+        reference = method.remote(*arguments)
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            # The caller leaves; so must its waiter in the actor, or it would be served.
+            ray.cancel(reference)
+            raise
+        except RayTaskError as e:
+            if isinstance(e.cause, DataPoolError):
+                raise e.cause from None
+            raise
+        except ActorUnavailableError as e:
+            if time.monotonic() > give_up:
+                raise unavailable(e) from e
+            await asyncio.sleep(RETRY_S)
+        except RayActorError as e:
+            raise unavailable(e) from e
