@@ -12,10 +12,12 @@ Owns the way there. What an operation means, and which ones there are, is the cl
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import ray
@@ -26,10 +28,15 @@ from datapool.errors import DataPoolError, UnknownBaseError
 from datapool.payload import PackedStep, as_bytes, pack
 from datapool.types import Step
 
+log = logging.getLogger(__name__)
+
 STEPS_PER_CALL = 256
-STEPS_FOR_A_SECOND_CALL = 64
+STEPS_FOR_A_SECOND_CALL = 128
 """A second call leaves before the first is back only if it carries that much."""
 MAX_CALLS = 2
+PART_BYTES = 80_000
+"""Of one argument: below the 100 kB that Ray sends along with a call."""
+STEP_OVERHEAD_BYTES = 160
 RESTART_S = 120.0
 """How long a pool that restarts is waited for: a journal of a million steps takes a minute."""
 RETRY_S = 0.05
@@ -57,28 +64,31 @@ class _Tips:
         self._n_bytes = 0
 
     def pack(self, step: Step, channel: str) -> PackedStep:
-        base = step.step_index - 1 if step.parent_index is None else step.parent_index
-        known = self._tokens.get((channel, step.trajectory_uid, base), _NO_TOKENS)
-        packed = pack(step, base, *known)
+        uid, index = step.trajectory_uid, step.step_index
+        base = index - 1 if step.parent_index is None else step.parent_index
+        packed = pack(step, base, *self._tokens.get((channel, uid, base), _NO_TOKENS))
         if not step.is_last:
-            key = (channel, step.trajectory_uid, step.step_index)
-            self._put(key, (as_bytes(step.prompt_ids), as_bytes(step.response_ids)))
+            key = (channel, uid, index)
+            if key in self._tokens:
+                self._discard(key)
+            self._tokens[key] = tokens = as_bytes(step.prompt_ids), as_bytes(step.response_ids)
+            self._n_bytes += len(tokens[0]) + len(tokens[1])
+            while self._n_bytes > TIP_BYTES:
+                self._discard(next(iter(self._tokens)))
         return packed
 
     def forget(self, step: Step, channel: str) -> None:
         """The pool does not hold this step, or not as it was sent."""
-        gone = self._tokens.pop((channel, step.trajectory_uid, step.step_index), _NO_TOKENS)
-        self._n_bytes -= sum(map(len, gone))
+        key = (channel, step.trajectory_uid, step.step_index)
+        if key in self._tokens:
+            self._discard(key)
 
     def clear(self) -> None:
         self._tokens.clear()
         self._n_bytes = 0
 
-    def _put(self, key: tuple[str, str, int], tokens: tuple[bytes, bytes]) -> None:
-        self._n_bytes += sum(map(len, tokens)) - sum(map(len, self._tokens.pop(key, _NO_TOKENS)))
-        self._tokens[key] = tokens
-        while self._n_bytes > TIP_BYTES:
-            self._n_bytes -= sum(map(len, self._tokens.popitem(last=False)[1]))
+    def _discard(self, key: tuple[str, str, int]) -> None:
+        self._n_bytes -= sum(map(len, self._tokens.pop(key)))
 
 
 _NO_TOKENS: tuple[bytes, ...] = ()
@@ -140,6 +150,7 @@ class Outbox:
         self._n_waiting_steps = 0
         self._away: dict[asyncio.Task[None], set[str]] = {}
         """Calls under way, and what they are about."""
+        self._posted: set[asyncio.Task[Any]] = set()
 
     async def send(
         self, name: str, *arguments: Any, subjects: Iterable[str], n_steps: int = 1
@@ -154,6 +165,22 @@ class Outbox:
         elif self._n_waiting_steps >= STEPS_FOR_A_SECOND_CALL:
             self._dispatch()
         return await answer
+
+    def post(self, name: str, *arguments: Any, subjects: Iterable[str]) -> None:
+        """`send` without waiting; `settled` waits. A failure is logged."""
+        task = asyncio.ensure_future(self.send(name, *arguments, subjects=subjects))
+        self._posted.add(task)
+        task.add_done_callback(self._report)
+
+    def _report(self, task: asyncio.Task[Any]) -> None:
+        self._posted.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("what was sent to the DataPool without waiting failed: %s", error)
+
+    async def settled(self) -> None:
+        """Return once everything posted has its answer."""
+        while self._posted:
+            await asyncio.wait(self._posted)
 
     def _dispatch(self) -> None:
         """Start the calls that can start now."""
@@ -230,8 +257,48 @@ class Outbox:
         return [parcel.result for parcel in parcels]
 
     async def _call(self, operations: list[Operation]) -> list[Any]:
-        results: list[Any] = await call(self._actor.apply, operations)
-        return results
+        """Each operation's result."""
+        parts, n_pieces = _in_parts(operations)
+        pieces = iter(await call(self._actor.apply, *parts))
+        return [_joined(list(islice(pieces, n))) for n in n_pieces]
+
+
+def _in_parts(operations: list[Operation]) -> tuple[list[list[Operation]], list[int]]:
+    """The operations as arguments that Ray sends along with the call (`DataPoolActor.apply`), and
+    in how many pieces each of them goes."""
+    parts: list[list[Operation]] = [[]]
+    n_pieces: list[int] = []
+    room = PART_BYTES
+    for name, arguments in operations:
+        if name != APPLY_STEPS:
+            parts[-1].append((name, arguments))
+            n_pieces.append(1)
+            continue
+        tuples, channel = arguments
+        piece: list[tuple[Any, ...]] = []
+        n = 1
+        for packed in tuples:
+            n_bytes = len(packed[-1]) + len(packed[-2] or b"") + STEP_OVERHEAD_BYTES
+            if n_bytes > room and room < PART_BYTES:
+                if piece:
+                    parts[-1].append((name, (piece, channel)))
+                    piece = []
+                    n += 1
+                parts.append([])
+                room = PART_BYTES
+            piece.append(packed)
+            room -= n_bytes
+        parts[-1].append((name, (piece, channel)))
+        n_pieces.append(n)
+    return parts, n_pieces
+
+
+def _joined(pieces: list[Any]) -> Any:
+    """The result of an operation from those of its pieces."""
+    if len(pieces) == 1:
+        return pieces[0]
+    refusal = next((piece for piece in pieces if isinstance(piece, DataPoolError)), None)
+    return refusal or [result for piece in pieces for result in piece]
 
 
 def _answer(letter: _Letter, result: Any) -> None:
@@ -244,15 +311,20 @@ def _answer(letter: _Letter, result: Any) -> None:
 
 
 async def call(method: Any, *arguments: Any) -> Any:
-    """Await a call of the actor; its error as itself. Calls again while the actor restarts."""
+    """Await a call of the actor; its error as itself. Calls again while the actor restarts.
+
+    A method with several return values gives a list.
+    """
     give_up = time.monotonic() + RESTART_S
     while True:
         reference = method.remote(*arguments)
+        references = reference if isinstance(reference, list) else [reference]
         try:
-            return await reference
+            values = [await each for each in references]
+            return values if references is reference else values[0]
         except asyncio.CancelledError:
             # The caller leaves; so must its waiter in the actor, or it would be served.
-            ray.cancel(reference)
+            ray.cancel(references[0])
             raise
         except RayTaskError as e:
             if isinstance(e.cause, DataPoolError):

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -301,6 +302,13 @@ class PackedLease:
     def unpack(self) -> Lease:
         return Lease(
             self.lease_id, self.channel, tuple(g.unpack() for g in self.groups), self.expires_at
+        )
+
+    def split(self, parts: int) -> tuple[PackedLease, ...]:
+        """`parts` leases of the same id, each with some of the groups, in order."""
+        edges = [len(self.groups) * i // parts for i in range(parts + 1)]
+        return tuple(
+            replace(self, groups=self.groups[start:end]) for start, end in pairwise(edges)
         )
 
     def steps(self) -> PackedSteps:

@@ -186,6 +186,25 @@ class Step:
                     "pass a finite number, None if not scored"
                 )
             put(self, "reward", float(self.reward))
+        # One look at plain values; what is not plain is looked at closely.
+        if not (
+            type(self.trajectory_uid) is type(self.prompt_uid) is str
+            and self.trajectory_uid
+            and self.prompt_uid
+            and type(self.step_index) is type(self.policy_version) is int
+            and self.step_index >= 0 <= self.policy_version
+            and type(self.metadata) is dict
+        ):
+            self._check_fields()
+        if self.parent_index is not None and not 0 <= self.parent_index < self.step_index:
+            raise InvalidStepError(
+                f"{self._name}: parent_index is {self.parent_index}; "
+                f"it lies in [0, {self.step_index})"
+            )
+        if type(self.version_spans) is not tuple or self.version_spans:
+            self._check_spans()
+
+    def _check_fields(self) -> None:
         for name in ("trajectory_uid", "prompt_uid"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -196,17 +215,10 @@ class Step:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise InvalidStepError(f"{self._name}: {name} is {value!r}; pass an integer >= 0")
-        if type(self.metadata) is not dict and not isinstance(self.metadata, Mapping):
+        if not isinstance(self.metadata, Mapping):
             raise InvalidStepError(
                 f"{self._name}: metadata is {self.metadata!r:.80}; pass a mapping"
             )
-        if self.parent_index is not None and not 0 <= self.parent_index < self.step_index:
-            raise InvalidStepError(
-                f"{self._name}: parent_index is {self.parent_index}; "
-                f"it lies in [0, {self.step_index})"
-            )
-        if type(self.version_spans) is not tuple or self.version_spans:
-            self._check_spans()
 
     @property
     def _name(self) -> str:

@@ -3,7 +3,7 @@
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
     stepwell gateway --config quickstart [key=value …]   pool + engine + gateway, no training
     stepwell config  --config quickstart [key=value …]   print the resolved configuration
-    stepwell bench   NAME [--json]                       measured claims, each with its bound
+    stepwell bench   NAME [--json|--markdown] [--quick]  measured claims, each with its bound
 
 Exit codes: 0 done; 1 a run or a bench failed; 2 the command line or the configuration is wrong;
 130 interrupted (everything that was started has been stopped).
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from trainer.bench import BENCHES, run_bench
 from trainer.errors import ConfigError, TrainerError
 
 T = TypeVar("T")
@@ -63,8 +64,18 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(run=run)
     bench = commands.add_parser("bench", help="run a benchmark and check its bounds")
-    bench.add_argument("name", choices=["overlap"])
-    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.add_argument("name", choices=list(BENCHES))
+    form = bench.add_mutually_exclusive_group()
+    for name, text in (("json", "print one JSON object"), ("markdown", "print Markdown tables")):
+        form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=text)
+    # An option that is not given is not passed on: not every bench has each.
+    absent = argparse.SUPPRESS
+    bench.add_argument(
+        "--quick", action="store_true", default=absent, help="little data, no timing bounds"
+    )
+    bench.add_argument(
+        "--only", nargs="+", metavar="SECTION", default=absent, help="these parts of it"
+    )
     bench.set_defaults(run=_bench)
     return parser
 
@@ -102,9 +113,8 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from trainer.bench import run_bench
-
-    return asyncio.run(_interruptible(run_bench(args.name, as_json=args.json)))
+    options = {key: getattr(args, key) for key in ("quick", "only") if hasattr(args, key)}
+    return asyncio.run(_interruptible(run_bench(args.name, form=args.form or "table", **options)))
 
 
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:

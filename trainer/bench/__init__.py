@@ -1,49 +1,112 @@
 """`stepwell bench NAME [--json]`: measured claims, each with its bound.
 
 A bench returns its figures and `Check`s; the exit code is 1 if one does not hold. Timing is
-compared only as a ratio within one run: the machine may be shared and noisy.
+compared only as a ratio within one run: the machine may be shared and noisy. A figure may be a
+table, a list of rows with the same keys.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, cast
-
-import orjson
-from rich.console import Console
-from rich.table import Table
+from typing import Any, Literal, TypeAlias, cast
 
 from trainer.bench.checks import BenchResult
+from trainer.errors import ConfigError
 
-BENCHES: Mapping[str, str] = MappingProxyType({"overlap": "trainer.bench.overlap"})
-"""Name -> module with `async def run() -> BenchResult`."""
+BENCHES: Mapping[str, str] = MappingProxyType(
+    {
+        "overlap": "trainer.bench.overlap",
+        "pool": "trainer.bench.pool",
+        "pool-starvation": "trainer.bench.pool.starvation",
+    }
+)
+"""Name -> module with `async def run(…) -> BenchResult`; its keyword arguments are its options."""
+
+Form: TypeAlias = Literal["table", "json", "markdown"]
 
 
-async def run_bench(name: str, *, as_json: bool) -> int:
-    run = cast(Callable[[], Awaitable[BenchResult]], importlib.import_module(BENCHES[name]).run)
-    result = await run()
-    if as_json:
-        print(orjson.dumps(result.as_json(name)).decode())
-    else:
-        _print(name, result)
+async def run_bench(name: str, *, form: Form = "table", **options: Any) -> int:
+    """Run it, print its result as `form`, and return the exit code.
+
+    Raises:
+        ConfigError: the bench has no such option.
+    """
+    run = cast(Callable[..., Awaitable[BenchResult]], importlib.import_module(BENCHES[name]).run)
+    for option in options:
+        if option not in inspect.signature(run).parameters:
+            raise ConfigError(f"bench {name} has no option --{option}; leave it out")
+    result = await run(**options)
+    match form:
+        case "json":
+            import orjson
+
+            print(orjson.dumps(result.as_json(name)).decode())
+        case "markdown":
+            print(as_markdown(name, result))
+        case "table":
+            _print(name, result)
     return 0 if all(check.holds for check in result.checks.values()) else 1
 
 
-def _print(name: str, result: BenchResult) -> None:
-    table = Table(title=f"bench {name}", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    table.add_column("bound", justify="right")
-    table.add_column("holds")
+def as_markdown(name: str, result: BenchResult) -> str:
+    """The tables of `result`, to be pasted into a page."""
+    return "\n\n".join(_markdown(rows) for _, rows in _tables(name, result))
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    columns = _columns(rows)
+    lines = [
+        [column.replace("_", " ") for column in columns],
+        ["---"] * len(columns),
+        *([_text(row.get(column, "–")) for column in columns] for row in rows),
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _tables(name: str, result: BenchResult) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(title, rows) of each figure that is a table, then of the other figures and the checks."""
+    rest: list[dict[str, Any]] = []
     for key, value in result.figures.items():
-        table.add_row(key, _text(value), "", "")
+        if isinstance(value, list):
+            yield key, value
+        else:
+            rest.append({"figure": key, "value": value, "bound": "", "holds": ""})
     for key, check in result.checks.items():
         bound = f"{'≤' if check.upper else '≥'} {_text(check.bound)}"
-        table.add_row(key, _text(check.value), bound, "yes" if check.holds else "[red]NO")
-    Console().print(table)
+        holds = "yes" if check.holds else "NO"
+        rest.append({"figure": key, "value": check.value, "bound": bound, "holds": holds})
+    if rest:
+        yield f"bench {name}", rest
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def _print(name: str, result: BenchResult) -> None:
+    # Here, not above: the command line reads BENCHES before it knows what it will do.
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file has no width; rich would cut columns at 80
+    for title, rows in _tables(name, result):
+        table = Table(title=title, title_justify="left")
+        first, *others = _columns(rows)
+        table.add_column(first.replace("_", " "), min_width=20)
+        for column in others:
+            table.add_column(column.replace("_", " "), justify="right")
+        for row in rows:
+            style = "red" if row.get("holds") == "NO" else None
+            table.add_row(*(_text(row.get(key, "–")) for key in (first, *others)), style=style)
+        console.print(table)
 
 
 def _text(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

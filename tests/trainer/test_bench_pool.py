@@ -1,0 +1,195 @@
+"""The pool's benches as they are run, on little data: what they report and that content is exact.
+
+The quick runs start Ray and every system that is installed; their timings are asserted nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+
+from trainer.bench import as_markdown
+from trainer.bench.checks import BenchResult, Check
+from trainer.bench.pool import FULL, MODES, QUICK, BareActor, Stepwell, run, transfer_queue
+from trainer.bench.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, ratio
+from trainer.bench.pool.workload import (
+    ROLLOUTS,
+    STEPS_PER_FETCH,
+    TURNS,
+    Call,
+    check_exact,
+    small_calls,
+    workload_a,
+)
+from trainer.cli import main
+from trainer.errors import ConfigError
+
+OURS = [f"Stepwell ({level})" for level in ("none", "process", "power")]
+
+
+@pytest.fixture(scope="module")
+def quick() -> BenchResult:
+    # Every system's content is checked inside: a step that came back changed, twice or not at all
+    # ends the run with an error.
+    return asyncio.run(run(quick=True))
+
+
+def test_every_system_is_measured_in_every_mode(quick: BenchResult) -> None:
+    rows = {row.pop("system"): row for row in map(dict, quick.figures["systems"])}
+    assert [*OURS, BareActor.name] == list(rows)[:4]
+    names = {mode.name for mode in MODES}
+    for system in list(rows)[: 4 + transfer_queue.is_installed()]:
+        assert rows[system].keys() == names | {"rss_bytes_per_step", "private_bytes_per_step"}
+        assert all(rows[system][name] > 0 for name in names), system
+
+
+def test_leases_and_submits_are_measured_at_every_size(quick: BenchResult) -> None:
+    rows = quick.figures["pool_sizes"]
+    assert [row["stored_steps"] for row in rows] == list(QUICK.sizes)
+    for row in rows:
+        assert row["lease_128_p50_ms"] > 0
+        assert row["submit_16_p50_ms"] > 0
+
+
+def test_a_quick_run_reports_the_ratios_and_bounds_none(quick: BenchResult) -> None:
+    assert quick.checks == {}
+    for name in (
+        "process_by_bare_one_at_a_time",
+        "none_by_bare_pipelined",
+        "process_concurrent_by_bare_one_by_one",
+        "conversion_128_ms",
+    ):
+        assert quick.figures[name] > 0
+    assert json.loads(json.dumps(quick.as_json("pool")))["bench"] == "pool"
+
+
+def test_a_full_run_measures_what_the_claims_are_about() -> None:
+    assert FULL.sizes == (1_000, 100_000, 1_000_000)
+    assert FULL.stored >= 20_000
+    assert FULL.stored % STEPS_PER_FETCH == 0
+    assert all(mode.groups * ROLLOUTS * TURNS % STEPS_PER_FETCH == 0 for mode in MODES)
+
+
+def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"throughputs.*choose from memory, throughput"):
+        asyncio.run(run(quick=True, only=["throughputs"]))
+
+
+def test_a_store_that_is_not_installed_has_a_row_that_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import trainer.bench.pool as bench
+
+    monkeypatch.setattr(bench, "is_installed", lambda: False)
+    systems = bench.Systems()
+    assert [system.name for system in systems.all] == [*OURS, BareActor.name]
+    assert "TransferQueue==0.1.11" in systems.table()[-1]["system"]
+
+
+def test_hanging_rollouts_cost_no_other_group_anything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "pool-starvation", "--quick", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    figures = result["figures"]
+    assert result["checks"]["full_groups_not_served"]["holds"]
+    assert figures["rollouts_hung"] > 0
+    assert figures["served_with_fewer"] > 0
+    assert figures["drop_reasons"].keys() == {"deadline"}
+    ends = figures["served_full"] + figures["served_with_fewer"]
+    assert ends + figures["drop_reasons"]["deadline"] == figures["groups"]
+
+
+def test_an_option_that_a_bench_does_not_have_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "overlap", "--quick"]) == 2
+    assert "overlap has no option --quick" in capsys.readouterr().err
+
+
+# -- workload A ------------------------------------------------------------------------------
+
+
+def test_workload_a_is_the_issues_workload() -> None:
+    calls = list(workload_a(2, "w"))
+    assert len(calls) == 2 * ROLLOUTS * TURNS
+    for call in calls:
+        assert len(call.prompt_ids) == 512 + 300 * call.step_index
+        assert len(call.response_ids) == len(call.log_probs) == 128
+        assert call.is_last == (call.step_index == 3)
+    for group in ("w-0", "w-1"):
+        first = [c.prompt_ids for c in calls if c.prompt_uid == group and c.step_index == 0]
+        assert len(first) == ROLLOUTS
+        assert all(prompt == first[0] for prompt in first)
+
+
+def test_every_prompt_extends_its_parents_prompt_and_response() -> None:
+    for calls in (list(workload_a(1, "w")), list(small_calls(3, "s"))):
+        by_key = {call.key: call for call in calls}
+        children = [call for call in calls if call.parent_index is not None]
+        assert len(children) == len(calls) * (TURNS - 1) // TURNS
+        for call in children:
+            assert call.parent_index is not None
+            parent = by_key[(call.trajectory_uid, call.parent_index)]
+            known = parent.prompt_ids + parent.response_ids
+            assert call.prompt_ids[: len(known)] == known
+
+
+def test_a_call_survives_being_a_step() -> None:
+    for call in workload_a(1, "w"):
+        assert Call.of(call.step()) == call
+
+
+# -- exactness and ratios --------------------------------------------------------------------
+
+
+def test_exact_content_in_any_order_passes() -> None:
+    calls = list(small_calls(1, "s"))
+    check_exact(calls, calls[::-1])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda calls: calls[1:],
+        lambda calls: [*calls, calls[0]],
+        lambda calls: [dataclasses.replace(calls[0], response_ids=[1]), *calls[1:]],
+        lambda calls: [dataclasses.replace(calls[0], metadata={}), *calls[1:]],
+        lambda calls: [dataclasses.replace(calls[0], step_index=9), *calls[1:]],
+    ],
+    ids=["lost", "twice", "other tokens", "no metadata", "another step"],
+)
+def test_content_that_is_not_exact_ends_the_run(spoil) -> None:
+    calls = list(small_calls(1, "s"))
+    with pytest.raises(RuntimeError, match="came back"):
+        check_exact(calls, spoil(calls))
+
+
+def test_a_ratio_is_taken_within_each_round() -> None:
+    ours, bare = Stepwell("none"), BareActor()
+    rates = {
+        # The machine was ten times slower in the second round, for both.
+        ours.name: {PIPELINED.name: [400.0, 40.0, 300.0], CONCURRENT.name: []},
+        bare.name: {ONE_AT_A_TIME.name: [200.0, 20.0, 100.0]},
+    }
+    assert ratio(rates, (ours, PIPELINED), (bare, ONE_AT_A_TIME)) == 2.0
+
+
+def test_markdown_has_a_table_per_figure_table_and_one_for_the_rest() -> None:
+    result = BenchResult(
+        {"ratio": Check(2.5, 2.0, upper=False), "ms": Check(6.5, 5.0)},
+        {"systems": [{"system": "a", "steps_per_s": 1234.5}, {"system": "b"}], "elapsed_s": 1.5},
+    )
+    assert as_markdown("pool", result).splitlines() == [
+        "| system | steps per s |",
+        "| --- | --- |",
+        "| a | 1,234 |",
+        "| b | – |",
+        "",
+        "| figure | value | bound | holds |",
+        "| --- | --- | --- | --- |",
+        "| elapsed_s | 1.5 |  |  |",
+        "| ratio | 2.5 | ≥ 2 | yes |",
+        "| ms | 6.5 | ≤ 5 | NO |",
+    ]
