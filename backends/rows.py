@@ -101,9 +101,10 @@ def _extends(child: Step, parent: Step) -> bool:
     prompt = child.prompt_ids
     return (
         len(prompt) >= n
-        # The response first: siblings share the prompt and differ there.
-        and np.array_equal(prompt[p:n], parent.response_ids)
-        and np.array_equal(prompt[:p], parent.prompt_ids)
+        # The response first: siblings share the prompt and differ there. As bytes: several times
+        # faster than comparing arrays of this size.
+        and prompt[p:n].tobytes() == parent.response_ids.tobytes()
+        and prompt[:p].tobytes() == parent.prompt_ids.tobytes()
     )
 
 

@@ -95,21 +95,28 @@ class TorchBackend(TrainingBackend):
             BatchError: no steps, a token id outside the vocabulary, or multi-modal data.
         """
         flat = TokenBatch.of(steps)
-        vocab = self._model.get_input_embeddings().num_embeddings
         for step in steps:
-            owner = f"step {step.trajectory_uid!r}[{step.step_index}]"
             if step.multi_modal_data:
                 raise BatchError(
-                    f"{owner} has multi_modal_data; the torch backend trains on text only"
-                )
-            largest = max(int(step.prompt_ids.max()), int(step.response_ids.max()))
-            if largest >= vocab:
-                raise BatchError(
-                    f"{owner} has token id {largest}, but the model in {self._model_path} knows "
-                    f"{vocab} tokens; engine and trainer must load the same model"
+                    f"{_name(step)} has multi_modal_data; the torch backend trains on text only"
                 )
         rows = tuple(build_rows(steps, self._config.rows))
+        # Rows hold every token, most of them once.
+        vocab = self._model.get_input_embeddings().num_embeddings
+        if any(np.maximum.reduce(row.ids) >= vocab for row in rows):
+            raise self._unknown_token(steps, vocab)
         return TorchBatch(flat.steps, flat.offsets, flat.columns, rows)
+
+    def _unknown_token(self, steps: Sequence[Step], vocab: int) -> BatchError:
+        step, largest = next(
+            (step, largest)
+            for step in steps
+            if (largest := max(int(step.prompt_ids.max()), int(step.response_ids.max()))) >= vocab
+        )
+        return BatchError(
+            f"{_name(step)} has token id {largest}, but the model in {self._model_path} knows "
+            f"{vocab} tokens; engine and trainer must load the same model"
+        )
 
     @torch.no_grad()
     def compute_log_probs(self, batch: TorchBatch) -> Tensor:
@@ -373,3 +380,7 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if enabled:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
+
+
+def _name(step: Step) -> str:
+    return f"step {step.trajectory_uid!r}[{step.step_index}]"

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 POOL_NAME = "data_pool"
 WEIGHTS = "weights"
 """Folder of published weights, in the run's folder: what a crashed engine restarts from."""
+POOL = "pool"
+"""Folder of the pool's journal, in the run's folder: what a resumed run finds its groups in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +59,17 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
                 "max_outstanding_groups": config.rollout.max_outstanding_groups,
             }
         )
+        # Absolute: an actor's working directory need not be ours.
+        folder = config.run.dir.absolute()
         pool_config = config.pool.model_copy(
-            update={"channels": {**config.pool.channels, TRAIN: train}}
+            update={
+                "channels": {**config.pool.channels, TRAIN: train},
+                "journal_dir": config.pool.journal_dir or folder / POOL,
+            }
         )
         pool = DataPoolClient(
             await asyncio.to_thread(start_data_pool, pool_config, POOL_NAME, namespace)
         )
-        # Absolute: an actor's working directory need not be ours.
-        folder = config.run.dir.absolute()
         engine_config = config.engine
         if engine_config.model_path is not None:
             engine_config = engine_config.model_copy(

@@ -13,6 +13,7 @@ thread. Owns the order of things, the version table and the lag. Does not own th
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,8 +36,11 @@ from trainer.data import PromptSource, Task
 from trainer.errors import StarvedError
 from trainer.losses import coefficients, make_loss_fn
 from trainer.off_policy import correct, lags
+from trainer.reclaim import reclaim
 from trainer.rollout import Producer
 from trainer.scoring import Scorer
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -225,6 +229,7 @@ class Trainer:
         # Before the first engine has them: their steps must find their version in the table.
         self.progress.version = version
         self.progress.published[version] = self.progress.updates
+        await self.pool.advance_version(version)
         mode: PublishMode = "retract" if self.config.async_training.partial_rollout else "drain"
         self._publication = asyncio.create_task(
             publish(self._engines, path, version, mode, store=self._weights)
@@ -242,13 +247,15 @@ class Trainer:
 
     async def checkpoint(self) -> None:
         """Make everything up to here durable, then ack the groups it was trained on."""
-        acked = {g.prompt_uid for lease in self._unacked for g in lease.groups}
-        pending = [task for uid, task in self.producer.in_flight.items() if uid not in acked]
+        trained = {x.lease_id: [g.prompt_uid for g in x.groups] for x in self._unacked}
+        acked = {uid for uids in trained.values() for uid in uids}
+        pending = {uid: t for uid, t in self.producer.in_flight.items() if uid not in acked}
         state = {
             "backend": await self._compute(self._backend.state_dict),
             "progress": replace(self.progress),
             "source": self._source.state_dict(),
             "pending": pending,
+            "trained": trained,
         }
         await self._compute(self._checkpoints.save, self.progress.updates, state)
         for lease in self._unacked:
@@ -265,11 +272,21 @@ class Trainer:
             await self._compute(self._backend.load_state_dict, state["backend"])
             self.progress = state["progress"]
             self._source.load_state_dict(state["source"])
-            self._source.put_back(state["pending"])
+        reclaimed = await reclaim(
+            self.pool,
+            trained=state["trained"] if state else {},
+            pending=state["pending"] if state else {},
+            version=self.progress.version,
+        )
+        if reclaimed.dropped:
+            log.info("groups of the former process dropped: %s", dict(reclaimed.dropped))
+        self.producer.in_flight.update(reclaimed.kept)
+        self._source.put_back(reclaimed.again)
         serving = [await engine.weight_version() for engine in self._engines]
-        if state is not None or any(serving):
-            # A number that no engine has seen: their steps of before must not pass for ours.
-            self.progress.version = max([self.progress.version, *serving])
+        before = (await self.pool.get_statistics(TRAIN))["policy_version"]
+        if state is not None or any(serving) or before:
+            # A number that nobody has seen: steps of before must not pass for ours.
+            self.progress.version = max([self.progress.version, before, *serving])
             await self.publish()
         return state is not None
 

@@ -206,11 +206,13 @@ class Producer:
         """Generation goes on inside the block, for `limit` groups or as long as there is data; the
         yielded task fails if generation does."""
         task = asyncio.create_task(self._run(limit), name="producer")
+        drops = asyncio.create_task(self._follow_drops(), name="drops")
         try:
             yield task
         finally:
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            drops.cancel()
+            await asyncio.gather(task, drops, return_exceptions=True)
 
     async def evaluate(self, tasks: list[Task], n: int, channel: str) -> list[str]:
         """Run every task n times into `channel`; returns the prompt_uids, once all have ended."""
@@ -235,6 +237,20 @@ class Producer:
                 prompt_uid = await self._start(task, self._config.n, self._config.min_n, TRAIN)
                 self.in_flight[prompt_uid] = task
                 groups.create_task(self._run_group(number, task, prompt_uid, self._config.n, TRAIN))
+
+    async def _follow_drops(self) -> None:
+        """What the pool drops is settled; what it returns to the source is issued again. Its place
+        is taken by the next prompt anyway: a drop frees admission."""
+        cursor: str | None = None
+        while True:
+            page = await self._pool.get_events(
+                cursor, channel=TRAIN, kinds=("dropped",), timeout_s=60
+            )
+            cursor = page.cursor
+            for event in page.events:
+                task = self.in_flight.pop(event.prompt_uid, None)
+                if task is not None and event.data["returned"]:
+                    self._source.put_back([task])
 
     async def _start(self, task: Task, n: int, min_n: int, channel: str) -> str:
         prompt_uid = f"{task['instance_id']}-{uuid.uuid4().hex[:8]}"

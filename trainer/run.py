@@ -21,7 +21,7 @@ import torch
 from backends.base import build_backend
 from backends.weights import WeightStore
 from trainer.checkpoint import CheckpointStore
-from trainer.cluster import WEIGHTS, Cluster, start_cluster
+from trainer.cluster import POOL, WEIGHTS, Cluster, start_cluster
 from trainer.config import RunConfig
 from trainer.data import PromptSource
 from trainer.display import Display
@@ -159,7 +159,7 @@ def summarise(
 
 def _start_over(folder: Path) -> None:
     """Remove what a run writes, and nothing else: `run.dir` may be any folder."""
-    for name in (WEIGHTS, CHECKPOINTS, "logs", "wandb"):
+    for name in (WEIGHTS, CHECKPOINTS, POOL, "logs", "wandb"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", "summary.json", "reward.png"):
         (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,111 @@
+"""What a restarted trainer finds in its pool, through a real pool actor."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+import ray
+
+from datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from trainer.reclaim import reclaim
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def pool(cluster: Any) -> Any:
+    handle = start_data_pool(PoolConfig(), name=uuid.uuid4().hex)
+    yield DataPoolClient(handle)
+    ray.kill(handle)
+
+
+def task(uid: str) -> dict[str, str]:
+    return {"instance_id": uid}
+
+
+async def group(
+    pool: DataPoolClient,
+    uid: str,
+    *,
+    version: int = 0,
+    done: bool = True,
+    ours: bool = True,
+    channel: str = "train",
+) -> None:
+    metadata = {"task": task(uid)} if ours else {}
+    await pool.open_group(uid, 1, metadata=metadata, channel=channel)
+    step = Step(
+        prompt_ids=[1],
+        response_ids=[2],
+        trajectory_uid=f"t-{uid}",
+        prompt_uid=uid,
+        policy_version=version,
+        is_last=done,
+    )
+    await pool.submit_step(step, channel)
+
+
+async def live(pool: DataPoolClient, channel: str = "train") -> set[str]:
+    return {row.prompt_uid for row in (await pool.list_groups(channel)).items}
+
+
+async def test_ready_groups_of_the_checkpoint_are_kept_and_all_others_issued_again(
+    pool: DataPoolClient,
+) -> None:
+    await group(pool, "ready")
+    await group(pool, "open", done=False)
+    await group(pool, "fresh", version=7)
+    await group(pool, "later")
+    await group(pool, "agent", ours=False)
+    pending = {uid: task(uid) for uid in ("ready", "open", "fresh", "gone")}
+
+    result = await reclaim(pool, trained={}, pending=pending, version=3)
+
+    assert result.kept == {"ready": task("ready")}
+    assert result.again == [task(uid) for uid in ("open", "fresh", "gone")]
+    assert await live(pool) == {"ready", "agent"}
+    assert result.dropped == {
+        "producer_restarted": 1,
+        "lost_policy_version": 1,
+        "after_checkpoint": 1,
+    }
+
+
+async def test_what_the_checkpoint_contains_is_never_served_again(pool: DataPoolClient) -> None:
+    for uid in "abc":
+        await group(pool, uid)
+    trained = await pool.lease_batch()
+    untrained = await pool.lease_batch()
+    assert trained is not None
+    assert untrained is not None
+    leases = {trained.lease_id: [g.prompt_uid for g in trained.groups]}
+
+    await reclaim(pool, trained=leases, pending={u: task(u) for u in "bc"}, version=0)
+
+    assert await live(pool) == {"b", "c"}
+    served = await pool.fetch_batch(batch_size=2)
+    assert served is not None
+    assert {step.prompt_uid for step in served} == {"b", "c"}
+
+
+async def test_a_trained_group_whose_lease_ran_out_is_dropped(pool: DataPoolClient) -> None:
+    await group(pool, "a")
+    lease = await pool.lease_batch(lease_s=0.01)
+    assert lease is not None
+    assert await pool.lease_batch(timeout_s=5) is not None  # given to another consumer
+
+    await reclaim(pool, trained={lease.lease_id: ["a"]}, pending={}, version=0)
+    assert await live(pool) == set()
+
+
+async def test_nothing_is_left_of_an_evaluation(pool: DataPoolClient) -> None:
+    await group(pool, "v", channel="val")
+    await reclaim(pool, trained={}, pending={}, version=0)
+    assert await live(pool, "val") == set()
