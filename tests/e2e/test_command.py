@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,6 +55,32 @@ def test_a_run_leaves_its_files_and_a_second_one_resumes_it(tmp_path: Path) -> N
     for key in ("eval_before", "eval_after", "tool_use_before", "tool_use_after"):
         assert 0 <= summary[key] <= 1
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    argv = command(tmp_path, "trainer.total_steps=6", "trainer.checkpoint_every=2")
+    process = subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    children: list[psutil.Process] = []
+    try:
+        while not (tmp_path / "checkpoints" / "step_2").exists():
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.05)
+        children = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+        psutil.wait_procs(children, timeout=30)
+
+    second = run(argv)
+    assert second.returncode == 0, second.stderr
+    assert "resumed at optimizer step" in second.stdout
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
+    # A version belongs to one policy: none that the lost steps published is used again.
+    versions = [r["policy_version"] for r in records]
+    assert versions == sorted(versions)
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
