@@ -6,6 +6,7 @@ Imports nothing of ours and no torch.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from datapool.config import ChannelConfig, PoolConfig
@@ -44,6 +45,8 @@ from datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, VersionSp
 if TYPE_CHECKING:
     from datapool.actor import DataPoolActor, start_data_pool
     from datapool.client import DataPoolClient
+    from datapool.sharded import ShardedDataPoolClient
+    from datapool.shards import start_shards
 
 __all__ = [
     "TRAIN",
@@ -73,6 +76,7 @@ __all__ = [
     "PoolUnavailableError",
     "ReplayError",
     "SelectionError",
+    "ShardedDataPoolClient",
     "Step",
     "StepConflictError",
     "StepIndexError",
@@ -87,18 +91,21 @@ __all__ = [
     "UnknownTrajectoryError",
     "VersionSpan",
     "start_data_pool",
+    "start_shards",
 ]
 
 
+_NEEDS_RAY = {
+    "DataPoolActor": "actor",
+    "DataPoolClient": "client",
+    "ShardedDataPoolClient": "sharded",
+    "start_data_pool": "actor",
+    "start_shards": "shards",
+}
+
+
 def __getattr__(name: str) -> Any:
-    # What needs Ray is imported on first use: an engine's process reads `datapool.types` and
-    # should not pay for Ray.
-    if name == "DataPoolClient":
-        from datapool.client import DataPoolClient
-
-        return DataPoolClient
-    if name in ("DataPoolActor", "start_data_pool"):
-        from datapool import actor
-
-        return getattr(actor, name)
+    # Imported on first use: an engine's process reads `datapool.types` and should not pay for Ray.
+    if name in _NEEDS_RAY:
+        return getattr(import_module(f"datapool.{_NEEDS_RAY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

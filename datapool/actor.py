@@ -43,10 +43,12 @@ from datapool.errors import (
     PoolUnavailableError,
 )
 from datapool.events import Events
+from datapool.journal import FILE_NAME as JOURNAL_FILE
 from datapool.journal import Journal
+from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from datapool.payload import PackedLease, PackedStep, PackedSteps
-from datapool.pool import DataPool, check_lease_request
-from datapool.process import settle_heap
+from datapool.pool import Credit, DataPool, check_lease_request
+from datapool.process import growing_heap, settle_heap
 from datapool.records import SubmitOutcome, TrajectoryOutcome
 from datapool.replay import restore
 from datapool.selection import DryRun, Marks
@@ -58,6 +60,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_NAME = "data_pool"
+SHARDS_FILE = "shards"
+"""In a journal_dir that several shards share: how many."""
 Operation: TypeAlias = tuple[str, tuple[Any, ...]]
 """(method, its positional arguments)"""
 APPLY_STEPS = "apply_steps"
@@ -84,6 +88,7 @@ class _Request(NamedTuple):
     batch_size: int
     lease_s: float | None
     request_id: str | None
+    at_most: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +108,22 @@ class _Producer:
     answer: asyncio.Future[SubmitOutcome]
 
 
+@dataclass(eq=False, slots=True)
+class _Watch:
+    """A caller that wants to know when something is so."""
+
+    is_met: Callable[[], bool]
+    answer: asyncio.Future[None]
+    is_consumer: bool
+
+
+class Available(NamedTuple):
+    """What a shard has for a consumer."""
+
+    n_groups: int
+    shut_down: bool
+
+
 @dataclass(slots=True)
 class _Waiting:
     """Who waits on one channel, first come first.
@@ -116,9 +137,11 @@ class _Waiting:
     """Those who open groups, and wait for credit."""
     rooms: OrderedDict[int, _Producer] = field(default_factory=OrderedDict)
     """Those whose steps wait for room; they need not wait behind somebody who lacks credit."""
+    watches: dict[str, _Watch] = field(default_factory=dict)
+    """Those who look at several shards, by a name of their own."""
 
     def __bool__(self) -> bool:
-        return bool(self.consumers or self.producers or self.rooms)
+        return bool(self.consumers or self.producers or self.rooms or self.watches)
 
 
 class DataPoolActor:
@@ -129,6 +152,7 @@ class DataPoolActor:
     ) -> None:
         config = config or PoolConfig()
         restarted = _was_restarted()
+        self._shard = shard
         self._journal: Journal | None = None
         if folder is None:
             # A fresh epoch: leases of a lost predecessor must not name leases of this one.
@@ -155,7 +179,8 @@ class DataPoolActor:
         """Open the journal and make the pool what it says."""
         began = time.monotonic()
         journal = Journal(folder, "power" if self._pool.config.durability == "power" else "process")
-        n_rows = restore(self._pool, journal, journal.rows(), journal.states(), journal.read)
+        with growing_heap():
+            n_rows = restore(self._pool, journal, journal.rows(), journal.states(), journal.read)
         self._recovery_s = time.monotonic() - began
         if n_rows:
             logger.warning(
@@ -198,6 +223,7 @@ class DataPoolActor:
             self._pool.drop_group(prompt_uid, "open_cancelled", channel, now=self._now())
 
         return await self._admitted(attempt, channel, timeout_s, undo, "producers")
+
     async def wait_for_room(self, channel: str = TRAIN, timeout_s: float | None = None) -> None:
         """Return once a step of a new group would be admitted.
 
@@ -315,15 +341,18 @@ class DataPoolActor:
             channel,
         )
 
-    async def apply(self, operations: Sequence[Operation]) -> list[Any]:
-        """Producers' operations in one trip, in order: each one's result or, as a value, refusal.
+    async def apply(self, *parts: Sequence[Operation]) -> list[Any]:
+        """Operations in one trip, in order: each one's result or, as a value, refusal.
 
-        `apply_steps` takes packed steps as plain tuples.
+        `apply_steps` takes packed steps as plain tuples. In several parts, because Ray sends an
+        argument of less than 100 kB along with the call, and a larger one through its object
+        store, which takes longer than many small ones.
 
         Raises:
             InvalidRequestError: an operation that is not in `BATCHED`; none is applied.
             JournalError: it could not be made durable.
         """
+        operations = [operation for part in parts for operation in part]
         for name, _ in operations:
             if name not in BATCHED:
                 raise InvalidRequestError(
@@ -355,6 +384,12 @@ class DataPoolActor:
 
     # -- consumers ---------------------------------------------------------------------------
 
+    async def lease_parts(self, parts: int, *arguments: Any) -> tuple[PackedLease | None, ...]:
+        """`lease_batch` as `parts` (> 1) leases of one id, each with some of the groups: for the
+        same reason as the parts of `apply`, the other way round."""
+        lease = await self.lease_batch(*arguments)
+        return (None,) * parts if lease is None else lease.split(parts)
+
     async def lease_batch(
         self,
         n_rollouts: int | None = None,
@@ -363,18 +398,20 @@ class DataPoolActor:
         timeout_s: float | None = 0,
         lease_s: float | None = None,
         request_id: str | None = None,
+        at_most: bool = False,
     ) -> PackedLease | None:
         """`DataPool.lease_batch`, waiting up to `timeout_s` (None: for ever) for the groups.
 
         None after the timeout, or as soon as the channel is shut down without enough of them.
         Consumers that ask for the same `n_rollouts` are served first come, first served. A call
         that is repeated with its `request_id` gets the lease that it was given before.
+        `at_most`: fewer groups will do.
         """
         check_lease_request(n_rollouts, batch_size, lease_s)
         ticket = self._ticket()
         waiter = _Consumer(
             ticket,
-            _Request(n_rollouts, channel, batch_size, lease_s, request_id),
+            _Request(n_rollouts, channel, batch_size, lease_s, request_id, at_most),
             asyncio.get_running_loop().create_future(),
         )
         if self._pool.leases.answer_to(request_id) is not None:
@@ -440,11 +477,83 @@ class DataPoolActor:
         """`DataPool.renew`."""
         return await self._commit(lambda: self._pool.renew(lease_id, lease_s, now=self._now()))
 
+    async def release_request(self, request_id: str, reason: str) -> None:
+        """Nack the lease that the `lease_batch` of this id was given, if it was."""
+        lease = self._pool.leases.answer_to(request_id)
+        if lease is not None:
+            await self.nack(lease.lease_id, reason)
+
     async def release_leases(self, channel: str = TRAIN, reason: str = "released") -> int:
         """`DataPool.release_leases`: what a consumer that starts over calls."""
         return await self._commit(
             lambda: self._pool.release_leases(channel, reason, now=self._now()), channel
         )
+
+    # -- several shards ----------------------------------------------------------------------
+
+    async def wait_available(
+        self,
+        n_rollouts: int | None = None,
+        channel: str = TRAIN,
+        more_than: int = -1,
+        timeout_s: float = 0,
+        watcher: str = "",
+    ) -> Available:
+        """`DataPool.n_available`, once it is more than that, the channel is shut down, or
+        `timeout_s` is over; or as soon as the same `watcher` waits for something else."""
+
+        def now() -> Available:
+            return Available(
+                self._pool.n_available(n_rollouts, channel), self._pool.is_shut_down(channel)
+            )
+
+        def is_met() -> bool:
+            available = now()
+            return available.n_groups > more_than or available.shut_down
+
+        await self._watch(watcher, channel, timeout_s, is_met, is_consumer=True)
+        return now()
+
+    async def wait_credit(
+        self,
+        prompt_uid: str | None = None,
+        channel: str = TRAIN,
+        before: Mapping[str, tuple[int, int]] | None = None,
+        timeout_s: float = 0,
+        watcher: str = "",
+    ) -> Credit:
+        """`DataPool.credit`, once it is freer than `before`; else as `wait_available`."""
+
+        def is_met() -> bool:
+            credit = self._pool.credit(prompt_uid, channel)
+            return before is None or credit.is_freer(before) or credit.shut_down
+
+        await self._watch(watcher, channel, timeout_s, is_met, is_consumer=False)
+        return self._pool.credit(prompt_uid, channel)
+
+    async def _watch(
+        self,
+        watcher: str,
+        channel: str,
+        timeout_s: float,
+        is_met: Callable[[], bool],
+        *,
+        is_consumer: bool,
+    ) -> None:
+        waiting = self._waiting.setdefault(channel, _Waiting())
+        former = waiting.watches.pop(watcher, None)
+        if former is not None and not former.answer.done():
+            former.answer.set_result(None)
+        watch = _Watch(is_met, asyncio.get_running_loop().create_future(), is_consumer)
+        try:
+            self._set_timer()  # after a restart nobody else may call, and what is due may be it
+            if timeout_s > 0 and not is_met():
+                waiting.watches[watcher] = watch
+                await asyncio.wait([watch.answer], timeout=timeout_s)
+        finally:
+            if waiting.watches.get(watcher) is watch:
+                del waiting.watches[watcher]
+            self._forget_idle(channel)
 
     # -- people and sources ------------------------------------------------------------------
 
@@ -519,6 +628,55 @@ class DataPoolActor:
             finally:
                 self._watchers.discard(watcher)
 
+    # -- reading -----------------------------------------------------------------------------
+
+    async def list_groups(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        filters: Mapping[str, Any] | None = None,
+    ) -> Page[GroupRow]:
+        """`DataPool.list_groups`."""
+        return self._pool.list_groups(channel, cursor, limit, now=self._now(), **(filters or {}))
+
+    async def list_trajectories(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        filters: Mapping[str, Any] | None = None,
+    ) -> Page[TrajectoryRow]:
+        """`DataPool.list_trajectories`."""
+        return self._pool.list_trajectories(
+            channel, cursor, limit, now=self._now(), **(filters or {})
+        )
+
+    async def list_steps(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        include_tokens: bool = False,
+        filters: Mapping[str, Any] | None = None,
+    ) -> Page[StepRow]:
+        """`DataPool.list_steps`."""
+        return self._pool.list_steps(
+            channel, cursor, limit, include_tokens, now=self._now(), **(filters or {})
+        )
+
+    async def read_trajectories(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        filters: Mapping[str, Any] | None = None,
+    ) -> ExportedPage:
+        """`DataPool.read_trajectories`."""
+        return self._pool.read_trajectories(
+            channel, cursor, limit, now=self._now(), **(filters or {})
+        )
+
     # -- end and statistics ------------------------------------------------------------------
 
     async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
@@ -526,15 +684,21 @@ class DataPoolActor:
         stats = self._pool.get_statistics(channel, now=self._now())
         for name, counts in stats.items() if channel is None else [(channel, stats)]:
             waiting = self._waiting.get(name, _Waiting())
+            watching = sum(watch.is_consumer for watch in waiting.watches.values())
             counts["waiting"] = {
-                "consumers": sum(len(queue) for queue in waiting.consumers.values()),
-                "producers": len(waiting.producers) + len(waiting.rooms),
+                "consumers": sum(map(len, waiting.consumers.values())) + watching,
+                "producers": len(waiting.producers)
+                + len(waiting.rooms)
+                + len(waiting.watches)
+                - watching,
             }
         return stats
 
     async def describe(self) -> dict[str, Any]:
         """This shard: process, durability, memory and journal."""
         described: dict[str, Any] = {
+            "shard": self._shard,
+            "n_shards": self._pool.config.shards,
             "pid": os.getpid(),
             "durability": self._pool.config.durability,
             "memory_bytes": sum(c.memory_bytes for c in self._pool.channels.values()),
@@ -612,6 +776,9 @@ class DataPoolActor:
                 # Consumers first: what they take is credit for producers.
                 self._serve(waiting)
                 self._admit(waiting)
+                for watch in waiting.watches.values():
+                    if not watch.answer.done() and watch.is_met():
+                        watch.answer.set_result(None)
         if self._watchers and self._pool.events.n_events != self._n_events_seen:
             self._n_events_seen = self._pool.events.n_events
             for watcher in self._watchers:
@@ -700,6 +867,28 @@ def start_data_pool(
             that another pool has open, …).
     """
     config = config or PoolConfig()
+    if config.shards > 1:
+        raise InvalidRequestError(
+            f"data_pool.shards is {config.shards}, and start_data_pool starts one actor; use "
+            "start_shards, and DataPoolClient.connect(name)"
+        )
+    handle = create_actor(config, journal_folder(config), 0, name, namespace, **options)
+    try:
+        ray.get(handle.get_statistics.remote())
+    except RayActorError as e:
+        raise unavailable(e) from e
+    return handle
+
+
+def create_actor(
+    config: PoolConfig,
+    folder: Path | None,
+    shard: int,
+    name: str,
+    namespace: str | None,
+    **options: Any,
+) -> DataPoolHandle:
+    """The handle of a new actor, which need not be up yet."""
     settings: dict[str, Any] = {
         "name": name,
         "namespace": namespace,
@@ -710,24 +899,52 @@ def start_data_pool(
     }
     # Any: Ray's own types do not cover `.options`.
     actor_class: Any = ray.remote(_in_order(DataPoolActor))
-    handle: DataPoolHandle = actor_class.options(**settings).remote(config, _folder(config))
-    try:
-        ray.get(handle.get_statistics.remote())
-    except RayActorError as e:
-        raise unavailable(e) from e
-    return handle
+    return actor_class.options(**settings).remote(config, folder, shard)
 
 
-def _folder(config: PoolConfig) -> Path | None:
-    """Where the journal is; the same for every restart of the actor."""
+def journal_folder(config: PoolConfig) -> Path | None:
+    """Where the journal is; the same for every restart of the actor.
+
+    Raises:
+        JournalError: it holds what another number of shards wrote.
+    """
     if config.durability == "none":
         return None
     if config.journal_dir is not None:
-        return config.journal_dir.absolute()
+        folder = config.journal_dir.absolute()
+        _check_shards(folder, config.shards)
+        return folder
     folder = Path(tempfile.mkdtemp(prefix="stepwell-pool-"))
     # The pool goes with this process, unless it is detached; then so does its memory.
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _check_shards(folder: Path, n_shards: int) -> None:
+    """A group lives in the shard that its prompt_uid and the number of shards name: with another
+    number it would be looked for elsewhere."""
+    note = folder / SHARDS_FILE
+    try:
+        if note.exists():
+            before = note.read_text().strip()
+        elif (folder / JOURNAL_FILE).exists():
+            before = "1"
+        else:
+            before = str(n_shards)
+            if n_shards > 1:
+                folder.mkdir(parents=True, exist_ok=True)
+                note.write_text(f"{n_shards}\n")
+    except OSError as e:
+        raise JournalError(
+            f"{folder}: the number of shards cannot be read or written there ({e}); set "
+            "data_pool.journal_dir to a folder that can be written"
+        ) from e
+    if before != str(n_shards):
+        raise JournalError(
+            f"data_pool.shards is {n_shards}, but {folder} was written by {before or 'unknown'} "
+            f"shard(s); start with data_pool.shards={before}, or export, and import into a pool "
+            "with another journal_dir"
+        )
 
 
 def unavailable(error: RayActorError) -> PoolUnavailableError:
@@ -780,7 +997,7 @@ def _in_order(cls: type[DataPoolActor]) -> type[DataPoolActor]:
 
 
 def _was_restarted() -> bool:
-    if not ray.is_initialized():
+    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return False
     with warnings.catch_warnings():
         # The property itself is current; its body uses a deprecated one.

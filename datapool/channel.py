@@ -24,6 +24,7 @@ Every operation is O(log n) or better in whatever is stored.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -377,24 +378,24 @@ class Channel:
         if step.prompt is None or self.replaying:
             return step
         base = step.step_index - 1 if step.parent_index is None else step.parent_index
+        if base not in record.steps or 4 * record.steps[base].n_tokens > len(step.prompt):
+            return step
         known = self._tokens(record, base)
-        if known is None or not step.prompt.startswith(known):
+        if not step.prompt.startswith(known):
             return step
         new = step.prompt[len(known) :]
         return step._replace(
             base=base, n_new=len(new) // 4, prompt=None, payload=new + step.payload
         )
 
-    def _tokens(self, record: TrajectoryRecord, index: int) -> bytes | None:
-        """Prompt and response of a stored step; None if there is none, or it is not in memory."""
-        parts: list[bytes] = []
-        step = record.steps.get(index)
-        while step is not None and step.payload is not None:
-            parts.append(step.payload[: 4 * (step.n_new + step.n_response)])
-            if step.base is None:
-                return b"".join((step.prompt or b"", *reversed(parts)))
-            step = record.steps.get(step.base)
-        return None
+    def _tokens(self, record: TrajectoryRecord, index: int) -> bytes:
+        """Prompt and response of a stored step; what is on disk is read, and stays there."""
+        chain = [record.steps[i] for i in record.chain(index)]
+        spilled = self._read_back(chain)
+        parts = [(s.payload or b"")[: 4 * (s.n_new + s.n_response)] for s in reversed(chain)]
+        for stored in spilled:
+            self._forget_payload(stored)
+        return b"".join((chain[-1].prompt or b"", *parts))
 
     def _is_stored(self, record: TrajectoryRecord, step: PackedStep) -> bool:
         """Whether the stored step of this index has the same content, however it is packed."""
@@ -832,15 +833,18 @@ class Channel:
         """Its marks, rewards or trajectories changed."""
         if group.prompt_uid in self._ready:
             self._judge(group)
-        elif group.prompt_uid in self._withheld:
-            # Not ready yet: the consumer that wants it with what it has will have it judged.
+        elif self._order.holds(group.prompt_uid, 1):
+            # Not ready yet: a consumer that wants it with what it has will have it judged.
             self._withheld.discard(group.prompt_uid)
             self._order.release(group.prompt_uid)
+            if self.config.selection.order != "fifo" and not self.replaying:
+                with contextlib.suppress(SelectionError):
+                    self._order.rekey(group.prompt_uid, self.selection.key(self.info(group)))
 
     def judge_all(self) -> None:
         """After a restart: the limits and filters of today apply to what is there."""
-        for group in list(self._ready.values()):
-            self._judge(group)
+        for group in (*self._ready.values(), *self._open.values()):
+            self._judge_again(group)
         self._trim()
 
     def _excluded(self, group: GroupRecord) -> list[str]:
@@ -1046,7 +1050,7 @@ class Channel:
         group.due = True
         if group.prompt_uid in self._ready:
             # It was, for the channel's own n: now it is for any, in the same place.
-            self._order.make_due(group.prompt_uid, self.config.n_rollouts)
+            self._order.make_due_in_place(group.prompt_uid, self.config.n_rollouts)
             self._judge(group)
             return
         self._order.make_due(group.prompt_uid)

@@ -19,10 +19,10 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
-
-import ray
 
 from datapool.actor import (
     APPLY_STEPS,
@@ -34,16 +34,21 @@ from datapool.errors import (
     DataPoolError,
     InvalidStepError,
     PoolFullError,
-    PoolUnavailableError,
 )
 from datapool.events import Events
-from datapool.outbox import Outbox, call
+from datapool.export import ExportFormat, ExportSummary
+from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from datapool.outbox import PART_BYTES, Outbox, call
 from datapool.pool import outcomes_or_raise
 from datapool.records import SubmitOutcome, TrajectoryOutcome
 from datapool.selection import DryRun, Marks
-from datapool.types import TRAIN, Lease, Step
+from datapool.transfer import ImportSummary, export_pages, import_file
+from datapool.types import TRAIN, Group, Lease, Step
 
 SLICE_S = 10.0
+MAX_PARTS = 16
+EXPORT_PAGE = 256
+"""Trajectories of an export that travel together, if they are small."""
 
 Results: TypeAlias = list[SubmitOutcome | DataPoolError]
 
@@ -58,21 +63,20 @@ class DataPoolClient:
     def __init__(self, actor: DataPoolHandle) -> None:
         self.actor = actor
         self._outbox = Outbox(actor)
+        self._group_bytes: dict[str, int] = {}
+        """How large the groups of a channel are on their way here, roughly."""
 
     @classmethod
     def connect(cls, name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
-        """A client of the pool that was started under this name.
+        """A client of the pool that was started under this name, whatever its number of shards.
+        Blocks for a call.
 
         Raises:
             PoolUnavailableError: there is none.
         """
-        try:
-            return cls(ray.get_actor(name, namespace))
-        except ValueError as e:
-            where = "this namespace" if namespace is None else f"namespace {namespace!r}"
-            raise PoolUnavailableError(
-                f"no DataPool named {name!r} in {where}; start one with start_data_pool(name=…)"
-            ) from e
+        from datapool.shards import connect  # which builds on this module
+
+        return connect(name, namespace)
 
     def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Any]]:
         return (type(self), (self.actor,))
@@ -145,6 +149,10 @@ class DataPoolClient:
                 raise InvalidStepError(
                     f"got {step!r:.80} of type {type(step).__name__}; pass datapool.Step"
                 )
+        return outcomes_or_raise(await self._submit(steps, channel))
+
+    async def _submit(self, steps: Sequence[Step], channel: str) -> Results:
+        """Each step's outcome or refusal."""
         if not steps:
             return []
         results = await self._apply_steps(steps, channel)
@@ -154,7 +162,7 @@ class DataPoolClient:
             answers = await self._apply_steps([steps[i] for i in blocked], channel)
             for i, answer in zip(blocked, answers, strict=True):
                 results[i] = answer
-        return outcomes_or_raise(results)
+        return results
 
     async def _apply_steps(self, steps: Sequence[Step], channel: str) -> Results:
         results: Results = await self._outbox.send(
@@ -224,11 +232,15 @@ class DataPoolClient:
         timeout_s: float | None = 0,
     ) -> list[Step] | None:
         """The steps of the next ready groups, or None: a lease that is acked once it is here.
-        Waits up to `timeout_s` (None: for ever)."""
+        Waits up to `timeout_s` (None: for ever).
+
+        The ack is sent and not waited for. If this process dies before it arrives, the groups
+        are served again when the lease expires; who cannot have that leases and acks.
+        """
         lease = await self.lease_batch(n_rollouts, channel, batch_size, timeout_s)
         if lease is None:
             return None
-        await self.ack(lease.lease_id)
+        self._outbox.post("ack", lease.lease_id, subjects=[lease.lease_id])
         return lease.steps
 
     async def lease_batch(
@@ -243,17 +255,34 @@ class DataPoolClient:
         wait = _Wait(timeout_s)
         request_id = uuid.uuid4().hex
         while True:
-            lease: Lease | None = await call(
-                self.actor.lease_batch,
-                n_rollouts,
-                channel,
-                batch_size,
-                wait.next_slice(),
-                lease_s,
-                request_id,
+            lease = await self._lease(
+                n_rollouts, channel, batch_size, wait.next_slice(), lease_s, request_id
             )
             if lease is not None or wait.is_over() or wait.was_cut_short():
                 return lease
+
+    async def _lease(
+        self,
+        n_rollouts: int | None,
+        channel: str,
+        batch_size: int,
+        *rest: Any,
+        ask: Callable[..., Awaitable[Any]] = call,
+    ) -> Lease | None:
+        """One lease, in as many parts as the last one of the channel makes seem right."""
+        n_bytes = self._group_bytes.get(channel, 0) * batch_size
+        n_parts = min(batch_size, MAX_PARTS, 1 + n_bytes // PART_BYTES)
+        arguments = (n_rollouts, channel, batch_size, *rest)
+        lease: Lease | None
+        if n_parts == 1:
+            lease = await ask(self.actor.lease_batch, *arguments)
+        else:
+            method = self.actor.lease_parts.options(num_returns=n_parts)
+            parts = await ask(method, n_parts, *arguments)
+            lease = parts[0] and replace(parts[0], groups=tuple(g for p in parts for g in p.groups))
+        if lease is not None:
+            self._group_bytes[channel] = _n_bytes(lease.groups[0])
+        return lease
 
     async def ack(self, lease_id: str) -> None:
         """`DataPool.ack`."""
@@ -330,10 +359,116 @@ class DataPoolClient:
             if page.events or wait.is_over():
                 return page
 
+    # -- reading -----------------------------------------------------------------------------
+
+    async def list_groups(
+        self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
+    ) -> Page[GroupRow]:
+        """`DataPool.list_groups`."""
+        page: Page[GroupRow] = await call(self.actor.list_groups, channel, cursor, limit, filters)
+        return page
+
+    async def list_trajectories(
+        self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
+    ) -> Page[TrajectoryRow]:
+        """`DataPool.list_trajectories`."""
+        page: Page[TrajectoryRow] = await call(
+            self.actor.list_trajectories, channel, cursor, limit, filters
+        )
+        return page
+
+    async def list_steps(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        include_tokens: bool = False,
+        **filters: Any,
+    ) -> Page[StepRow]:
+        """`DataPool.list_steps`."""
+        page: Page[StepRow] = await call(
+            self.actor.list_steps, channel, cursor, limit, include_tokens, filters
+        )
+        return page
+
+    async def export(
+        self,
+        path: Path | str,
+        channel: str = TRAIN,
+        format: ExportFormat | None = None,
+        *,
+        overwrite: bool = False,
+        **filters: Any,
+    ) -> ExportSummary:
+        """Write the trajectories of the channel's live groups to `path`, Parquet or JSONL (by its
+        suffix, or `format`). Holds two pages of about 8 MiB; changes nothing in the pool.
+
+        Args:
+            filters: as `list_trajectories`: `state=["complete"]`, `min_reward=0.5`, ….
+
+        Raises:
+            ExportError: `path` exists, an unknown format, a value that no row can carry.
+            InvalidRequestError: an unknown filter, or a malformed value of one.
+            OSError: the disk is full, the folder not writable, …
+        """
+
+        async def read_page(cursor: str | None) -> ExportedPage:
+            return await self._read_trajectories(channel, cursor, EXPORT_PAGE, filters)
+
+        chosen = "".join(f", {name}={value!r}" for name, value in sorted(filters.items()))
+        return await export_pages(
+            read_page, path, format, source=f"channel {channel!r}{chosen}", overwrite=overwrite
+        )
+
+    async def _read_trajectories(
+        self, channel: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
+    ) -> ExportedPage:
+        page: ExportedPage = await call(
+            self.actor.read_trajectories, channel, cursor, limit, filters
+        )
+        return page
+
+    async def import_(
+        self,
+        path: Path | str,
+        channel: str,
+        *,
+        uid_suffix: str = "",
+        include_open: bool = False,
+        close_groups: bool = True,
+        timeout_s: float | None = None,
+    ) -> ImportSummary:
+        """Put the trajectories of an exported file into `channel`. What is fetched there is what
+        would have been fetched where they come from. Once more: no-op while they are there.
+
+        Args:
+            uid_suffix: appended to all uids, for a channel that has seen them before.
+            include_open: also those that were running; somebody will go on with them.
+            close_groups: declared groups that have fewer trajectories in the file than they were
+                declared with are served with those (`transfer.py`). False: they stay open.
+            timeout_s: to wait for admission credit, per group; None: for ever.
+
+        Raises:
+            ExportError: not an exported file, or a damaged one.
+            GroupClosedError, GroupConflictError, StepConflictError, TrajectoryClosedError, …: the
+                channel has, or had, other content under these uids. What came before is imported.
+            PoolFullError: no credit within `timeout_s`.
+        """
+        return await import_file(
+            self,
+            path,
+            channel,
+            uid_suffix=uid_suffix,
+            include_open=include_open,
+            close_groups=close_groups,
+            timeout_s=timeout_s,
+        )
+
     # -- end and statistics ------------------------------------------------------------------
 
     async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
         """`DataPool.get_statistics`."""
+        await self._outbox.settled()
         stats: dict[str, Any] = await call(self.actor.get_statistics, channel)
         return stats
 
@@ -344,7 +479,16 @@ class DataPoolClient:
 
     async def shutdown(self, channel: str | None = None) -> None:
         """`DataPoolActor.shutdown`: wakes up whoever waits. The actor itself goes on."""
+        await self._outbox.settled()
         await call(self.actor.shutdown, channel)
+
+
+def _n_bytes(group: Group) -> int:
+    """Roughly what a group takes on its way: each trajectory's tokens once, and the log-probs."""
+    return sum(
+        4 * t.steps[-1].n_tokens + sum(4 * len(s.response_ids) + 160 for s in t.steps)
+        for t in group.trajectories
+    )
 
 
 class _Wait:

@@ -124,11 +124,12 @@ class PoolConfig(_Section):
     lives as long as the process that starts the pool."""
 
     memory_limit_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of step payloads kept in memory by all channels of a shard; beyond it payloads stay in
-    the journal only and are read back when they are leased. null = everything in memory."""
+    """Bytes of step payloads kept in memory by all channels; beyond it payloads stay in the journal
+    only and are read back when they are leased. null = everything in memory."""
 
     shards: int = Field(default=1, ge=1)
-    """Actors that hold the groups, spread by prompt_uid."""
+    """Actors that hold the groups, spread by prompt_uid. What bounds memory is of all of them
+    together: each takes its part."""
 
     remembered_uids: int = Field(default=1_000_000, ge=0)
     """Uids of closed trajectories, groups and leases remembered (of each, per channel) so that a

@@ -387,7 +387,7 @@ class _Scan(Generic[T]):
 
 
 def list_groups(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, **filters: Any
+    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
 ) -> Page[GroupRow]:
     """Live groups (None: of a channel that does not exist).
 
@@ -401,10 +401,11 @@ def list_groups(
     """
     wanted = _filters(filters, _GROUP_FILTERS)
     scan: _Scan[GroupRow] = _Scan("groups", epoch, cursor, limit)
+    if channel is None:
+        return scan.page()
     for group in _groups(channel, scan, wanted):
         if scan.is_over(group.number):
             break
-        assert channel is not None
         scan.spend(items=1)
         if not wanted.admit_marks(group.marks):
             continue
@@ -423,7 +424,7 @@ def list_groups(
 
 
 def list_trajectories(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, **filters: Any
+    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
 ) -> Page[TrajectoryRow]:
     """Trajectories of live groups, group by group, in the order they were opened in.
 
@@ -437,6 +438,8 @@ def list_trajectories(
     """
     wanted = _filters(filters, _TRAJECTORY_FILTERS)
     scan: _Scan[TrajectoryRow] = _Scan("trajectories", epoch, cursor, limit)
+    if channel is None:
+        return scan.page()
     for _, _, row in _trajectories(channel, scan, wanted):
         scan.items.append(row)
     return scan.page()
@@ -447,8 +450,8 @@ def list_steps(
     epoch: str,
     cursor: str | None,
     limit: int,
+    filters: Mapping[str, Any],
     include_tokens: bool = False,
-    **filters: Any,
 ) -> Page[StepRow]:
     """Stored steps, trajectory by trajectory, by `step_index`.
 
@@ -464,8 +467,9 @@ def list_steps(
     """
     wanted = _filters(filters, _STEP_FILTERS)
     scan: _Scan[StepRow] = _Scan("steps", epoch, cursor, limit)
+    if channel is None:
+        return scan.page()
     for group, record, position, group_state in _records(channel, scan, wanted):
-        assert channel is not None
         here = (group.number, position)
         first = scan.start.step if scan.start[:2] == here else 0
         for index in _indices(record, first, wanted.step_index):
@@ -478,10 +482,11 @@ def list_steps(
             version = stored.policy_version
             if not wanted.admit_reward(reward) or not wanted.admit_versions(version, version):
                 continue
-            row = _step_row(channel, record, index, reward, group_state)
+            extra = _extra(stored, _payload(channel, stored))
             scan.spend(n_bytes=stored.n_bytes)
-            if wanted.finish_reason is not None and row.finish_reason not in wanted.finish_reason:
+            if wanted.finish_reason is not None and extra[1] not in wanted.finish_reason:
                 continue
+            row = _step_row(record, index, reward, group_state, extra)
             if include_tokens:
                 row, n_bytes = _with_tokens(channel, record, row)
                 scan.spend(n_bytes=n_bytes)
@@ -490,7 +495,7 @@ def list_steps(
 
 
 def read_trajectories(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, **filters: Any
+    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
 ) -> ExportedPage:
     """Whole trajectories with their tokens, at most about 8 MiB at a time.
 
@@ -509,9 +514,10 @@ def read_trajectories(
     scan: _Scan[tuple[ExportedTrajectory, list[tuple[Any, ...]]]] = _Scan(
         "export", epoch, cursor, limit
     )
+    if channel is None:
+        return ExportedPage((), (), None)
     n_bytes = 0
     for group, record, row in _trajectories(channel, scan, wanted):
-        assert channel is not None
         steps = list(channel.packed(record).steps) if record.steps else []
         if steps and row.state == "open":
             # They came as if it were complete.
@@ -531,10 +537,8 @@ def read_trajectories(
 # -- inside: the walk --------------------------------------------------------------------------
 
 
-def _groups(channel: Channel | None, scan: _Scan[Any], wanted: _Filters) -> Iterator[GroupRecord]:
+def _groups(channel: Channel, scan: _Scan[Any], wanted: _Filters) -> Iterator[GroupRecord]:
     """Live groups from the scan's start, or the one that the filters name."""
-    if channel is None:
-        return
     prompt_uid = wanted.prompt_uid
     if wanted.trajectory_uid is not None:
         record = channel.trajectory_index.get(wanted.trajectory_uid)
@@ -551,7 +555,7 @@ def _groups(channel: Channel | None, scan: _Scan[Any], wanted: _Filters) -> Iter
 
 
 def _records(
-    channel: Channel | None, scan: _Scan[Any], wanted: _Filters
+    channel: Channel, scan: _Scan[Any], wanted: _Filters
 ) -> Iterator[tuple[GroupRecord, TrajectoryRecord, int, GroupState]]:
     """Trajectories, as far as what is asked of them can be seen without their steps; and their
     positions in their groups."""
@@ -559,7 +563,6 @@ def _records(
         here = scan.start.position if group.number == scan.start.group else 0
         if scan.is_over(group.number, here):
             return
-        assert channel is not None
         scan.spend(items=1)
         group_state, _ = _group_state(channel, group)
         if wanted.group_state is not None and group_state not in wanted.group_state:
@@ -581,7 +584,7 @@ def _records(
 
 
 def _trajectories(
-    channel: Channel | None, scan: _Scan[Any], wanted: _Filters
+    channel: Channel, scan: _Scan[Any], wanted: _Filters
 ) -> Iterator[tuple[GroupRecord, TrajectoryRecord, TrajectoryRow]]:
     """Trajectories with all that is asked of them."""
     for group, record, _, group_state in _records(channel, scan, wanted):
@@ -686,14 +689,14 @@ def _trajectory_row(record: TrajectoryRecord, group_state: GroupState) -> Trajec
 
 
 def _step_row(
-    channel: Channel,
     record: TrajectoryRecord,
     index: int,
     reward: float | None,
     group_state: GroupState,
+    extra: _Extra,
 ) -> StepRow:
     stored = record.steps[index]
-    metadata, finish_reason, spans = _extra(stored, _payload(channel, stored))
+    metadata, finish_reason, spans = extra
     return StepRow(
         trajectory_uid=record.trajectory_uid,
         prompt_uid=record.prompt_uid,
@@ -731,6 +734,9 @@ def _head(
 
 
 # -- inside: payloads --------------------------------------------------------------------------
+
+_Extra: TypeAlias = tuple[dict[str, Any], FinishReason | None, tuple[tuple[int, int, int], ...]]
+"""Metadata, finish reason and version spans of a step."""
 
 
 def _payload(channel: Channel, stored: StoredStep) -> bytes:
@@ -804,10 +810,7 @@ _PLAIN: Final = {
 }
 
 
-def _extra(
-    stored: StoredStep, payload: bytes
-) -> tuple[dict[str, Any], FinishReason | None, tuple[tuple[int, int, int], ...]]:
-    """Metadata, finish reason and version spans of a step."""
+def _extra(stored: StoredStep, payload: bytes) -> _Extra:
     n_columns = stored.n_new + stored.n_response * (2 if stored.has_log_probs else 1)
     loaded = _Peek(io.BytesIO(memoryview(payload)[4 * n_columns :])).load()
     metadata, finish_reason, spans, *_ = loaded

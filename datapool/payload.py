@@ -307,9 +307,7 @@ class PackedLease:
     def split(self, parts: int) -> tuple[PackedLease, ...]:
         """`parts` leases of the same id, each with some of the groups, in order."""
         edges = [len(self.groups) * i // parts for i in range(parts + 1)]
-        return tuple(
-            replace(self, groups=self.groups[start:end]) for start, end in pairwise(edges)
-        )
+        return tuple(replace(self, groups=self.groups[start:end]) for start, end in pairwise(edges))
 
     def steps(self) -> PackedSteps:
         """Its steps alone."""

@@ -23,6 +23,11 @@ _TAG = "__stepwell__"
 
 
 def dumps(value: Any, what: str) -> str:
+    """`value` as JSON; `what` it is, for messages.
+
+    Raises:
+        ExportError: it holds something that cannot be carried, or itself.
+    """
     try:
         # ASCII, so that a lone surrogate in an agent's text cannot break the file's UTF-8.
         return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
@@ -57,6 +62,7 @@ def _plain(value: Any) -> Any:
 
 
 def loads(text: str) -> Any:
+    """What `dumps` was given."""
     return json.loads(text, object_hook=_revive)
 
 
@@ -67,6 +73,11 @@ def _revive(found: dict[str, Any]) -> Any:
 
 
 def npy(value: Any, what: str) -> str:
+    """An array as base64 of the `.npy` format.
+
+    Raises:
+        ExportError: it holds objects, or is of a subclass.
+    """
     # A subclass may hold what .npy does not (the mask of a masked array).
     if type(value) is not np.ndarray:
         raise ExportError(f"{what} is a {type(value).__qualname__}; pass a plain NumPy array")
@@ -79,6 +90,7 @@ def npy(value: Any, what: str) -> str:
 
 
 def from_npy(text: str) -> npt.NDArray[Any]:
+    """What `npy` was given."""
     array: npt.NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
     return array
 
@@ -93,6 +105,7 @@ _REVIVE: dict[str, Callable[[Any], Any]] = {
 
 
 def check_text(value: Any, what: str) -> None:
+    """Raises ExportError if it is not None and no text that a file can hold."""
     if value is None:
         return
     try:
@@ -102,5 +115,6 @@ def check_text(value: Any, what: str) -> None:
 
 
 def check_int(value: int | None, what: str) -> None:
+    """Raises ExportError if it does not fit into the 64 bits of a column."""
     if value is not None and not -(2**63) <= value < 2**63:
         raise ExportError(f"{what} is {value}; pass an integer of 64 bits")

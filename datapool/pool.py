@@ -18,7 +18,7 @@ import math
 import pickle
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from datapool.channel import Channel, Load
 from datapool.config import PoolConfig, SelectionConfig
@@ -30,6 +30,17 @@ from datapool.errors import (
 )
 from datapool.events import EventLog
 from datapool.leases import LeaseBook, LeaseRecord
+from datapool.listing import (
+    ExportedPage,
+    GroupRow,
+    Page,
+    StepRow,
+    TrajectoryRow,
+    list_groups,
+    list_steps,
+    list_trajectories,
+    read_trajectories,
+)
 from datapool.payload import PackedLease, PackedStep, pack
 from datapool.records import (
     GroupTerms,
@@ -39,6 +50,23 @@ from datapool.records import (
 )
 from datapool.selection import DryRun, Marks, dry_run
 from datapool.types import TRAIN, VAL, Lease, Step
+
+
+class Credit(NamedTuple):
+    """What a channel has of that which a new group needs."""
+
+    used: dict[str, tuple[int, int]]
+    """Limit by name: how much of it is used, and what it is."""
+    is_known: bool
+    """The group asked about is in the channel, and needs no credit."""
+    shut_down: bool
+
+    def is_freer(self, before: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether less of a limit is used than before, or more is allowed."""
+        return any(
+            name in before and (used < before[name][0] or limit > before[name][1])
+            for name, (used, limit) in self.used.items()
+        )
 
 
 class DataPool:
@@ -97,6 +125,28 @@ class DataPool:
         _check_seconds("deadline_s", deadline_s)
         terms = GroupTerms(n_rollouts, min_rollouts, deadline_s)
         return self._at(channel, now).open_group(prompt_uid, terms, _mapping(metadata))
+
+    def credit(self, prompt_uid: str | None = None, channel: str = TRAIN) -> Credit:
+        """How much of each limit that `open_group` waits for is used."""
+        source = self.channels.get(channel)
+        shut_down = self.is_shut_down(channel)
+        if source is None:
+            source = Channel(channel, self.config.channel(channel), 0)
+        config, stats = source.config, source.statistics()
+        groups = stats["groups"]
+        used: dict[str, tuple[int, int]] = {}
+        if config.max_outstanding_groups is not None:
+            outstanding = groups["open"] + groups["ready"] - groups["held"]
+            used["max_outstanding_groups"] = outstanding, config.max_outstanding_groups
+        if config.max_ahead_versions is not None and config.groups_per_version is not None:
+            versions = source.version - (source._first_version or 0) + 1 + config.max_ahead_versions
+            started = groups["submitted"] - groups["dropped"]
+            used["max_ahead_versions"] = started, versions * config.groups_per_version
+        if config.overflow == "block" and config.max_queue_size is not None:
+            used["max_queue_size"] = groups["ready"], config.max_queue_size
+        if config.overflow == "block" and config.max_bytes is not None:
+            used["max_bytes"] = source.memory_bytes, config.max_bytes
+        return Credit(used, prompt_uid in source.prompt_groups, shut_down)
 
     def open_trajectory(
         self,
@@ -308,6 +358,7 @@ class DataPool:
         batch_size: int = 1,
         lease_s: float | None = None,
         request_id: str | None = None,
+        at_most: bool = False,
         *,
         now: float,
     ) -> PackedLease | None:
@@ -315,6 +366,8 @@ class DataPool:
 
         Args:
             request_id: names the call; repeated while its lease is active, it gets the same one.
+            at_most: with fewer groups than `batch_size`, if there is one at all: a part of a
+                batch that several shards fill.
         """
         check_lease_request(n_rollouts, batch_size, lease_s)
         source = self._at(channel, now)
@@ -323,12 +376,21 @@ class DataPool:
             again = tuple(source.leased(uid) for uid in before.prompt_uids)
             return PackedLease(before.lease_id, channel, again, before.expires_at)
         chosen = source.choose(n_rollouts, batch_size)
+        while at_most and not chosen and 0 < source.n_available(n_rollouts) < batch_size:
+            batch_size = source.n_available(n_rollouts)  # choosing may drop some: fewer are left
+            chosen = source.choose(n_rollouts, batch_size)
         if not chosen:
             return None
         groups = source.take(chosen, n_rollouts)
         seconds = source.config.lease_s if lease_s is None else lease_s
         lease_id = self.leases.issue(self.epoch, channel, chosen, now + seconds, request_id)
         return PackedLease(lease_id, channel, groups, now + seconds)
+
+    def n_available(self, n_rollouts: int | None = None, channel: str = TRAIN) -> int:
+        """Ready groups that a consumer asking for `n_rollouts` could have: at most, because those
+        that are stale or that a filter objects to are dropped when somebody takes them."""
+        known = self.channels.get(channel)
+        return 0 if known is None else known.n_available(n_rollouts)
 
     def fetch_batch(
         self,
@@ -461,6 +523,58 @@ class DataPool:
             stale={g.prompt_uid for g in source.ready_groups() if source.is_stale(g)},
         )
 
+    # -- reading -----------------------------------------------------------------------------
+
+    def list_groups(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        *,
+        now: float,
+        **filters: Any,
+    ) -> Page[GroupRow]:
+        """Live groups in the order they were opened in; filters and errors: `listing.py`."""
+        return list_groups(self._known(channel, now), self.epoch, cursor, limit, filters)
+
+    def list_trajectories(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        *,
+        now: float,
+        **filters: Any,
+    ) -> Page[TrajectoryRow]:
+        """Trajectories of live groups; filters and errors: `listing.py`."""
+        return list_trajectories(self._known(channel, now), self.epoch, cursor, limit, filters)
+
+    def list_steps(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        include_tokens: bool = False,
+        *,
+        now: float,
+        **filters: Any,
+    ) -> Page[StepRow]:
+        """Stored steps; filters and errors: `listing.py`."""
+        source = self._known(channel, now)
+        return list_steps(source, self.epoch, cursor, limit, filters, include_tokens)
+
+    def read_trajectories(
+        self,
+        channel: str = TRAIN,
+        cursor: str | None = None,
+        limit: int = 100,
+        *,
+        now: float,
+        **filters: Any,
+    ) -> ExportedPage:
+        """Whole trajectories with their tokens; filters and errors: `listing.py`."""
+        return read_trajectories(self._known(channel, now), self.epoch, cursor, limit, filters)
+
     # -- memory and the log ------------------------------------------------------------------
 
     def attach(self, log: Log, load: Load) -> None:
@@ -517,6 +631,10 @@ class DataPool:
         target = self.channel(channel)
         target.now = now
         return target
+
+    def _known(self, channel: str, now: float) -> Channel | None:
+        """The channel, if there is one: asking about it does not make it."""
+        return None if channel not in self.channels else self._at(channel, now)
 
     def _notice(self, channel: Channel, kind: str, *uids: str, **data: Any) -> None:
         if not channel.replaying:

@@ -50,6 +50,13 @@ class ReadyOrder:
         self._next += 1
         self._put_due(_Place(key, self._next, prompt_uid))
 
+    def make_due_in_place(self, prompt_uid: str, n_rollouts: int) -> None:
+        """An undeclared group that such a consumer could have is ready for every one, and stands
+        where it stood for that one."""
+        places = self._places[prompt_uid]
+        if isinstance(places, list):
+            self._put_due(places[n_rollouts - 1])
+
     def give_back(self, prompt_uid: str) -> None:
         """Ready for every consumer, before all others."""
         self._returned -= 1

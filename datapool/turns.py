@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,11 @@ Order: TypeAlias = tuple[str, int]
 Invocation: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
 GRACE_S = 5.0
+RESUMED_GRACE_S = 0.25
+"""The same right after a restart, when what is missing was most likely lost with the former
+actor; whoever sent it knows that, so order is lost already."""
+RESUMED_S = 10.0
+"""How long that is."""
 MAX_CALLERS = 100_000
 
 
@@ -93,6 +99,7 @@ class Turns:
 
     def __init__(self, resumed: bool = False) -> None:
         self._resumed = resumed
+        self._began = time.monotonic()
         self._lines: OrderedDict[str, _Line] = OrderedDict()
 
     async def take(self, order: Order | None) -> None:
@@ -107,7 +114,9 @@ class Turns:
             turn = line.waiting[number] = asyncio.get_running_loop().create_future()
             try:
                 while number > line.next:
-                    await asyncio.wait([turn], timeout=GRACE_S)
+                    just_resumed = self._resumed and time.monotonic() - self._began < RESUMED_S
+                    grace_s = RESUMED_GRACE_S if just_resumed else GRACE_S
+                    await asyncio.wait([turn], timeout=grace_s)
                     if number > line.next:
                         line.pass_over()
             except asyncio.CancelledError:

@@ -21,9 +21,9 @@ import ray
 
 from backends.engines.client import EngineClient
 from backends.engines.server import start_engine
-from datapool.actor import start_data_pool
 from datapool.client import DataPoolClient
 from datapool.process import settle_heap
+from datapool.shards import client_of, start_shards
 from datapool.types import TRAIN
 from gateway.server import start_gateway
 from trainer.config import RunConfig
@@ -67,9 +67,7 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
                 "journal_dir": config.pool.journal_dir or folder / POOL,
             }
         )
-        pool = DataPoolClient(
-            await asyncio.to_thread(start_data_pool, pool_config, POOL_NAME, namespace)
-        )
+        pool = client_of(await asyncio.to_thread(start_shards, pool_config, POOL_NAME, namespace))
         engine_config = config.engine
         if engine_config.model_path is not None:
             engine_config = engine_config.model_copy(

@@ -273,9 +273,12 @@ def exported_trajectories(draw: Any) -> ExportedTrajectory:
         channel=draw(st.sampled_from(["train", "val"])),
         state=draw(st.sampled_from(["open", "complete", "aborted", "acked"])),
         reason=draw(st.none() | st.text(max_size=5)),
+        group_state=draw(st.sampled_from([None, "open", "ready", "held", "leased"])),
+        outcome=draw(st.none() | st.floats(allow_nan=False, allow_infinity=False)),
         n_rollouts=draw(st.none() | st.integers(1, 64)),
         marks=draw(st.none() | metadata),
         group_metadata=draw(metadata),
+        group_marks=draw(st.none() | metadata),
     )
 
 
@@ -401,9 +404,12 @@ def varied() -> list[ExportedTrajectory]:
                 routed_experts=np.arange(4, dtype=np.int16).reshape(2, 2),
             ),
             build_step(2, [1, 2, 6], [7], trajectory_uid="tree", parent_index=0),
-            state="aborted",
+            state="open",
             reason="agent_died",
+            group_state="open",
+            outcome=1.5,
             group_metadata={"task": 3},
+            group_marks={"note": "odd"},
         ),
     ]
 
@@ -530,6 +536,11 @@ def test_a_trajectory_that_contradicts_itself_is_refused(tmp_path, steps, named)
     with pytest.raises(ExportError) as caught:
         write(tmp_path / "x.jsonl", [exported(*steps)])
     assert named in str(caught.value)
+
+
+def test_an_outcome_that_is_no_number_is_refused(tmp_path):
+    with pytest.raises(ExportError, match="trajectory 't': outcome is nan"):
+        write(tmp_path / "x.jsonl", [build_chain(outcome=float("nan"))])
 
 
 def test_text_that_no_file_can_carry_is_an_error_that_names_the_field(tmp_path):

@@ -2,13 +2,17 @@
 
 The model keeps everything for ever and finds its answers by looking at all of it; the pool must
 agree on every answer, on what is served in which order, on every count, and conserve groups,
-trajectories and steps. At the end the same calls are replayed into a fresh pool, which must come
-out equal: that is what a journal will rely on.
+trajectories and steps. The pool writes a log, keeps few payloads in memory, and is now and then
+rebuilt from that log. At the end the same calls go into a fresh pool, without a log and never
+restarted, which must answer and come out the same: a restart may not be noticed by anybody.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,12 +21,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
+from datapool.config import SelectionConfig
+from datapool.journal import Row
+from datapool.payload import PackedLease, PackedStep, pack
+from datapool.replay import restore
 
-PROMPTS = [f"p{i}" for i in range(6)]
+PROMPTS = [f"p{i}" for i in range(8)]
 ROLLOUTS = range(3)
 CHANNELS = ["train", "val"]
 # Mostly one channel: what happens between groups needs several of them in the same place.
-ANY_CHANNEL = st.sampled_from(["train"] * 4 + ["val"])
+ANY_CHANNEL = st.sampled_from(["train"] * 5 + ["val"])
+ENDS = st.lists(
+    st.sampled_from(["complete", "complete", "complete", "abort", "retry", "run"]), max_size=3
+)
+# Counted from the latest live one; beyond those it is any name.
+WHICH = st.sampled_from([0, 0, 0, 1, 1, 2, 3, 4, 5, 8, 13])
+# Counted from the latest, so that most picks hit a lease that is still held.
+PICK = st.sampled_from([0, 0, 0, 0, 1, 1, 2, -1])
+ENDED = {"ack": "acked", "nack": "nacked"}
 
 
 @dataclass
@@ -34,6 +50,23 @@ class Rollout:
     retry: bool = False
     steps: dict[int, Step] = field(default_factory=dict)
     last: int | None = None
+    outcome: float | None = None
+    step_rewards: dict[int, float] = field(default_factory=dict)
+    trainable: bool | None = None
+
+    def step_reward(self, index: int) -> float | None:
+        return self.step_rewards.get(index, self.steps[index].reward)
+
+    def is_scored(self) -> bool:
+        return self.outcome is not None or any(self.step_reward(i) is not None for i in self.steps)
+
+    def served(self) -> list[Step]:
+        """The steps as a consumer gets them."""
+        steps = [replace(self.steps[i], reward=self.step_reward(i)) for i in sorted(self.steps)]
+        reward = steps[-1].reward
+        if self.outcome is not None:
+            reward = (reward or 0.0) + self.outcome
+        return [*steps[:-1], replace(steps[-1], reward=reward, is_last=True)]
 
 
 @dataclass
@@ -48,6 +81,9 @@ class Prompt:
     deadline: tuple[float, int] | None = None
     frozen: bool = False
     delivery: int = 1
+    oldest: int | None = None
+    trainable: bool | None = None
+    withheld: bool = False  # a consumer of fewer was refused it, since then nothing has changed
 
 
 class Model:
@@ -60,6 +96,9 @@ class Model:
         self.events = 0
         self.returns = 0
         self.shut = False
+        self.version = 0
+        self.first_version: int | None = None
+        self.n_stale = 0
         self.seen = {"accepted": 0, "duplicate": 0, "late": 0, "conflict": 0, "rejected": 0}
         self.released = {"acked": 0, "dropped": 0}
 
@@ -81,15 +120,37 @@ class Model:
         return None
 
     def ready(self, n: int | None = None) -> list[str]:
+        """Held ones, too."""
         keyed = [(k, p) for p, g in self.prompts.items() if (k := self.key(g, n)) is not None]
         return [p for _, p in sorted(keyed)]
+
+    def is_refused(self, g: Prompt) -> bool:
+        """Marks and the filter do not let it be served."""
+        served = [self.rollouts[u] for u in g.complete if self.rollouts[u].trainable is not False]
+        if g.trainable is False or not served:
+            return True
+        return bool(self.config.selection.filters) and not all(r.is_scored() for r in served)
+
+    def held(self) -> list[str]:
+        return [p for p in self.ready() if self.is_refused(self.prompts[p])]
 
     def count(self, state: str) -> int:
         return sum(g.state == state for g in self.prompts.values())
 
     def has_credit(self) -> bool:
         limit = self.config.max_outstanding_groups
-        return limit is None or self.count("open") < limit
+        if limit is not None and self.count("open") - len(self.held()) >= limit:
+            return False
+        ahead, per_version = self.config.max_ahead_versions, self.config.groups_per_version
+        if ahead is not None and per_version is not None:
+            versions = self.version - (self.first_version or 0) + 1 + ahead
+            if len(self.prompts) - self.count("dropped") >= versions * per_version:
+                return False
+        return self.has_room()
+
+    def has_room(self) -> bool:
+        limit = self.config.max_queue_size
+        return self.config.overflow != "block" or limit is None or len(self.ready()) < limit
 
     # operations; each returns the answer, or the name of the error
 
@@ -108,7 +169,7 @@ class Model:
                 return "PoolFullError"
             g = self.prompts[p] = Prompt(self.event())
         elif g.due is None:
-            g.reached = []
+            g.reached, g.withheld = [], False
         g.terms = (n, least, deadline_s)
         self.set_deadline(g, deadline_s, now)
         self.settle(p)
@@ -121,13 +182,18 @@ class Model:
         if g.deadline is None or g.deadline[0] != now + seconds:
             g.deadline = (now + seconds, self.event())
 
-    def find(self, uid: str, p: str, now: float) -> Rollout | str:
+    def find(self, uid: str, p: str, now: float, base: int | None = None) -> Rollout | str:
         r = self.rollouts.get(uid)
         if r is not None:
             return r if r.prompt == p else "TrajectoryConflictError"
         g = self.prompts.get(p)
+        settled = g is not None and (g.frozen or g.state in ("acked", "dropped"))
+        if not settled and base is not None:
+            return "UnknownBaseError"
+        if g is None and not self.has_room():
+            return "PoolFullError"
         r = self.rollouts[uid] = Rollout(p)
-        if g and (g.frozen or g.state in ("acked", "dropped")):
+        if settled:
             r.state, r.by = "aborted", "pool"
             return r
         if g is None:
@@ -145,20 +211,23 @@ class Model:
             return "late"
         return "duplicate" if known else "accepted"
 
-    def submit(self, step: Step, now: float) -> str:
-        answer = self.try_submit(step, now)
+    def submit(self, step: Step, base: int | None, now: float) -> str:
+        answer = self.try_submit(step, base, now)
         if answer in ("accepted", "duplicate", "late"):
             self.seen[answer] += 1
-        else:
+        elif answer != "UnknownBaseError":
             self.seen["conflict" if answer == "StepConflictError" else "rejected"] += 1
         return answer
 
-    def try_submit(self, step: Step, now: float) -> str:
+    def try_submit(self, step: Step, base: int | None, now: float) -> str:
         i = step.step_index
-        r = self.find(step.trajectory_uid, step.prompt_uid, now)
+        r = self.find(step.trajectory_uid, step.prompt_uid, now, base)
         if isinstance(r, str):
             return r
+        knows_base = base is None or base in r.steps
         if i in r.steps:
+            if not knows_base:
+                return "UnknownBaseError"
             return "duplicate" if r.steps[i] == step else "StepConflictError"
         if r.state != "open":
             return "late"
@@ -166,6 +235,8 @@ class Model:
             return "StepIndexError"
         if step.is_last and any(k > i for k in r.steps):
             return "StepIndexError"
+        if not knows_base:
+            return "UnknownBaseError"
         r.steps[i] = step
         if step.is_last:
             r.last = i
@@ -176,10 +247,16 @@ class Model:
     def finish(self, uid: str, reward: float | None, by: str) -> None:
         r = self.rollouts[uid]
         r.state, r.reward, r.by = "complete", reward, by
+        if reward is not None:
+            r.outcome = reward
         g = self.prompts[r.prompt]
         g.complete.append(uid)
+        g.oldest = min(
+            s.policy_version for u in g.complete for s in self.rollouts[u].steps.values()
+        )
         if g.terms is None and g.due is None:
             g.reached.append(self.event())
+        g.withheld = False
         self.settle(r.prompt)
 
     def abort(self, r: Rollout, by: str, retry: bool = False) -> None:
@@ -231,6 +308,46 @@ class Model:
             self.close(p, "dropped")
         return None
 
+    def set_reward(self, uid: str, reward: float, index: int | None) -> str:
+        r = self.rollouts.get(uid)
+        if r is None:
+            return "UnknownTrajectoryError"
+        g = self.prompts[r.prompt]
+        if g.frozen or g.state in ("acked", "dropped") or r.state == "aborted":
+            return "late"
+        if index is None:
+            r.outcome = reward
+        elif index in r.steps:
+            r.step_rewards[index] = reward
+        else:
+            return "StepIndexError"
+        g.withheld = False
+        return "accepted"
+
+    def mark_group(self, p: str, trainable: bool | None) -> bool | str | None:
+        g = self.prompts.get(p)
+        if g is None:
+            return "UnknownGroupError"
+        if g.state in ("acked", "dropped"):
+            return "GroupClosedError"
+        g.trainable, g.withheld = trainable, False
+        return trainable
+
+    def mark_trajectory(self, uid: str, trainable: bool | None) -> bool | str | None:
+        r = self.rollouts.get(uid)
+        if r is None:
+            return "UnknownTrajectoryError"
+        g = self.prompts[r.prompt]
+        if g.frozen or g.state in ("acked", "dropped"):
+            return "TrajectoryClosedError"
+        r.trainable, g.withheld = trainable, False
+        return trainable
+
+    def advance_version(self, version: int) -> None:
+        if self.first_version is None:
+            self.first_version = 0 if self.prompts else version
+        self.version = max(self.version, version)
+
     def close(self, p: str, how: str) -> None:
         g = self.prompts[p]
         g.state = how
@@ -260,25 +377,61 @@ class Model:
         self.trim()
 
     def make_due(self, g: Prompt) -> None:
-        g.due = self.event()
-        g.deadline = None
+        place = self.key(g, None)  # one that is ready already stays where it is
+        g.due = self.event() if place is None else place
+        g.deadline, g.withheld = None, False
         self.trim()
 
     def trim(self) -> None:
         limit = self.config.max_queue_size
-        while limit is not None and len(self.ready()) > limit:
+        if self.config.overflow == "block" or limit is None:
+            return
+        while len(self.ready()) > limit:
             self.close(self.ready()[0], "dropped")
 
-    def lease(self, n: int | None, size: int) -> list[str] | None:
-        chosen = self.ready(n)[:size]
-        if len(chosen) < size:
+    def drop_if_stale(self, p: str) -> bool:
+        limit, oldest = self.config.max_staleness, self.prompts[p].oldest
+        if limit is None or oldest is None or oldest >= self.version - limit:
+            return False
+        self.n_stale += 1
+        self.close(p, "dropped")
+        return True
+
+    def choose(self, n: int | None, size: int) -> list[str] | None:
+        for p in self.ready():
+            self.drop_if_stale(p)
+
+        def servable() -> list[str]:
+            held = set(self.held())
+            return [p for p in self.ready(n) if p not in held and not self.prompts[p].withheld]
+
+        if len(servable()) < size:
             return None
-        for p in chosen:
+        while True:
+            first = servable()[:size]
+            # Groups that only a consumer of fewer could have are looked at as they are reached.
+            early = [p for p in first if self.key(self.prompts[p], None) is None]
+            refused = 0
+            for p in early:
+                if self.drop_if_stale(p):
+                    refused += 1
+                elif self.is_refused(self.prompts[p]):
+                    self.prompts[p].withheld = True
+                    refused += 1
+            if not refused:
+                return first if len(first) == size else None
+
+    def lease(self, n: int | None, size: int) -> list[str] | None:
+        chosen = self.choose(n, size)
+        for p in chosen or ():
             g = self.prompts[p]
+            if not g.frozen:
+                for uid in g.rollouts:
+                    r = self.rollouts[uid]
+                    if r.state == "open" or (r.state == "complete" and r.trainable is False):
+                        self.abort(r, "pool")
+                g.complete = [u for u in g.complete if self.rollouts[u].state == "complete"]
             g.state, g.frozen, g.deadline = "leased", True, None
-            for uid in g.rollouts:
-                if self.rollouts[uid].state == "open":
-                    self.abort(self.rollouts[uid], "pool")
         return chosen
 
     def give_back(self, chosen: list[str]) -> None:
@@ -305,32 +458,95 @@ class Model:
         return min(times, default=None)
 
 
+class MemoryLog:
+    """What the journal is, in memory: everything is written at once."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._rows: dict[int, Row] = {}
+        self.states: dict[str, bytes] = {}
+
+    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
+        number = next(self._numbers)
+        self._rows[number] = Row(number, channel, kind, head, payload, len(payload or b""))
+        return number
+
+    def delete(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._rows.pop(row, None)
+
+    def put_state(self, key: str, value: bytes) -> None:
+        self.states[key] = value
+
+    def rows(self) -> Iterator[Row]:
+        return iter(list(self._rows.values()))
+
+    def read(self, rows: Sequence[int]) -> list[bytes]:
+        return [self._rows[row].payload or b"" for row in rows]
+
+
+@dataclass
+class Held:
+    """A lease, as the model has it."""
+
+    channel: str
+    groups: list[str]
+    expires: tuple[float, int]
+    request: str | None
+    content: Any
+    state: str = "held"
+
+
 class DataPoolMachine(RuleBasedStateMachine):
     @initialize(
         n=st.integers(1, 2),
         queue=st.sampled_from([None, None, 1, 2]),
-        outstanding=st.sampled_from([None, 2]),
+        overflow=st.sampled_from(["drop_oldest", "drop_oldest", "block"]),
+        outstanding=st.sampled_from([None, None, 2]),
+        ahead=st.sampled_from([None, None, 0, 1]),
+        staleness=st.sampled_from([None, None, 1, 2]),
+        on_stale=st.sampled_from(["drop", "return"]),
         deadline=st.sampled_from([None, 15]),
+        filters=st.sampled_from([(), (), ("scored",)]),
+        memory=st.sampled_from([None, 1, 300]),
+        begun=st.lists(ENDS, max_size=3),
     )
-    def start(self, n, queue, outstanding, deadline):
+    def start(
+        self, memory, n, queue, outstanding, ahead, staleness, deadline, filters, begun, **kwargs
+    ):
         self.config = ChannelConfig(
             n_rollouts=n,
             max_queue_size=queue,
             max_outstanding_groups=outstanding,
+            max_ahead_versions=ahead,
+            groups_per_version=2,
+            max_staleness=staleness,
             group_deadline_s=deadline,
             lease_s=10,
+            selection=SelectionConfig(filters=filters),
+            **kwargs,
         )
-        self.pool = DataPool(PoolConfig(default=self.config))
+        self.pool_config = PoolConfig(default=self.config, memory_limit_bytes=memory)
+        self.log = MemoryLog()
+        self.pool = DataPool(self.pool_config)
+        self.pool.attach(self.log, self.log.read)
         self.models = {name: Model(self.config) for name in CHANNELS}
         self.now = 0.0
-        self.leases: dict[str, dict[str, Any]] = {}
-        self.calls: list[tuple[str, tuple[Any, ...], float]] = []
+        self.leases: dict[str, Held] = {}
+        self.calls: list[tuple[str, tuple[Any, ...], float, Any]] = []
         self.tickets = 0
+        self.tips: dict[tuple[str, str, int], bytes] = {}
+        # So that most of what follows meets something.
+        for p, ends in zip(PROMPTS, begun, strict=False):
+            self.run_rollouts("train", p, ends, 2)
 
     def call(self, name: str, *args: Any) -> Any:
         """The pool's answer, or the name of its error."""
-        self.calls.append((name, args, self.now))
-        return replay(self.pool, name, args, self.now)
+        answer = replay(self.pool, name, args, self.now)
+        self.calls.append((name, args, self.now, answer))
+        self.pool.write_counts()
+        self.pool.written()
+        return answer
 
     # producers
 
@@ -365,75 +581,144 @@ class DataPoolMachine(RuleBasedStateMachine):
             min_size=1,
             max_size=4,
         ),
+        relative=st.booleans(),
     )
-    def submit_steps(self, channel, p, picks):
-        steps = [
-            Step(
-                prompt_ids=[1],
-                response_ids=[token],
-                trajectory_uid=f"{p}/{k}",
-                prompt_uid="elsewhere" if stray else p,
-                step_index=index,
-                is_last=last,
-            )
-            for k, index, token, last, stray in picks
-        ]
-        answers = self.call("apply_steps", steps, channel)
+    def submit_steps(self, channel, p, picks, relative):
+        steps = [build_step(p, *pick) for pick in picks]
+        packed = [self.pack(step, channel) if relative else step for step in steps]
+        answers = self.call("apply_steps", packed, channel)
         model = self.models[channel]
-        assert [named(a) for a in answers] == [model.submit(s, self.now) for s in steps]
+        refused: set[str] = set()
+        for step, sent, answer in zip(steps, packed, answers, strict=True):
+            uid = step.trajectory_uid
+            base = sent.base if isinstance(sent, PackedStep) else None
+            if base is not None and uid in refused:
+                expected = "UnknownBaseError"
+            else:
+                expected = model.submit(step, base, self.now)
+            assert answer == expected
+            if answer not in ("accepted", "duplicate", "late"):
+                refused.add(uid)
+                self.tips.pop((channel, uid, step.step_index), None)
+
+    def pack(self, step: Step, channel: str) -> PackedStep:
+        """As a client does: relative to what it sent before, until that is refused."""
+        base = step.step_index - 1
+        tip = self.tips.get((channel, step.trajectory_uid, base))
+        tokens = step.prompt_ids.tobytes() + step.response_ids.tobytes()
+        self.tips[channel, step.trajectory_uid, step.step_index] = tokens
+        return pack(step, base, tip)
 
     @rule(
         channel=ANY_CHANNEL,
-        p=st.sampled_from(PROMPTS),
-        k=st.sampled_from(ROLLOUTS),
+        which=WHICH,
         reward=st.sampled_from([None, 1.0, 1.0, 0.0]),
         twice=st.booleans(),
     )
-    def complete_trajectory(self, channel, p, k, reward, twice):
-        for _ in range(1 + twice):
-            answer = self.call("complete_trajectory", f"{p}/{k}", reward, None, channel)
-            assert answer == self.models[channel].complete_trajectory(f"{p}/{k}", reward)
+    def complete_some(self, channel, which, reward, twice):
+        for uid in [self.rollout(channel, which)] * (1 + twice):
+            self.complete_trajectory(channel, uid, reward)
+
+    def complete_trajectory(self, channel, uid, reward):
+        answer = self.call("complete_trajectory", uid, reward, None, channel)
+        assert answer == self.models[channel].complete_trajectory(uid, reward)
 
     @rule(
         channel=ANY_CHANNEL,
         p=st.sampled_from(PROMPTS),
-        ends=st.lists(
-            st.sampled_from(["complete", "complete", "abort", "retry", "run"]), max_size=3
-        ),
+        ends=ENDS,
+        n_steps=st.integers(1, 3),
     )
-    def run_rollouts(self, channel, p, ends):
+    def run_rollouts(self, channel, p, ends, n_steps):
         """What a well-behaved producer does, so that many groups get ready."""
         for k, end in enumerate(ends):
-            self.submit_steps(channel, p, [(k, 0, 5, False, False)])
+            picks = [(k, i, 5, False, False) for i in range(n_steps)]
+            self.submit_steps(channel, p, picks, True)
             if end == "complete":
-                self.complete_trajectory(channel, p, k, 1.0, False)
+                self.complete_trajectory(channel, f"{p}/{k}", 1.0)
             elif end != "run":
-                self.abort_trajectory(channel, p, k, end == "retry")
+                self.abort_trajectory(channel, f"{p}/{k}", end == "retry")
+
+    @rule(channel=ANY_CHANNEL, which=WHICH, retry=st.booleans())
+    def abort_some(self, channel, which, retry):
+        self.abort_trajectory(channel, self.rollout(channel, which), retry)
+
+    def abort_trajectory(self, channel, uid, retry):
+        answer = self.call("abort_trajectory", uid, "crash", retry, channel)
+        assert answer == self.models[channel].abort_trajectory(uid, retry)
+
+    @rule(channel=ANY_CHANNEL, which=WHICH)
+    def drop_group(self, channel, which):
+        p = self.group(channel, which)
+        assert self.call("drop_group", p, "test", channel) == self.models[channel].drop_group(p)
+
+    def group(self, channel: str, which: int) -> str:
+        groups = self.models[channel].prompts.items()
+        live = [p for p, g in groups if g.state in ("open", "leased")]
+        names = [*reversed(live), *PROMPTS]
+        return names[which % len(names)]
+
+    def rollout(self, channel: str, which: int) -> str:
+        model = self.models[channel]
+        live = [
+            uid
+            for uid, r in model.rollouts.items()
+            if model.prompts[r.prompt].state in ("open", "leased")
+        ]
+        names = [*reversed(live), *(f"{p}/0" for p in PROMPTS)]
+        return names[which % len(names)]
+
+    # people and sources
 
     @rule(
         channel=ANY_CHANNEL,
-        p=st.sampled_from(PROMPTS),
-        k=st.sampled_from(ROLLOUTS),
-        retry=st.booleans(),
+        which=WHICH,
+        reward=st.sampled_from([0.0, 2.0]),
+        index=st.sampled_from([None, None, 0, 1]),
     )
-    def abort_trajectory(self, channel, p, k, retry):
-        answer = self.call("abort_trajectory", f"{p}/{k}", "crash", retry, channel)
-        assert answer == self.models[channel].abort_trajectory(f"{p}/{k}", retry)
+    def set_reward(self, channel, which, reward, index):
+        uid = self.rollout(channel, which)
+        answer = self.call("set_reward", uid, reward, index, channel)
+        assert answer == self.models[channel].set_reward(uid, reward, index)
 
-    @rule(channel=ANY_CHANNEL, p=st.sampled_from(PROMPTS))
-    def drop_group(self, channel, p):
-        assert self.call("drop_group", p, "test", channel) == self.models[channel].drop_group(p)
+    @rule(
+        channel=ANY_CHANNEL,
+        which=WHICH,
+        whole=st.booleans(),
+        trainable=st.sampled_from([False, False, True, None]),
+    )
+    def mark(self, channel, which, whole, trainable):
+        marks = {"trainable": trainable}
+        if whole:
+            p = self.group(channel, which)
+            answer = self.call("mark", p, None, channel, marks)
+            assert answer == self.models[channel].mark_group(p, trainable)
+        else:
+            uid = self.rollout(channel, which)
+            answer = self.call("mark", None, uid, channel, marks)
+            assert answer == self.models[channel].mark_trajectory(uid, trainable)
+
+    @rule(channel=ANY_CHANNEL, version=st.integers(0, 4))
+    def advance_version(self, channel, version):
+        self.call("advance_version", version, channel)
+        self.models[channel].advance_version(version)
 
     # consumers
 
     @rule(
         channel=ANY_CHANNEL,
-        n=st.sampled_from([None, None, 1, 2, 3]),
-        size=st.integers(1, 2),
+        n=st.sampled_from([None, None, None, 1, 2, 3]),
+        size=st.sampled_from([1, 1, 1, 2]),
         lease_s=st.sampled_from([None, 3]),
+        request=st.sampled_from([None, None, "r", "s"]),
     )
-    def lease_batch(self, channel, n, size, lease_s):
-        lease = self.call("lease_batch", n, channel, size, lease_s)
+    def lease_batch(self, channel, n, size, lease_s, request):
+        request = request and f"{channel}-{request}"
+        lease = self.call("lease_packed", n, channel, size, lease_s, request)
+        held = [v for v in self.leases.values() if v.state == "held" and v.request == request]
+        if request is not None and held:
+            assert lease == replace(held[0].content, expires_at=held[0].expires[0])
+            return
         model = self.models[channel]
         expected = model.lease(n, size)
         assert (lease and [g.prompt_uid for g in lease.groups]) == expected
@@ -442,77 +727,103 @@ class DataPoolMachine(RuleBasedStateMachine):
         for group in lease.groups:
             g = model.prompts[group.prompt_uid]
             assert group.delivery == g.delivery
+            assert group.n_rollouts == (g.terms[0] if g.terms else n or self.config.n_rollouts)
             assert [t.trajectory_uid for t in group.trajectories] == g.complete
             for t in group.trajectories:
-                self.check_served(model.rollouts[t.trajectory_uid], t)
+                assert list(t.steps) == model.rollouts[t.trajectory_uid].served()
         self.tickets += 1
-        self.leases[lease.lease_id] = {
-            "channel": channel,
-            "groups": expected,
-            "expires": (lease.expires_at, self.tickets),
-            "state": "held",
-        }
+        expires = lease.expires_at, self.tickets
+        self.leases[lease.lease_id] = Held(channel, expected, expires, request, lease)
         assert lease.expires_at == self.now + (lease_s or 10)
 
-    def check_served(self, r: Rollout, t: Any) -> None:
-        assert [s.step_index for s in t.steps] == sorted(r.steps)
-        assert [s.is_last for s in t.steps] == [False] * (len(t.steps) - 1) + [True]
-        assert t.reward == r.reward
-        for s in t.steps:
-            assert s.response_ids.tolist() == r.steps[s.step_index].response_ids.tolist()
+    @rule(
+        channel=ANY_CHANNEL,
+        ends=ENDS,
+        marked=st.sampled_from([None, None, "trajectory", "group"]),
+        n=st.sampled_from([None, None, 1, 2]),
+        leases=st.lists(st.sampled_from(["ack", "nack", "hold"]), max_size=3),
+    )
+    def live_through(self, channel, ends, marked, n, leases):
+        """A group from its first step on, so that many lives are long."""
+        p = f"q{len(self.calls)}"
+        self.run_rollouts(channel, p, ends, 1)
+        if marked and ends:
+            self.mark(channel, 0, marked == "group", False)
+        for end in leases:
+            before = len(self.leases)
+            self.lease_batch(channel, n, 1, None, None)
+            if end != "hold" and len(self.leases) > before:
+                self.end_lease(0, end)
+        if marked and ends:
+            self.mark(channel, 0, marked == "group", None)
+        self.lease_batch(channel, n, 1, None, None)
 
-    @rule(pick=st.sampled_from([0, 0, 0, 1, 1, 2, 3, -1]), how=st.sampled_from(["ack", "nack"]))
+    @rule(pick=PICK, how=st.sampled_from(["ack", "nack"]))
     def end_lease(self, pick, how):
-        # Counted from the latest, so that most picks hit one that is still held.
         lease_id = f"lease-{len(self.leases) - pick}"
         answer = self.call(how, lease_id)
         lease = self.leases.get(lease_id)
-        ended = {"ack": "acked", "nack": "nacked"}[how]
         if lease is None:
             assert answer == "UnknownLeaseError"
-        elif lease["state"] == "expired":
+        elif lease.state == "expired":
             assert answer == "LeaseExpiredError"
-        elif lease["state"] not in ("held", ended):
+        elif lease.state not in ("held", ENDED[how]):
             assert answer == "LeaseClosedError"
         else:
             assert answer is None
-            if lease["state"] == "held":
-                self.end(lease, ended)
+            if lease.state == "held":
+                self.end(lease, ENDED[how])
 
-    def end(self, lease: dict[str, Any], state: str) -> None:
-        model = self.models[lease["channel"]]
-        lease["state"] = state
+    def end(self, lease: Held, state: str) -> None:
+        model = self.models[lease.channel]
+        lease.state = state
         if state == "acked":
-            for p in lease["groups"]:
+            for p in lease.groups:
                 model.close(p, "acked")
         else:
-            model.give_back(lease["groups"])
+            model.give_back(lease.groups)
 
-    @rule(pick=st.integers(1, 5), lease_s=st.sampled_from([None, 2, 20]))
+    @rule(pick=PICK, lease_s=st.sampled_from([None, 2, 20]))
     def renew(self, pick, lease_s):
-        answer = self.call("renew", f"lease-{pick}", lease_s)
-        lease = self.leases.get(f"lease-{pick}")
-        if lease is None or lease["state"] != "held":
+        lease_id = f"lease-{len(self.leases) - pick}"
+        answer = self.call("renew", lease_id, lease_s)
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.state != "held":
             assert isinstance(answer, str)
             return
         assert answer == self.now + (lease_s or 10)
-        if answer != lease["expires"][0]:
-            self.tickets += 1
-            lease["expires"] = (answer, self.tickets)
+        self.tickets += 1
+        lease.expires = answer, self.tickets
 
-    # time and end
+    @rule(channel=ANY_CHANNEL, really=st.sampled_from([False, False, True]))
+    def release_leases(self, channel, really):
+        if really:
+            held = [v for v in self.leases.values() if (v.channel, v.state) == (channel, "held")]
+            assert self.call("release_leases", channel) == len(held)
+            for lease in sorted(held, key=lambda v: v.expires[1]):
+                self.end(lease, "nacked")
+
+    # time, restarts and end
 
     @rule(seconds=st.sampled_from([1, 4, 12]))
     def tick(self, seconds):
         self.now += seconds
-        self.calls.append(("tick", (), self.now))
-        self.pool.tick(self.now)
-        held = [v for v in self.leases.values() if v["state"] == "held"]
-        for lease in sorted(held, key=lambda v: v["expires"]):
-            if lease["expires"][0] <= self.now:
+        self.call("tick")
+        held = [v for v in self.leases.values() if v.state == "held"]
+        for lease in sorted(held, key=lambda v: v.expires):
+            if lease.expires[0] <= self.now:
                 self.end(lease, "expired")
         for model in self.models.values():
             model.tick(self.now)
+
+    @rule()
+    def restart(self):
+        before = self.pool
+        self.pool = DataPool(self.pool_config)
+        restore(self.pool, self.log, self.log.rows(), self.log.states, self.log.read)
+        assert_same(self.pool, before, self.now)
+        self.pool.write_counts()
+        self.pool.written()
 
     @rule(channel=st.sampled_from([None, *CHANNELS]), really=st.sampled_from([False] * 9 + [True]))
     def shutdown(self, channel, really):
@@ -540,57 +851,119 @@ class DataPoolMachine(RuleBasedStateMachine):
                 s["accepted"] + s["duplicate"] + s["late"] + s["conflict"] + s["rejected"]
             )
             assert s["accepted"] == s["stored"] + s["acked"] + s["dropped"]
-            assert stats["tokens"]["stored"] == 2 * s["stored"]
 
     @invariant()
     def the_counts_are_the_models(self):
         for name, model in self.models.items():
             stats = self.pool.get_statistics(name, now=self.now)
-            ready = model.ready()
-            assert stats["groups"]["ready"] == len(ready)
-            assert stats["groups"]["open"] == model.count("open") - len(ready)
+            groups, ready, held = stats["groups"], model.ready(), model.held()
+            assert (groups["ready"], groups["held"]) == (len(ready), len(held))
+            assert stats["ready"] == len(ready) - len(held)
+            assert groups["open"] == model.count("open") - len(ready)
             for state in ("leased", "acked", "dropped"):
-                assert stats["groups"][state] == model.count(state)
+                assert groups[state] == model.count(state)
+            assert groups["drop_reasons"].get("stale", 0) == model.n_stale
+            assert groups["returned"] == (model.n_stale if self.config.on_stale == "return" else 0)
             states = [r.state for r in model.rollouts.values()]
             assert stats["trajectories"]["open"] == states.count("open")
             assert stats["trajectories"]["aborted"] == states.count("aborted")
-            stored = sum(len(r.steps) for r in model.rollouts.values())
-            expected = model.seen | model.released | {"stored": stored}
+            stored = [s for r in model.rollouts.values() for s in r.steps.values()]
+            expected = model.seen | model.released | {"stored": len(stored)}
             assert {k: stats["steps"][k] for k in expected} == expected
-            assert len(stats["oldest_open"]) == min(5, stats["groups"]["open"])
-            versions = stats["oldest_policy_version_ready"]
-            assert versions == (0 if ready else None)
+            assert stats["tokens"]["stored"] == sum(s.n_tokens for s in stored)
+            assert len(stats["oldest_open"]) == min(5, groups["open"])
+            oldest = [model.prompts[p].oldest for p in ready]
+            assert stats["oldest_policy_version_ready"] == min(oldest, default=None)
 
     @invariant()
     def the_next_deadline_is_the_first_one(self):
-        times = [v["expires"][0] for v in self.leases.values() if v["state"] == "held"]
+        times = [v.expires[0] for v in self.leases.values() if v.state == "held"]
         times += [t for m in self.models.values() if (t := m.next_deadline()) is not None]
         assert self.pool.next_deadline() == min(times, default=None)
+
+    @invariant()
+    def memory_is_counted_and_limited(self):
+        payloads = 0
+        for channel in self.pool.channels.values():
+            groups = channel.prompt_groups.values()
+            prompts = sum(len(prompt) for g in groups for prompt in g.prompts)
+            steps = [s for g in groups for t in g.trajectories.values() for s in t.steps.values()]
+            in_memory = sum(s.n_bytes for s in steps if s.payload is not None)
+            assert channel.memory_bytes == prompts + in_memory
+            payloads += in_memory
+        limit = self.pool_config.memory_limit_bytes
+        assert limit is None or payloads <= limit
 
     def teardown(self):
         if not hasattr(self, "pool"):
             return
+        self.restart()
         again = DataPool(PoolConfig(default=self.config))
-        for name, args, now in self.calls:
-            replay(again, name, args, now)
-        assert again.get_statistics(now=self.now) == self.pool.get_statistics(now=self.now)
-        assert again.next_deadline() == self.pool.next_deadline()
+        for name, args, now, answer in self.calls:
+            assert replay(again, name, args, now) == answer
+        assert_same(again, self.pool, self.now)
         for channel in CHANNELS:
             rest = [drain(p, channel, self.now) for p in (self.pool, again)]
             assert rest[0] == rest[1]
 
 
+def build_step(p: str, k: int, index: int, token: int, is_last: bool, is_stray: bool) -> Step:
+    """A step of rollout `k`, in one of two versions; each extends the first version before it."""
+    prompt = [1]
+    for i in range(index):
+        prompt += [5, 10 + i]
+    return Step(
+        prompt_ids=prompt,
+        response_ids=[token],
+        rollout_log_probs=[-0.5] if k else None,
+        reward=0.5 if index == 1 else None,
+        metadata={"index": index},
+        policy_version=[2, 1, 3][k],
+        trajectory_uid=f"{p}/{k}",
+        prompt_uid="elsewhere" if is_stray else p,
+        step_index=index,
+        is_last=is_last,
+    )
+
+
 def replay(pool: DataPool, name: str, args: tuple[Any, ...], now: float) -> Any:
+    """The answer as its caller gets it; errors by name."""
     if name == "tick":
         return pool.tick(now)
+    if name == "mark":
+        *args, marks = args
+    else:
+        marks = {}
     try:
-        return getattr(pool, name)(*args, now=now)
+        answer = getattr(pool, name)(*args, now=now, **marks)
     except DataPoolError as e:
         return type(e).__name__
+    if isinstance(answer, PackedLease):
+        return pickle.loads(pickle.dumps(answer))
+    if name == "apply_steps":
+        return [type(a).__name__ if isinstance(a, DataPoolError) else a for a in answer]
+    return answer.trainable if name == "mark" else answer
 
 
-def named(answer: Any) -> Any:
-    return type(answer).__name__ if isinstance(answer, DataPoolError) else answer
+def assert_same(a: DataPool, b: DataPool, now: float) -> None:
+    """Nobody can tell the two pools apart, short of taking something out."""
+    spills = any(pool.config.memory_limit_bytes is not None for pool in (a, b))
+    for name in CHANNELS:
+        stats = [pool.get_statistics(name, now=now) for pool in (a, b)]
+        for s in stats if spills else ():
+            del s["memory_bytes"]  # what is in memory depends on when it was written
+        assert stats[0] == stats[1]
+        infos = [
+            [replace(channel.info(g), sequence=0) for g in channel.ready_groups()]
+            for channel in (a.channels[name], b.channels[name])
+        ]
+        assert infos[0] == infos[1]
+        numbers = [list(pool.channels[name].groups_by_number) for pool in (a, b)]
+        assert numbers[0] == numbers[1]
+    assert a.next_deadline() == b.next_deadline()
+    assert [replace(r, row=0) for r in a.leases.active()] == [
+        replace(r, row=0) for r in b.leases.active()
+    ]
 
 
 def drain(pool: DataPool, channel: str, now: float) -> list[Any]:

@@ -20,6 +20,7 @@ BENCHES: Mapping[str, str] = MappingProxyType(
     {
         "overlap": "trainer.bench.overlap",
         "pool": "trainer.bench.pool",
+        "pool-crash": "trainer.bench.crash",
         "pool-starvation": "trainer.bench.pool.starvation",
     }
 )

@@ -1,0 +1,601 @@
+"""What a channel lets in, what it serves and in what order, and what it tells of that."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from datapool import (
+    ChannelConfig,
+    DataPoolActor,
+    DataPoolClient,
+    InvalidRequestError,
+    PoolConfig,
+    PoolFullError,
+    Step,
+    start_data_pool,
+)
+from datapool import events as events_module
+from datapool.config import SelectionConfig
+
+MakeStep = Callable[..., Step]
+Pool = Any
+"""A `ClockedPool` of conftest."""
+
+
+def now_of(pool: Pool) -> dict[str, float]:
+    """`now`, for the operations that the clocked pool passes through as they are."""
+    return {"now": pool.now}
+
+
+def lease(pool: Pool, size: int = 1, n: int | None = None) -> list[str] | None:
+    got = pool.lease_batch(n, batch_size=size)
+    return None if got is None else [g.prompt_uid for g in got.groups]
+
+
+def group(
+    pool: Pool, make_step: MakeStep, uid: str, *rewards: float | None, version: int = 0
+) -> None:
+    """A declared group with one complete trajectory per reward."""
+    pool.open_group(uid, len(rewards), metadata={"prompt": uid})
+    for k, reward in enumerate(rewards):
+        pool.submit_step(make_step(f"{uid}{k}", uid, policy_version=version))
+        pool.complete_trajectory(f"{uid}{k}", reward)
+
+
+def selecting(make_pool: Callable[..., Pool], **selection: Any) -> Pool:
+    return make_pool(selection=SelectionConfig(**selection))
+
+
+def reasons(pool: Pool) -> dict[str, int]:
+    counts: dict[str, int] = pool.stats()["groups"]["drop_reasons"]
+    return counts
+
+
+# -- capacity ------------------------------------------------------------------------------------
+
+
+def test_beyond_its_bytes_a_channel_drops_the_oldest_ready_groups(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    unlimited = make_pool()
+    group(unlimited, make_step, "a", 1.0)
+    pool = make_pool(max_bytes=3 * unlimited.stats()["memory_bytes"])
+    pool.submit_step(make_step("x", "open"))
+    for uid in "abcd":
+        group(pool, make_step, uid, 1.0)
+    assert reasons(pool) == {"max_bytes": 2}
+    assert pool.stats()["memory_bytes"] <= pool.pool.config.default.max_bytes
+    assert lease(pool, 2) == ["c", "d"]
+    assert pool.stats()["groups"]["open"] == 1, "what is not ready is never dropped for its bytes"
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_step_may_cost_its_own_group_its_place(
+    is_last: bool, make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(max_bytes=300)
+    pool.finish("p", "a")
+    step = make_step("b", "p", prompt_ids=[1] * 200, is_last=is_last)
+    assert pool.submit_step(step) == "accepted"
+    assert reasons(pool) == {"max_bytes": 1}
+    assert pool.stats()["memory_bytes"] == 0
+    if not is_last:
+        assert pool.complete_trajectory("b") == "late"
+    assert pool.stats()["steps"]["dropped"] == 2
+
+
+def test_a_blocking_channel_refuses_new_groups_only(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(overflow="block", max_queue_size=1)
+    pool.submit_step(make_step("o", "open"))
+    pool.finish("p", "a")
+    for name, arguments in {
+        "submit_step": (make_step("b", "q"),),
+        "open_trajectory": ("b", "q"),
+        "open_group": ("q", 1),
+    }.items():
+        with pytest.raises(PoolFullError, match="max_queue_size=1 ready groups and blocks"):
+            getattr(pool, name)(*arguments)
+    assert pool.submit_step(make_step("o", "open", 1)) == "accepted"
+    pool.complete_trajectory("o")
+    assert pool.stats()["groups"]["ready"] == 2, "what was begun is finished"
+    assert pool.stats()["groups"]["dropped"] == 0
+    pool.lease_batch(batch_size=2)
+    assert pool.submit_step(make_step("b", "q")) == "accepted"
+
+
+def test_a_group_that_is_ready_keeps_its_place_when_its_deadline_comes(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(group_deadline_s=10)
+    pool.finish("a", "a0")
+    pool.now += 5
+    pool.finish("b", "b0")
+    pool.advance(6)
+    assert lease(pool, 2) == ["a", "b"]
+    kinds = [(e.kind, e.prompt_uid) for e in pool.pool.events.after(None, kinds=["ready"]).events]
+    assert kinds == [("ready", "a"), ("ready", "b")]
+
+
+# -- freshness -----------------------------------------------------------------------------------
+
+
+def test_credit_is_counted_in_groups_per_version(make_pool: Callable[..., Pool]) -> None:
+    pool = make_pool(max_ahead_versions=1, groups_per_version=2)
+    for uid in "abcd":
+        pool.open_group(uid, 1)
+    with pytest.raises(PoolFullError, match=r"policy version 0 allows \(max_ahead_versions=1"):
+        pool.open_group("e", 1)
+    pool.drop_group("a", "test")
+    assert pool.open_group("e", 1) == "accepted", "a dropped group gives its credit back"
+    pool.pool.advance_version(1, **now_of(pool))
+    for uid in "fg":
+        assert pool.open_group(uid, 1) == "accepted"
+    with pytest.raises(PoolFullError, match="policy version 1"):
+        pool.open_group("h", 1)
+
+
+def test_a_pool_that_starts_late_owes_nothing_for_earlier_versions(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(max_ahead_versions=0, groups_per_version=1)
+    pool.pool.advance_version(40, **now_of(pool))
+    assert pool.open_group("a", 1) == "accepted"
+    with pytest.raises(PoolFullError):
+        pool.open_group("b", 1)
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "return"])
+def test_stale_groups_are_dropped_at_the_lease_and_their_source_is_told(
+    on_stale: str, make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(max_staleness=1, on_stale=on_stale)
+    for uid, version in {"old": 0, "mixed": 1, "new": 3}.items():
+        group(pool, make_step, uid, 1.0, 0.0, version=version)
+    pool.submit_step(make_step("late", "mixed", policy_version=9))
+    pool.pool.advance_version(3, **now_of(pool))
+    assert pool.stats()["groups"]["ready"] == 3, "nothing happens before somebody wants them"
+    assert lease(pool) == ["new"]
+    assert reasons(pool) == {"stale": 2}
+    assert pool.stats()["groups"]["returned"] == (2 if on_stale == "return" else 0)
+    dropped = pool.pool.events.after(None, kinds=["dropped"]).events
+    assert [e.prompt_uid for e in dropped] == ["old", "mixed"]
+    for event in dropped:
+        assert event.data == {
+            "reason": "stale",
+            "returned": on_stale == "return",
+            "complete": 2,
+            "metadata": {"prompt": event.prompt_uid},
+        }
+
+
+def test_a_consumer_of_fewer_rollouts_gets_nothing_stale_either(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(n_rollouts=2, max_staleness=0)
+    for uid, version in {"old": 0, "new": 1}.items():
+        pool.submit_step(make_step(uid, f"p-{uid}", policy_version=version, is_last=True))
+    pool.pool.advance_version(1, **now_of(pool))
+    assert lease(pool, n=1) == ["p-new"]
+    assert reasons(pool) == {"stale": 1}
+
+
+# -- orders --------------------------------------------------------------------------------------
+
+
+def test_the_freshest_group_is_served_first(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = selecting(make_pool, order="freshest")
+    for uid, version in {"a": 1, "b": 3, "c": 1, "d": 2}.items():
+        group(pool, make_step, uid, 1.0, version=version)
+    assert lease(pool, 4) == ["b", "d", "a", "c"]
+
+
+def test_the_group_whose_rewards_spread_most_is_served_first_and_rewards_may_change(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = selecting(make_pool, order="highest_reward_std")
+    group(pool, make_step, "flat", 1.0, 1.0)
+    group(pool, make_step, "wide", 0.0, 9.0)
+    group(pool, make_step, "some", 0.0, 1.0)
+    group(pool, make_step, "unknown", None, None)
+    pool.pool.set_reward("flat0", 100.0, **now_of(pool))
+    assert lease(pool, 4) == ["flat", "wide", "some", "unknown"]
+
+
+def test_an_order_named_by_a_path_decides_and_a_failing_one_holds(
+    make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(shortest=lambda info: {"a": 3, "b": 1, "c": 2}[info.prompt_uid])
+    monkeypatch.setitem(sys.modules, "my_orders", module)
+    pool = selecting(make_pool, order="my_orders:shortest")
+    for uid in "abcd":
+        group(pool, make_step, uid, 1.0)
+    assert lease(pool, 3) == ["b", "c", "a"]
+    assert pool.stats()["groups"]["held"] == 1
+    described = pool.pool.channels["train"]
+    state, why = described.state(described.prompt_groups["d"])
+    assert state == "held"
+    assert "selection.order 'my_orders:shortest' failed on group 'd': KeyError" in why
+
+
+def test_an_order_holds_for_consumers_of_fewer_rollouts_too(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(n_rollouts=2, selection=SelectionConfig(order="freshest"))
+    for uid, version in {"a": 1, "b": 3, "c": 2}.items():
+        pool.submit_step(make_step(uid, f"p{uid}", policy_version=version, is_last=True))
+    pool.submit_step(make_step("a2", "pa", policy_version=1, is_last=True))
+    assert lease(pool, 3, n=1) == ["pb", "pc", "pa"]
+
+
+@pytest.mark.parametrize("filters", [(), ("zero_variance",)])
+def test_first_come_is_by_readiness_with_and_without_filters(
+    filters: tuple[str, ...], make_pool: Callable[..., Pool]
+) -> None:
+    pool = selecting(make_pool, filters=filters)
+    pool.finish("a", "a0")
+    pool.finish("b", "b0")
+    pool.finish("a", "a1")  # one more than asked for; its place is the one it had
+    decisions = pool.pool.dry_run(**now_of(pool), batch_size=2).decisions
+    assert [d.prompt_uid for d in decisions] == ["a", "b"]
+    assert lease(pool, 2) == ["a", "b"]
+
+
+# -- filters -------------------------------------------------------------------------------------
+
+
+def test_a_group_without_variance_is_dropped_and_its_credit_is_free(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(
+        max_outstanding_groups=1,
+        max_ahead_versions=0,
+        groups_per_version=1,
+        selection=SelectionConfig(filters=("zero_variance",)),
+    )
+    for attempt in range(3):
+        group(pool, make_step, f"easy{attempt}", 1.0, 1.0)  # each needs the credit of the last
+    group(pool, make_step, "good", 1.0, 0.0)
+    with pytest.raises(PoolFullError):
+        pool.open_group("next", 2)
+    assert reasons(pool) == {"zero_variance": 3}
+    assert lease(pool) == ["good"]
+
+
+def test_what_is_not_scored_waits_for_its_rewards(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = selecting(make_pool, filters=("scored", "all_wrong"))
+    group(pool, make_step, "a", None, 1.0)
+    group(pool, make_step, "b", None, 0.0)
+    assert lease(pool) is None
+    assert pool.stats()["ready"] == 0
+    pool.pool.set_reward("b0", 0.0, **now_of(pool))
+    assert reasons(pool) == {"all_wrong": 1}
+    pool.pool.set_reward("a0", 0.0, **now_of(pool))
+    assert lease(pool) == ["a"]
+
+
+def test_over_sampling_serves_the_best_of_twice_as_many_and_drops_the_rest(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = selecting(make_pool, batch_filter="over_sampling(2.0)")
+    for uid, spread in {"a": 1.0, "b": 4.0, "c": 2.0}.items():
+        group(pool, make_step, uid, 0.0, spread)
+    assert lease(pool, 2) is None, "the fourth candidate may come"
+    group(pool, make_step, "d", 0.0, 3.0)
+    group(pool, make_step, "e", 0.0, 9.0)
+    assert lease(pool, 2) == ["b", "d"]
+    assert reasons(pool) == {"over_sampled": 2}
+    pool.shutdown()
+    assert lease(pool) == ["e"], "nothing more can come, so it is not waited for"
+
+
+def test_a_batch_filter_may_drop_window_after_window(
+    make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def last_one(infos: Any, batch_size: int) -> Any:
+        from datapool.selection import Choice
+
+        wanted = [i.prompt_uid for i in infos if i.prompt_uid == "g1499"]
+        return Choice(wanted, {i.prompt_uid: "no" for i in infos if i.prompt_uid not in wanted})
+
+    module = SimpleNamespace(last_one=last_one)
+    monkeypatch.setitem(sys.modules, "my_filters", module)
+    pool = selecting(make_pool, batch_filter="my_filters:last_one", window=1)
+    for i in range(1500):
+        pool.submit_step(make_step(f"t{i}", f"g{i}", is_last=True))
+    assert lease(pool) == ["g1499"]
+    assert reasons(pool) == {"no": 1499}
+
+
+# -- marks ---------------------------------------------------------------------------------------
+
+
+def test_marks_of_people_gate_what_is_served(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(
+        max_outstanding_groups=2,
+        selection=SelectionConfig(min_quality=0.5, exclude_tags=("broken",)),
+    )
+    mark = pool.pool.mark
+    group(pool, make_step, "a", 1.0, 0.0)
+    group(pool, make_step, "b", 1.0, 0.0)
+    mark("a", **now_of(pool), trainable=False, note="the tool was down")
+    mark(trajectory_uid="b1", **now_of(pool), quality=0.1)
+    assert (pool.stats()["ready"], pool.stats()["groups"]["held"]) == (1, 1)
+    group(pool, make_step, "c", 1.0, 0.0)  # a held group keeps no credit
+    mark("c", **now_of(pool), tags=["broken"])
+    got = pool.lease_batch()
+    assert [t.trajectory_uid for t in got.groups[0].trajectories] == ["b0"]
+    assert pool.stats()["trajectories"]["abort_reasons"] == {"not_trainable": 1}
+    assert lease(pool) is None
+    mark("a", **now_of(pool), trainable=None)
+    mark("c", **now_of(pool), tags=None)
+    assert lease(pool, 2) == ["a", "c"]
+
+
+def test_a_mark_holds_for_consumers_of_fewer_rollouts_until_it_is_taken_back(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool(n_rollouts=2)
+    pool.finish("p", "a")
+    pool.pool.mark("p", **now_of(pool), trainable=False)
+    assert lease(pool, n=1) is None
+    assert (pool.stats()["ready"], pool.stats()["groups"]["held"]) == (0, 0)
+    pool.pool.mark("p", **now_of(pool), trainable=True)
+    assert lease(pool, n=1) == ["p"]
+
+
+def test_a_mark_on_a_leased_group_counts_when_it_comes_back(
+    make_pool: Callable[..., Pool],
+) -> None:
+    pool = make_pool()
+    pool.finish("p", "a")
+    held = pool.lease_batch()
+    pool.pool.mark("p", **now_of(pool), trainable=False)
+    pool.nack(held.lease_id)
+    assert lease(pool) is None
+    pool.pool.mark("p", **now_of(pool), trainable=True)
+    assert lease(pool) == ["p"]
+
+
+# -- dry runs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_staleness": 1},
+        {"selection": SelectionConfig(order="freshest")},
+        {"selection": SelectionConfig(order="highest_reward_std", filters=("zero_variance",))},
+        {"selection": SelectionConfig(filters=("scored", "all_correct(3.0)"))},
+        {"selection": SelectionConfig(min_quality=0.5)},
+        {"selection": SelectionConfig(batch_filter="over_sampling(1.5)"), "max_staleness": 2},
+    ],
+)
+def test_a_dry_run_says_what_the_lease_then_does(
+    limits: dict[str, Any], make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(**limits)
+    for i in range(9):
+        reward = None if i == 4 else float(i % 4)
+        group(pool, make_step, f"p{i}", reward, float(i % 3), version=i % 4)
+    pool.nack(pool.lease_batch().lease_id)
+    pool.pool.advance_version(3, **now_of(pool))
+    for uid in ("p5", "p7"):
+        if uid in pool.pool.channels["train"].prompt_groups:
+            pool.pool.mark(uid, **now_of(pool), quality=0.1)
+    foretold = pool.pool.dry_run(**now_of(pool), batch_size=3)
+    before = pool.stats()
+    assert pool.stats() == before, "and changes nothing itself"
+    served = [d.prompt_uid for d in foretold.decisions if d.decision == "serve"]
+    dropped = {d.prompt_uid: d.reason for d in foretold.decisions if d.decision == "drop"}
+    cursor = pool.pool.events.after(None).cursor
+    assert lease(pool, 3) == served
+    assert len(served) == 3
+    events = pool.pool.events.after(cursor, kinds=["dropped"]).events
+    assert {e.prompt_uid: e.data["reason"] for e in events} == dropped
+
+
+# -- events --------------------------------------------------------------------------------------
+
+
+async def test_events_are_read_page_by_page_without_gap_or_repetition(make_step: MakeStep) -> None:
+    actor = DataPoolActor(PoolConfig(durability="none"))
+    for i in range(5):
+        await actor.submit_step(make_step(f"t{i}", f"p{i}", is_last=True))
+        await actor.fetch_batch()
+    read: list[Any] = []
+    cursor = None
+    while (page := await actor.get_events(cursor, limit=4)).events:
+        assert not page.lost
+        read += page.events
+        cursor = page.cursor
+    expected = [(kind, f"p{i}") for i in range(5) for kind in ("ready", "leased", "acked")]
+    assert [(e.kind, e.prompt_uid) for e in read] == expected
+    only = await actor.get_events(kinds=["acked"], channel="train", limit=2)
+    assert [e.prompt_uid for e in only.events] == ["p0", "p1"]
+    rest = await actor.get_events(only.cursor, kinds=["acked"])
+    assert [e.prompt_uid for e in rest.events] == ["p2", "p3", "p4"]
+    assert not (await actor.get_events(channel="val")).events
+
+
+async def test_a_reader_that_is_too_slow_is_told(
+    make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events_module, "REMEMBERED", 3)
+    actor = DataPoolActor(PoolConfig(durability="none"))
+    start = (await actor.get_events()).cursor
+    for i in range(5):
+        await actor.submit_step(make_step(f"t{i}", f"p{i}", is_last=True))
+    page = await actor.get_events(start)
+    assert page.lost
+    assert [e.prompt_uid for e in page.events] == ["p2", "p3", "p4"]
+    assert not (await actor.get_events(page.cursor)).lost
+    assert not (await actor.get_events()).lost, "who asks for all there is, missed nothing"
+
+
+async def test_a_long_poll_from_a_former_life_is_told_so_when_it_ends(make_step: MakeStep) -> None:
+    actor = DataPoolActor(PoolConfig(durability="none"))
+    polling = asyncio.create_task(actor.get_events("another:17", timeout_s=30))
+    await asyncio.sleep(0)
+    await actor.submit_step(make_step("t", is_last=True))
+    page = await polling
+    assert page.lost
+    assert [e.kind for e in page.events] == ["ready"]
+
+
+async def test_what_is_no_cursor_or_no_kind_is_refused() -> None:
+    actor = DataPoolActor(PoolConfig(durability="none"))
+    with pytest.raises(InvalidRequestError, match="cursor is 'yesterday'"):
+        await actor.get_events("yesterday")
+    with pytest.raises(InvalidRequestError, match=r"kinds holds \['born'\]; there are ready"):
+        await actor.get_events(kinds=["born"])
+
+
+# -- waiting, without Ray ------------------------------------------------------------------------
+
+
+async def waiting_producers(actor: Any) -> int:
+    n: int = (await actor.get_statistics("train"))["waiting"]["producers"]
+    return n
+
+
+async def test_a_filter_that_drops_a_group_lets_the_next_open_group_in(
+    make_step: MakeStep,
+) -> None:
+    limits = ChannelConfig(
+        max_outstanding_groups=1, selection=SelectionConfig(filters=("zero_variance",))
+    )
+    actor = DataPoolActor(PoolConfig(default=limits, durability="none"))
+    await actor.open_group("p", 2)
+    opening = asyncio.create_task(actor.open_group("q", 2))
+    for uid in "ab":
+        await actor.submit_step(make_step(uid, "p"))
+        assert not opening.done()
+        await actor.complete_trajectory(uid, 1.0)
+    assert await opening == "accepted"
+
+
+async def test_steps_that_wait_for_room_do_not_wait_behind_a_group_without_credit(
+    make_step: MakeStep,
+) -> None:
+    limits = ChannelConfig(
+        overflow="block", max_queue_size=1, max_ahead_versions=0, groups_per_version=1
+    )
+    actor = DataPoolActor(PoolConfig(default=limits, durability="none"))
+    await actor.submit_step(make_step("a", "p", is_last=True))
+    opening = asyncio.create_task(actor.open_group("q", 1))
+    room = asyncio.create_task(actor.wait_for_room())
+    await asyncio.sleep(0)
+    assert await waiting_producers(actor) == 2
+    assert await actor.fetch_batch() is not None
+    await room
+    assert not opening.done()
+    await actor.advance_version(1)
+    assert await opening == "accepted"
+
+
+# -- waiting, through Ray ------------------------------------------------------------------------
+
+CHANNELS = {
+    "queue": ChannelConfig(overflow="block", max_queue_size=1),
+    "bytes": ChannelConfig(overflow="block", max_bytes=1),
+    "fresh": ChannelConfig(max_ahead_versions=0, groups_per_version=1),
+}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Any]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield start_data_pool(PoolConfig(channels=CHANNELS), name=uuid.uuid4().hex)
+    ray.shutdown()
+
+
+@pytest.fixture
+def client(shared: Any) -> DataPoolClient:
+    return DataPoolClient(shared)
+
+
+async def until_waiting(client: DataPoolClient, channel: str, n: int = 1) -> None:
+    """Until `n` producers wait in the pool; the test's timeout is the limit."""
+    while (  # noqa: ASYNC110 - it happens elsewhere, no event tells of it
+        await client.get_statistics(channel)
+    )["waiting"]["producers"] != n:
+        await asyncio.sleep(0.02)
+
+
+async def test_a_producer_waits_in_its_client_until_something_is_leased(
+    client: DataPoolClient, make_step: MakeStep
+) -> None:
+    where: dict[str, Any] = {"channel": "queue"}
+    await client.submit_step(make_step("o", "open"), **where)
+    await client.submit_step(make_step("a", "p", is_last=True), **where)
+    steps = [make_step("b", "q"), make_step("o", "open", 1), make_step("b", "q", 1, is_last=True)]
+    submitting = asyncio.create_task(client.submit_steps(steps, **where))
+    opening = asyncio.create_task(client.open_trajectory("c", "r", **where))
+    await until_waiting(client, "queue", 2)
+    assert (await client.get_statistics("queue"))["steps"]["stored"] == 3, "the open group's is in"
+    assert await client.fetch_batch(**where) is not None
+    assert await submitting == ["accepted"] * 3
+    steps_served = await client.fetch_batch(**where)
+    assert steps_served is not None
+    assert [s.step_index for s in steps_served] == [0, 1]
+    assert await opening == "accepted"
+
+
+async def test_a_channel_that_is_full_of_bytes_has_room_when_they_are_acked(
+    client: DataPoolClient, make_step: MakeStep
+) -> None:
+    where: dict[str, Any] = {"channel": "bytes"}
+    await client.submit_step(make_step("a", "p", is_last=True), **where)
+    submitting = asyncio.create_task(client.submit_step(make_step("b", "q"), **where))
+    await until_waiting(client, "bytes")
+    lease = await client.lease_batch(**where)
+    assert lease is not None
+    assert not submitting.done(), "a consumer that fails gives them back"
+    await client.ack(lease.lease_id)
+    assert await submitting == "accepted"
+
+
+async def test_open_group_waits_for_the_version_that_allows_it(client: DataPoolClient) -> None:
+    where: dict[str, Any] = {"channel": "fresh"}
+    await client.open_group("a", 1, **where)
+    opening = [asyncio.create_task(client.open_group(uid, 1, **where)) for uid in "bc"]
+    await until_waiting(client, "fresh", 2)
+    await client.advance_version(1, **where)
+    assert await opening[0] == "accepted"
+    assert not opening[1].done()
+    await client.advance_version(2, **where)
+    assert await opening[1] == "accepted"
+    with pytest.raises(PoolFullError, match="policy version 2 allows"):
+        await client.open_group("d", 1, timeout_s=0, **where)
+
+
+async def test_a_watcher_is_woken_by_the_event_that_it_waits_for(
+    client: DataPoolClient, make_step: MakeStep
+) -> None:
+    where: dict[str, Any] = {"channel": "val"}
+    cursor = (await client.get_events(**where)).cursor
+    watching = asyncio.create_task(
+        client.get_events(cursor, **where, kinds=["dropped"], timeout_s=60)
+    )
+    await client.submit_step(make_step("t", is_last=True), **where)
+    await client.drop_group("p", "test", **where)
+    page = await watching
+    assert [(e.prompt_uid, e.data["reason"]) for e in page.events] == [("p", "test")]
+    assert not (await client.get_events(page.cursor, **where)).events

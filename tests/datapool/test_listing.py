@@ -1,0 +1,563 @@
+"""Pages of a channel: what a row says, what a filter lets through, and that paging sees everything
+that stays exactly once, at a bounded cost per page."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datapool import (
+    ChannelConfig,
+    DataPool,
+    DataPoolError,
+    InvalidRequestError,
+    PoolConfig,
+    Step,
+    VersionSpan,
+)
+from datapool.journal import Journal
+from datapool.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES, Opaque
+from datapool.replay import restore
+
+NOW = 1000.0
+LISTINGS = ("list_groups", "list_trajectories", "list_steps")
+
+
+def build_step(trajectory_uid: str, prompt_uid: str = "p", index: int = 0, **fields: Any) -> Step:
+    return Step(
+        prompt_ids=fields.pop("prompt_ids", [1, 2, 3]),
+        response_ids=fields.pop("response_ids", [4, 5]),
+        rollout_log_probs=fields.pop("rollout_log_probs", [-0.5, -0.25]),
+        trajectory_uid=trajectory_uid,
+        prompt_uid=prompt_uid,
+        step_index=index,
+        **fields,
+    )
+
+
+def build_pool(**limits: Any) -> DataPool:
+    return DataPool(PoolConfig(default=ChannelConfig(**limits)))
+
+
+def finish(pool: DataPool, prompt_uid: str, *uids: str, reward: float | None = None) -> None:
+    for uid in uids:
+        pool.submit_step(build_step(uid, prompt_uid), now=NOW)
+        pool.complete_trajectory(uid, reward, now=NOW)
+
+
+def listed(pool: DataPool, listing: str, cursor: str | None = None, **arguments: Any) -> list[Any]:
+    """All items from the cursor on, page by page."""
+    items: list[Any] = []
+    while True:
+        page = getattr(pool, listing)(cursor=cursor, now=NOW, **arguments)
+        items += page.items
+        cursor = page.cursor
+        if cursor is None:
+            return items
+
+
+def uids(rows: list[Any]) -> list[str]:
+    """What the rows are about, shortly."""
+    return [
+        row.trajectory_uid + (f"{row.step_index}" if hasattr(row, "step_index") else "")
+        if hasattr(row, "trajectory_uid")
+        else row.prompt_uid
+        for row in rows
+    ]
+
+
+@pytest.fixture
+def varied() -> DataPool:
+    """One group of each state, in this order: leased, ready, held, open, and one undeclared."""
+    pool = build_pool(n_rollouts=8)
+    pool.open_group("leased", 1, now=900)
+    finish(pool, "leased", "l0", reward=1.0)
+    assert pool.lease_batch(now=NOW) is not None
+    pool.open_group("ready", 2, metadata={"task": 3}, now=NOW)
+    finish(pool, "ready", "r0", reward=0.25)
+    finish(pool, "ready", "r1", reward=0.75)
+    pool.open_group("held", 1, now=NOW)
+    finish(pool, "held", "h0", reward=-1.0)
+    pool.mark("held", trainable=False, tags=["odd"], now=NOW)
+    pool.open_group("open", 4, deadline_s=60, now=NOW)
+    pool.open_trajectory("o0", "open", attempt=2, metadata={"m": 1}, now=NOW)
+    pool.submit_step(build_step("o0", "open", 2, policy_version=7), now=NOW)
+    pool.submit_step(build_step("o0", "open", 0, policy_version=3, reward=0.5), now=NOW)
+    pool.submit_step(build_step("o1", "open"), now=NOW)
+    pool.abort_trajectory("o1", "crash", now=NOW)
+    pool.mark(trajectory_uid="o0", tags=["odd", "long"], quality=0.5, now=NOW)
+    pool.submit_step(build_step("u0", "undeclared"), now=NOW)
+    return pool
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+def test_a_group_row_says_where_the_group_stands_and_why(varied):
+    rows = listed(varied, "list_groups")
+    assert [(r.prompt_uid, r.state, r.reason) for r in rows] == [
+        ("leased", "leased", None),
+        ("ready", "ready", None),
+        ("held", "held", "not_trainable"),
+        ("open", "open", "0 of 4 complete; 1 trajectories are running"),
+        ("undeclared", "open", "0 of 8 complete; 1 trajectories are running"),
+    ]
+    ready, opened = rows[1], rows[3]
+    assert (ready.n_rollouts, ready.n_complete, ready.metadata) == (2, 2, {"task": 3})
+    assert (ready.reward_mean, ready.reward_std) == (0.5, 0.25)
+    assert (opened.n_running, opened.n_aborted, opened.n_steps, opened.n_tokens) == (1, 1, 2, 10)
+    assert (opened.opened_at, opened.deadline, opened.reward_mean) == (NOW, NOW + 60, None)
+    assert (rows[4].n_rollouts, rows[2].marks.tags) == (None, {"odd"})
+
+
+def test_a_trajectory_row_has_its_state_its_groups_and_what_is_missing(varied):
+    rows = {r.trajectory_uid: r for r in listed(varied, "list_trajectories")}
+    assert list(rows) == ["l0", "r0", "r1", "h0", "o0", "o1", "u0"]
+    row = rows["o0"]
+    assert (row.state, row.group_state, row.attempt, row.metadata) == ("open", "open", 2, {"m": 1})
+    assert (row.n_steps, row.n_missing, row.n_tokens, row.reward) == (2, 1, 10, 0.5)
+    assert (row.oldest_version, row.newest_version, row.marks.quality) == (3, 7, 0.5)
+    aborted = rows["o1"]
+    assert (aborted.state, aborted.reason, aborted.n_steps) == ("aborted", "crash", 0)
+    assert (aborted.reward, aborted.oldest_version) == (None, None)
+    assert (rows["l0"].state, rows["l0"].group_state, rows["l0"].reward) == (
+        "complete",
+        "leased",
+        1.0,
+    )
+
+
+def test_a_step_row_is_what_would_be_served_without_its_tokens():
+    pool = build_pool()
+    spans = (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
+    pool.submit_steps(
+        [
+            build_step("t", index=0, reward=0.5, finish_reason="length", metadata={"k": [1]}),
+            build_step("t", index=1, policy_version=1, version_spans=spans, parent_index=0),
+            build_step("t", index=2, rollout_log_probs=None, reward=0.25),
+        ],
+        now=NOW,
+    )
+    pool.complete_trajectory("t", 1.0, now=NOW)
+    pool.set_reward("t", -2.0, 0, now=NOW)
+    first, second, last = listed(pool, "list_steps")
+    assert (first.step_index, first.reward, first.is_last) == (0, -2.0, False)
+    assert (first.finish_reason, first.metadata) == ("length", {"k": [1]})
+    assert (first.n_prompt, first.n_response, first.has_log_probs) == (3, 2, True)
+    assert (second.policy_version, second.version_spans, second.parent_index) == (1, spans, 0)
+    assert (second.reward, last.reward, last.is_last, last.has_log_probs) == (
+        None,
+        1.25,
+        True,
+        False,
+    )
+    assert (first.prompt_ids, first.response_ids, first.rollout_log_probs) == (None, None, None)
+    leased = pool.lease_batch(now=NOW)
+    assert [(s.reward, s.is_last) for s in leased.steps] == [
+        (s.reward, s.is_last) for s in (first, second, last)
+    ]
+
+
+def test_tokens_come_if_asked_for_also_from_steps_that_are_stored_relative_to_others():
+    pool = build_pool()
+    steps = [
+        build_step("t", index=0),
+        build_step("t", index=1, prompt_ids=[1, 2, 3, 4, 5, 6], response_ids=[7, 8]),
+        build_step("t", index=2, prompt_ids=[1, 2, 3, 4, 5, 6, 7, 8, 9], response_ids=[1, 1]),
+        build_step("t", index=3, prompt_ids=[9], rollout_log_probs=None),
+    ]
+    pool.submit_steps(steps, now=NOW)
+    rows = listed(pool, "list_steps", include_tokens=True, limit=1)
+    for row, step in zip(rows, steps, strict=True):
+        assert np.array_equal(row.prompt_ids, step.prompt_ids)
+        assert np.array_equal(row.response_ids, step.response_ids)
+        assert (row.rollout_log_probs is None) == (step.rollout_log_probs is None)
+        if step.rollout_log_probs is not None:
+            assert np.array_equal(row.rollout_log_probs, step.rollout_log_probs)
+        assert not row.prompt_ids.flags.writeable
+
+
+class Unloadable:
+    """Metadata that must not be loaded by the pool."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def test_metadata_of_types_that_the_pool_should_not_import_is_named_and_not_loaded(monkeypatch):
+    pool = build_pool()
+    metadata = {
+        "plain": (1, [2.5, None, {"a"}]),
+        "numpy": np.float32(0.5),
+        "object": Unloadable(3),
+        "inside": [{"x": Unloadable(4)}],
+    }
+    step = build_step("t", metadata=metadata, multi_modal_data={"image": Unloadable(5)})
+    pool.submit_step(step, now=NOW)
+    # Unpickling it the ordinary way would fail from here on.
+    monkeypatch.delitem(sys.modules, __name__)
+    (row,) = pool.list_steps(now=NOW).items
+    opaque = Opaque(f"{__name__}.Unloadable")
+    assert row.metadata == {
+        "plain": (1, [2.5, None, {"a"}]),
+        "numpy": np.float32(0.5),
+        "object": opaque,
+        "inside": [{"x": opaque}],
+    }
+
+
+def test_rows_and_pages_survive_pickling(varied):
+    for listing in LISTINGS:
+        page = getattr(varied, listing)(limit=2, now=NOW)
+        assert pickle.loads(pickle.dumps(page)) == page
+
+
+# -- filters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listing", "filters", "expected"),
+    [
+        ("list_groups", {"state": "held"}, ["held"]),
+        ("list_groups", {"state": ["ready", "leased"]}, ["leased", "ready"]),
+        ("list_groups", {"prompt_uid": "open"}, ["open"]),
+        ("list_groups", {"prompt_uid": "unknown"}, []),
+        ("list_groups", {"tag": "odd"}, ["held"]),
+        ("list_groups", {"trainable": False}, ["held"]),
+        ("list_groups", {"trainable": True, "state": "open"}, ["open", "undeclared"]),
+        ("list_groups", {"min_reward": 0.5}, ["leased", "ready"]),
+        ("list_groups", {"max_reward": 0.5}, ["ready", "held"]),
+        ("list_groups", {"min_age_s": 50}, ["leased"]),
+        ("list_groups", {"max_version": 0}, ["leased", "ready", "held"]),
+        ("list_trajectories", {"state": "open"}, ["o0", "u0"]),
+        ("list_trajectories", {"group_state": ("held", "leased")}, ["l0", "h0"]),
+        ("list_trajectories", {"prompt_uid": "ready", "min_reward": 0.5}, ["r1"]),
+        ("list_trajectories", {"trajectory_uid": "r1"}, ["r1"]),
+        ("list_trajectories", {"trajectory_uid": "r1", "prompt_uid": "open"}, []),
+        ("list_trajectories", {"trajectory_uid": "unknown"}, []),
+        ("list_trajectories", {"reason": "crash"}, ["o1"]),
+        ("list_trajectories", {"tag": "odd"}, ["h0", "o0"]),
+        ("list_trajectories", {"trainable": False}, ["h0"]),
+        ("list_trajectories", {"scored": False}, ["o1", "u0"]),
+        ("list_trajectories", {"min_version": 1}, ["o0"]),
+        ("list_trajectories", {"min_version": 4}, []),
+        ("list_steps", {}, ["l00", "r00", "r10", "h00", "o00", "o02", "u00"]),
+        ("list_steps", {"state": "open"}, ["o00", "o02", "u00"]),
+        ("list_steps", {"trajectory_uid": "o0", "step_index": 2}, ["o02"]),
+        ("list_steps", {"min_version": 4, "max_version": 7}, ["o02"]),
+        ("list_steps", {"scored": False}, ["o02", "u00"]),
+        ("list_steps", {"max_reward": 0.5}, ["r00", "h00", "o00"]),
+        ("list_steps", {"group_state": "ready", "state": None}, ["r00", "r10"]),
+        ("list_steps", {"tag": "long"}, ["o00", "o02"]),
+        ("list_steps", {"finish_reason": "stop"}, []),
+    ],
+)
+@pytest.mark.parametrize("limit", [1, 2, 5, 100])
+def test_a_filter_lists_what_it_says(varied, listing, filters, expected, limit):
+    assert uids(listed(varied, listing, limit=limit, **filters)) == expected
+
+
+def test_steps_are_found_by_how_they_ended():
+    pool = build_pool()
+    reasons = ("stop", "length", None, "abort", "length")
+    steps = [build_step("t", index=i, finish_reason=r) for i, r in enumerate(reasons)]
+    pool.submit_steps(steps, now=NOW)
+    assert uids(listed(pool, "list_steps", finish_reason="length", limit=1)) == ["t1", "t4"]
+    assert uids(listed(pool, "list_steps", finish_reason=["stop", "abort"])) == ["t0", "t3"]
+
+
+@pytest.mark.parametrize(
+    ("listing", "arguments", "named"),
+    [
+        ("list_groups", {"rewrd": 1}, "no filter 'rewrd' (did you mean 'min_reward'?)"),
+        ("list_groups", {"trajectory_uid": "t"}, "no filter 'trajectory_uid'"),
+        ("list_steps", {"reason": "x"}, "there are state, group_state, prompt_uid, trajectory_uid"),
+        (
+            "list_groups",
+            {"state": "closed"},
+            "filter state is 'closed'; pass one or several of open, ready, held, leased",
+        ),
+        ("list_steps", {"state": 3}, "filter state is 3"),
+        ("list_steps", {"min_version": 1.5}, "min_version is 1.5; pass an integer >= 0"),
+        ("list_steps", {"min_reward": float("nan")}, "min_reward is nan; pass a number"),
+        ("list_steps", {"scored": "no"}, "scored is 'no'; pass True or False"),
+        ("list_steps", {"prompt_uid": ""}, "prompt_uid is ''; pass a non-empty string"),
+        ("list_steps", {"limit": 0}, f"limit is 0; pass 1 to {MAX_LIMIT}"),
+        ("list_steps", {"limit": MAX_LIMIT + 1}, f"limit is {MAX_LIMIT + 1}"),
+        ("list_steps", {"cursor": "next"}, "cursor is 'next'; pass one that the page before"),
+        ("list_steps", {"cursor": 7}, "cursor is 7"),
+        ("list_steps", {"cursor": "steps:gone:1:0:0"}, "is of another pool"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_an_error_that_names_it(listing, arguments, named):
+    for channel in ("train", "never seen"):
+        with pytest.raises(InvalidRequestError) as caught:
+            getattr(build_pool(), listing)(channel, now=NOW, **arguments)
+        assert named in str(caught.value)
+
+
+def test_a_cursor_of_another_listing_is_refused(varied):
+    cursor = varied.list_groups(limit=1, now=NOW).cursor
+    with pytest.raises(InvalidRequestError, match="is of another listing"):
+        varied.list_steps(cursor=cursor, now=NOW)
+
+
+def test_asking_about_a_channel_does_not_make_one():
+    pool = build_pool()
+    for listing in LISTINGS:
+        page = getattr(pool, listing)("elsewhere", now=NOW)
+        assert (page.items, page.cursor) == ((), None)
+    assert list(pool.read_trajectories("elsewhere", now=NOW).unpack()) == []
+    assert "elsewhere" not in pool.channels
+
+
+# -- paging ------------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: Any) -> list[tuple[str, int, int]]:
+    kinds = (*["step"] * 6, "complete", "abort", "open", "drop", "lease", "ack", *["page"] * 4)
+    return draw(
+        st.lists(
+            st.tuples(st.sampled_from(kinds), st.integers(0, 2), st.integers(0, 2)), max_size=40
+        )
+    )
+
+
+class Paging:
+    """A reader in the middle of a listing, and everything it must see."""
+
+    def __init__(self, listing: str, limit: int) -> None:
+        self.listing = listing
+        self.limit = limit
+        self.cursor: str | None = None
+        self.done = False
+        self.seen: list[str] = []
+        self.expected: set[str] | None = None
+
+    def present(self, pool: DataPool) -> set[str]:
+        return set(uids(listed(pool, self.listing, limit=MAX_LIMIT)))
+
+    def watch(self, pool: DataPool) -> None:
+        """What has been there since the first page."""
+        present = self.present(pool)
+        self.expected = present if self.expected is None else self.expected & present
+
+    def turn(self, pool: DataPool) -> None:
+        if not self.done:
+            page = getattr(pool, self.listing)(cursor=self.cursor, limit=self.limit, now=NOW)
+            self.seen += uids(list(page.items))
+            self.cursor = page.cursor
+            self.done = self.cursor is None
+
+
+def act(pool: DataPool, kind: str, group: int, trajectory: int, leases: list[str]) -> None:
+    prompt, uid = f"p{group}", f"p{group}t{trajectory}."
+    try:
+        if kind == "step":
+            records = pool.channel("train").trajectory_index
+            known = records[uid].steps if uid in records else {}
+            # Gaps are left and filled, so that steps come in before others that were listed.
+            index = next(i for i in (2, 0, 1, *range(3, 99)) if i not in known)
+            pool.submit_step(build_step(uid, prompt, index), now=NOW)
+        elif kind == "complete":
+            pool.complete_trajectory(uid, now=NOW)
+        elif kind == "abort":
+            pool.abort_trajectory(uid, "test", now=NOW)
+        elif kind == "open":
+            pool.open_group(prompt, trajectory + 1, now=NOW)
+        elif kind == "drop":
+            pool.drop_group(prompt, "test", now=NOW)
+        elif kind == "lease" and (lease := pool.lease_batch(now=NOW)) is not None:
+            leases.append(lease.lease_id)
+        elif kind == "ack" and leases:
+            pool.ack(leases.pop(), now=NOW)
+    except DataPoolError:
+        pass  # it does not fit in this history
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+@given(before=histories(), after=histories(), limit=st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_what_stays_is_seen_exactly_once_whatever_happens_between_the_pages(
+    listing, before, after, limit
+):
+    pool = build_pool(n_rollouts=2)
+    leases: list[str] = []
+    for kind, group, trajectory in before:
+        act(pool, kind, group, trajectory, leases)
+    paging = Paging(listing, limit)
+    paging.watch(pool)
+    paging.turn(pool)
+    for kind, group, trajectory in after:
+        act(pool, kind, group, trajectory, leases)
+        paging.watch(pool)
+        if kind == "page":
+            paging.turn(pool)
+    while not paging.done:
+        paging.turn(pool)
+    assert paging.expected is not None
+    assert paging.expected <= set(paging.seen)
+    assert len(paging.seen) == len(set(paging.seen))
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_page_looks_at_a_bounded_number_of_things_and_goes_on_from_there(listing):
+    pool = build_pool()
+    for i in range(3 * MIN_LOOKS):
+        pool.submit_step(build_step(f"t{i}", f"p{i}"), now=NOW)
+    cursor, groups = None, [0]
+    while True:
+        page = getattr(pool, listing)(cursor=cursor, limit=1, now=NOW, max_reward=1.0)
+        assert page.items == ()
+        if (cursor := page.cursor) is None:
+            break
+        groups.append(int(cursor.split(":")[-3]))
+    advances = np.diff(groups)
+    assert len(groups) >= 3
+    assert advances.min() > 0
+    assert advances.max() <= MIN_LOOKS
+
+
+def test_groups_with_many_steps_make_a_page_look_at_fewer_of_them():
+    pool = build_pool()
+    for i in range(200):
+        pool.submit_steps([build_step(f"t{i}", f"p{i}", k) for k in range(160)], now=NOW)
+    page = pool.list_groups(limit=100, now=NOW)
+    assert 50 < len(page.items) < 100
+    assert len(listed(pool, "list_groups")) == 200
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_uid_is_found_on_the_first_page_wherever_it_is(listing):
+    pool = build_pool()
+    for i in range(2 * MIN_LOOKS):
+        pool.submit_step(build_step(f"t{i}", f"p{i}"), now=NOW)
+    last = 2 * MIN_LOOKS - 1
+    page = getattr(pool, listing)(limit=1, now=NOW, prompt_uid=f"p{last}")
+    assert (page.items[0].prompt_uid, page.cursor) == (f"p{last}", None)
+    if listing != "list_groups":
+        page = getattr(pool, listing)(limit=1, now=NOW, trajectory_uid=f"t{last}")
+        assert (page.items[0].trajectory_uid, page.cursor) == (f"t{last}", None)
+
+
+def recovered(folder: Path, **limits: Any) -> tuple[DataPool, Journal]:
+    journal = Journal(folder, "process")
+    pool = DataPool(PoolConfig(default=ChannelConfig(**limits)), epoch="0")
+    restore(pool, journal, journal.rows(), journal.states(), journal.read)
+    return pool, journal
+
+
+def close(pool: DataPool, journal: Journal) -> None:
+    pool.write_counts()
+    journal.close()
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_listing_goes_on_across_a_restart(tmp_path, listing):
+    pool, journal = recovered(tmp_path)
+    for i in range(12):
+        finish(pool, f"p{i}", f"a{i}")
+        pool.open_trajectory(f"b{i}", f"p{i}", now=NOW)
+        pool.submit_steps([build_step(f"b{i}", f"p{i}", k) for k in (0, 1)], now=NOW)
+    everything = uids(listed(pool, listing))
+    first = getattr(pool, listing)(limit=len(everything) // 2, now=NOW)
+    # Groups before and behind the cursor go, and the one that it stands in.
+    gone = {f"p{i}" for i in (0, 1, 5, 6, 9)}
+    for uid in gone:
+        pool.drop_group(uid, "test", now=NOW)
+    close(pool, journal)
+    pool, journal = recovered(tmp_path)
+    finish(pool, "new", "n")
+    assert first.cursor is not None
+    seen = uids(list(first.items)) + uids(listed(pool, listing, first.cursor, limit=3))
+    assert len(seen) == len(set(seen))
+    assert set(uids(listed(pool, listing))) - {"new", "n", "n0"} <= set(seen)
+    close(pool, journal)
+
+
+def test_steps_on_disk_are_listed_with_their_tokens_and_stay_there(tmp_path):
+    pool, journal = recovered(tmp_path, max_bytes=100, overflow="spill")
+    steps = [
+        build_step("t", index=0, finish_reason="stop"),
+        build_step("t", index=1, prompt_ids=[1, 2, 3, 4, 5, 6], finish_reason="length"),
+    ]
+    pool.submit_steps(steps, now=NOW)
+    pool.write_counts()
+    journal.flush()
+    pool.written()
+    in_memory = pool.get_statistics("train", now=NOW)["memory_bytes"]
+    assert in_memory < 100
+    (row,) = pool.list_steps(finish_reason="length", include_tokens=True, now=NOW).items
+    assert row.prompt_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    (exported,) = pool.read_trajectories(now=NOW).unpack()
+    assert list(exported.trajectory.steps) == steps
+    assert pool.get_statistics("train", now=NOW)["memory_bytes"] == in_memory
+    close(pool, journal)
+
+
+# -- whole trajectories ------------------------------------------------------------------------
+
+
+def test_a_complete_trajectory_is_read_as_it_would_be_served(varied):
+    pages = list(varied.read_trajectories(now=NOW, state="complete").unpack())
+    assert [(e.trajectory.trajectory_uid, e.state, e.group_state) for e in pages] == [
+        ("l0", "complete", "leased"),
+        ("r0", "complete", "ready"),
+        ("r1", "complete", "ready"),
+        ("h0", "complete", "held"),
+    ]
+    ready, held = pages[1:3], pages[3]
+    assert [(e.n_rollouts, e.group_metadata) for e in ready] == [(2, {"task": 3})] * 2
+    assert held.group_marks == {"trainable": False, "quality": None, "tags": ["odd"], "note": ""}
+    assert (held.marks, ready[0].group_marks) == (None, None)
+    lease = varied.lease_batch(now=NOW)
+    assert [e.trajectory for e in ready] == list(lease.groups[0].trajectories)
+
+
+def test_of_an_open_trajectory_the_steps_so_far_are_read_and_its_outcome_apart():
+    pool = build_pool()
+    steps = [build_step("t", index=i, reward=0.5) for i in range(2)]
+    pool.open_trajectory("t", "p", 3, {"m": 1}, now=NOW)
+    pool.submit_steps(steps, now=NOW)
+    pool.set_reward("t", 2.0, now=NOW)
+    pool.set_reward("t", -1.0, 1, now=NOW)
+    (exported,) = pool.read_trajectories(now=NOW).unpack()
+    assert (exported.state, exported.outcome, exported.n_rollouts) == ("open", 2.0, None)
+    assert (exported.trajectory.attempt, exported.trajectory.metadata) == (3, {"m": 1})
+    assert [(s.reward, s.is_last) for s in exported.trajectory.steps] == [
+        (0.5, False),
+        (-1.0, False),
+    ]
+
+
+def test_an_aborted_trajectory_and_one_without_steps_are_read_without_steps(varied):
+    varied.open_trajectory("empty", "open", now=NOW)
+    found = {
+        e.trajectory.trajectory_uid: e
+        for e in varied.read_trajectories(now=NOW, prompt_uid="open").unpack()
+    }
+    assert (found["o1"].state, found["o1"].reason) == ("aborted", "crash")
+    assert (found["o1"].trajectory.steps, found["empty"].trajectory.steps) == ((), ())
+    assert (found["empty"].state, found["o0"].marks["tags"]) == ("open", ["long", "odd"])
+
+
+def test_a_page_to_export_ends_after_so_many_bytes():
+    pool = build_pool()
+    tokens = list(range(PAGE_BYTES // 4 // 3 + 1))
+    for i in range(5):
+        pool.submit_step(build_step(f"t{i}", f"p{i}", prompt_ids=tokens), now=NOW)
+    sizes, cursor = [], None
+    while True:
+        page = pool.read_trajectories(cursor=cursor, now=NOW)
+        sizes.append(len(page.heads))
+        if (cursor := page.cursor) is None:
+            break
+    assert sizes == [3, 2]
