@@ -148,7 +148,7 @@ class Channel:
         self._closed_groups: Remembered[str] = Remembered(remembered_uids)
         self._closed_rows: deque[int] = deque()
         self._remembered_uids = remembered_uids
-        self._first_version: int | None = None
+        self.first_version: int | None = None
         self._n_numbers = 0
         self._unwritten: list[StoredStep] = []
         """Steps that came in since the log was last flushed."""
@@ -207,7 +207,7 @@ class Channel:
             return f"holds max_outstanding_groups={limit} open and ready groups"
         ahead, per_version = self.config.max_ahead_versions, self.config.groups_per_version
         if ahead is not None and per_version is not None:
-            versions = self.version - (self._first_version or 0) + 1 + ahead
+            versions = self.version - (self.first_version or 0) + 1 + ahead
             if self.counts.groups.submitted - self.counts.groups.dropped >= versions * per_version:
                 return (
                     f"has started all groups that policy version {self.version} allows "
@@ -255,9 +255,9 @@ class Channel:
 
     def advance_version(self, version: int) -> None:
         """Generation uses policy `version` from now on; versions never go back."""
-        if self._first_version is None:
+        if self.first_version is None:
             # A pool that starts with a later version owes nothing for those before.
-            self._first_version = 0 if self.counts.groups.submitted else version
+            self.first_version = 0 if self.counts.groups.submitted else version
         self.version = max(self.version, version)
         self.changed = True
 
@@ -1143,11 +1143,11 @@ class Channel:
 
     def dump_counts(self) -> bytes:
         """What is counted, and the little else that no row tells."""
-        state = (self.counts, self.version, self._first_version, self.shut_down, self._n_numbers)
+        state = (self.counts, self.version, self.first_version, self.shut_down, self._n_numbers)
         return pickle.dumps(state, protocol=5)
 
     def restore_counts(self, state: bytes) -> None:
-        self.counts, self.version, self._first_version, self.shut_down, self._n_numbers = (
+        self.counts, self.version, self.first_version, self.shut_down, self._n_numbers = (
             pickle.loads(state)
         )
 

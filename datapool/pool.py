@@ -139,7 +139,7 @@ class DataPool:
             outstanding = groups["open"] + groups["ready"] - groups["held"]
             used["max_outstanding_groups"] = outstanding, config.max_outstanding_groups
         if config.max_ahead_versions is not None and config.groups_per_version is not None:
-            versions = source.version - (source._first_version or 0) + 1 + config.max_ahead_versions
+            versions = source.version - (source.first_version or 0) + 1 + config.max_ahead_versions
             started = groups["submitted"] - groups["dropped"]
             used["max_ahead_versions"] = started, versions * config.groups_per_version
         if config.overflow == "block" and config.max_queue_size is not None:
