@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -148,7 +148,7 @@ class Outbox:
         self._tips = _Tips()
         self._waiting: deque[_Letter] = deque()
         self._n_waiting_steps = 0
-        self._away: dict[asyncio.Task[None], set[str]] = {}
+        self._away: dict[_Batch, set[str]] = {}
         """Calls under way, and what they are about."""
         self._posted: set[asyncio.Task[Any]] = set()
 
@@ -190,9 +190,9 @@ class Outbox:
             letters, subjects = self._collect()
             if not letters:
                 return
-            task = asyncio.create_task(self._deliver(letters))
-            self._away[task] = subjects
-            task.add_done_callback(self._returned)
+            batch = _Batch(letters, self._actor, self._tips)
+            self._away[batch] = subjects
+            batch.delivery = asyncio.create_task(self._deliver(batch))
 
     def _collect(self) -> tuple[list[_Letter], set[str]]:
         """The next call's letters: the first ones that no call under way, and no letter left
@@ -215,52 +215,68 @@ class Outbox:
         self._n_waiting_steps -= n_steps
         return letters, subjects
 
-    def _returned(self, task: asyncio.Task[None]) -> None:
-        del self._away[task]
-        self._dispatch()
+    async def _deliver(self, batch: _Batch) -> None:
+        try:
+            await self._hand_out(batch)
+        finally:
+            del self._away[batch]
+            self._dispatch()
 
-    async def _deliver(self, letters: list[_Letter]) -> None:
-        error = await self._send(letters)
-        if error is not None and len(letters) > 1 and not isinstance(error, DataPoolError):
-            # One producer's operation did not travel (a metadata value that cannot be pickled,
-            # say). It must not take the others down; what was applied is a duplicate now.
-            for letter in letters:
-                await self._send([letter])
-
-    async def _send(self, letters: list[_Letter]) -> BaseException | None:
-        """Send and hand out the answers. An error that is all theirs is handed out, too."""
-        # Gathered and not raised: whatever went wrong has to reach the producers who wait for it.
-        answers: list[Any] = await asyncio.gather(self._apply(letters), return_exceptions=True)
-        answer = answers[0]
-        if isinstance(answer, BaseException):
+    async def _hand_out(self, batch: _Batch) -> None:
+        """Each letter's result to whoever waits for it. An error that is all theirs, too."""
+        try:
+            results = await batch.results()
+        except Exception as e:  # noqa: BLE001 - whatever went wrong, its producers wait for it
             self._tips.clear()
-            if len(letters) == 1 or isinstance(answer, DataPoolError):
-                for letter in letters:
-                    _answer(letter, answer)
-            return answer
-        for letter, result in zip(letters, answer, strict=True):
+            if len(batch.letters) > 1 and not isinstance(e, DataPoolError):
+                # One producer's operation did not travel (a metadata value that cannot be
+                # pickled, say). It must not take the others down; what was applied is a
+                # duplicate now.
+                for letter in batch.letters:
+                    await self._hand_out(_Batch([letter], self._actor, self._tips))
+                return
+            results = [e] * len(batch.letters)
+        for letter, result in zip(batch.letters, results, strict=True):
             _answer(letter, result)
-        return None
 
-    async def _apply(self, letters: list[_Letter]) -> list[Any]:
-        """Each letter's result. Steps go relative to those before them, and once more, whole, if
+
+class _Batch:
+    """Letters that travel together: packed and sent when this is made, so that not even one turn
+    of a busy event loop is lost."""
+
+    def __init__(self, letters: list[_Letter], actor: DataPoolHandle, tips: _Tips) -> None:
+        self.letters = letters
+        self.delivery: asyncio.Task[None] | None = None
+        self._actor = actor
+        self._tips = tips
+        self._parcels = [_Parcel(letter.operation) for letter in letters]
+        self._n_pieces: list[int] = []
+        self._sent: Call | Exception
+        try:
+            self._sent = self._send([parcel.pack(tips) for parcel in self._parcels])
+        except Exception as e:  # noqa: BLE001 - raised where it can be answered: `results`
+            self._sent = e
+
+    async def results(self) -> list[Any]:
+        """Each letter's result. Steps went relative to those before them; once more, whole, if
         the pool does not know those."""
-        parcels = [_Parcel(letter.operation) for letter in letters]
-        operations = [parcel.pack(self._tips) for parcel in parcels]
-        for parcel, result in zip(parcels, await self._call(operations), strict=True):
-            parcel.put(result, self._tips)
-        again = [parcel for parcel in parcels if parcel.unknown]
+        await self._receive(self._parcels)
+        again = [parcel for parcel in self._parcels if parcel.unknown]
         if again:
-            whole = [parcel.pack(None) for parcel in again]
-            for parcel, result in zip(again, await self._call(whole), strict=True):
-                parcel.put(result, self._tips)
-        return [parcel.result for parcel in parcels]
+            self._sent = self._send([parcel.pack(None) for parcel in again])
+            await self._receive(again)
+        return [parcel.result for parcel in self._parcels]
 
-    async def _call(self, operations: list[Operation]) -> list[Any]:
-        """Each operation's result."""
-        parts, n_pieces = _in_parts(operations)
-        pieces = iter(await call(self._actor.apply, *parts))
-        return [_joined(list(islice(pieces, n))) for n in n_pieces]
+    def _send(self, operations: list[Operation]) -> Call:
+        parts, self._n_pieces = _in_parts(operations)
+        return Call(self._actor.apply, *parts)
+
+    async def _receive(self, parcels: list[_Parcel]) -> None:
+        if isinstance(self._sent, Exception):
+            raise self._sent
+        pieces = iter(await self._sent.answer())
+        for parcel, n in zip(parcels, self._n_pieces, strict=True):
+            parcel.put(_joined(list(islice(pieces, n))), self._tips)
 
 
 def _in_parts(operations: list[Operation]) -> tuple[list[list[Operation]], list[int]]:
@@ -310,29 +326,65 @@ def _answer(letter: _Letter, result: Any) -> None:
         letter.answer.set_result(result)
 
 
-async def call(method: Any, *arguments: Any) -> Any:
-    """Await a call of the actor; its error as itself. Calls again while the actor restarts.
+class Call:
+    """A call of the actor: under way when this is made, made again while the actor restarts."""
 
-    A method with several return values gives a list.
-    """
-    give_up = time.monotonic() + RESTART_S
-    while True:
-        reference = method.remote(*arguments)
-        references = reference if isinstance(reference, list) else [reference]
-        try:
-            values = [await each for each in references]
-            return values if references is reference else values[0]
-        except asyncio.CancelledError:
-            # The caller leaves; so must its waiter in the actor, or it would be served.
-            ray.cancel(references[0])
-            raise
-        except RayTaskError as e:
-            if isinstance(e.cause, DataPoolError):
-                raise e.cause from None
-            raise
-        except ActorUnavailableError as e:
-            if time.monotonic() > give_up:
+    def __init__(self, method: Any, *arguments: Any) -> None:
+        self._method = method
+        self._arguments = arguments
+        self._give_up = time.monotonic() + RESTART_S
+        self._reference = method.remote(*arguments)
+
+    async def answer(self) -> Any:
+        """What it returns; its error as itself. A list, if the method has several values.
+
+        Raises:
+            PoolUnavailableError: the actor is gone, or does not come back in time.
+        """
+        while True:
+            many = isinstance(self._reference, list)
+            references = self._reference if many else [self._reference]
+            try:
+                values = await _all(references)
+                return values if many else values[0]
+            except asyncio.CancelledError:
+                # The caller leaves; so must its waiter in the actor, or it would be served.
+                ray.cancel(references[0])
+                raise
+            except RayTaskError as e:
+                if isinstance(e.cause, DataPoolError):
+                    raise e.cause from None
+                raise
+            except ActorUnavailableError as e:
+                if time.monotonic() > self._give_up:
+                    raise unavailable(e) from e
+                await asyncio.sleep(RETRY_S)
+                self._reference = self._method.remote(*self._arguments)
+            except RayActorError as e:
                 raise unavailable(e) from e
-            await asyncio.sleep(RETRY_S)
-        except RayActorError as e:
-            raise unavailable(e) from e
+
+
+async def call(method: Any, *arguments: Any) -> Any:
+    """`Call`, awaited."""
+    return await Call(method, *arguments).answer()
+
+
+async def _all(references: Sequence[Any]) -> list[Any]:
+    """The values of all, in as many turns of the event loop as one takes: a turn is long where
+    producers work, and awaiting one after the other takes two each."""
+    loop = asyncio.get_running_loop()
+    here: asyncio.Future[None] = loop.create_future()
+    futures = [reference.future() for reference in references]
+
+    def arrived(_: object) -> None:  # in a thread of Ray's
+        if all(future.done() for future in futures) and not loop.is_closed():
+            loop.call_soon_threadsafe(wake)
+
+    def wake() -> None:
+        if not here.done():
+            here.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(arrived)
+    await here
+    return [future.result() for future in futures]

@@ -32,6 +32,8 @@ class System(ABC):
     """A running store. `start` before anything else; `stop` ends every process of it."""
 
     name: str
+    max_fetches = 4
+    """How many fetches it can have under way."""
 
     @abstractmethod
     async def start(self) -> None: ...
@@ -126,7 +128,7 @@ class _DequeActor:
         with self._changed:
             self._batches.append(batch)
             self._steps += len(batch[3])
-            self._changed.notify()
+            self._changed.notify_all()
 
     def fetch(self, n_steps: int) -> list[Packed]:
         with self._changed:
@@ -146,7 +148,8 @@ class BareActor(System):
 
     async def start(self) -> None:
         actor_class: Any = ray.remote(_DequeActor)
-        self._actor = actor_class.options(num_cpus=0, max_concurrency=4).remote()
+        # Threads for the fetches that wait, and some for submits.
+        self._actor = actor_class.options(num_cpus=0, max_concurrency=4 + self.max_fetches).remote()
         await pid_of(self._actor)
 
     async def submit(self, calls: Sequence[Call]) -> None:

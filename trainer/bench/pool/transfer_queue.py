@@ -39,6 +39,7 @@ class TransferQueue(System):
     """Its controller and two storage units, the default."""
 
     name = "TransferQueue 0.1.11"
+    max_fetches = 1  # two would get the same samples: it is asked for metadata first
 
     async def start(self) -> None:
         os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
