@@ -48,7 +48,7 @@ from datapool.journal import Journal
 from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from datapool.payload import PackedLease, PackedStep, PackedSteps
 from datapool.pool import Credit, DataPool, check_lease_request
-from datapool.process import growing_heap, settle_heap
+from datapool.process import growing_heap, return_large_blocks, settle_heap
 from datapool.records import SubmitOutcome, TrajectoryOutcome
 from datapool.replay import restore
 from datapool.selection import DryRun, Marks
@@ -174,6 +174,7 @@ class DataPoolActor:
         self.turns = Turns(resumed=restarted)
         if ray.is_initialized():
             settle_heap()
+            return_large_blocks()
 
     def _recover(self, folder: Path) -> Journal:
         """Open the journal and make the pool what it says."""

@@ -702,7 +702,7 @@ class Channel:
                 self._forget_payload(stored)
 
     def _forget_payload(self, stored: StoredStep) -> None:
-        stored.payload = None
+        stored.spill()
         self.memory_bytes -= stored.n_bytes
 
     def _read_back(self, steps: Iterable[StoredStep]) -> list[StoredStep]:

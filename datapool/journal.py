@@ -549,7 +549,7 @@ class Journal:
         # The COMMIT of `power` runs in the worker, never at the same time as another call.
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         try:
-            db.execute("PRAGMA cache_size=-4000")
+            db.execute("PRAGMA cache_size=-1000")
             # Debian's SQLite overwrites deleted rows with zeros, which nobody needs here.
             db.execute("PRAGMA secure_delete=OFF")
             limit = CHECKPOINT_BYTES[self.durability]

@@ -70,7 +70,6 @@ class StoredStep:
         "base",
         "has_log_probs",
         "is_last",
-        "n_bytes",
         "n_new",
         "n_prompt",
         "n_response",
@@ -80,6 +79,7 @@ class StoredStep:
         "prompt",
         "reward",
         "row",
+        "spilled_bytes",
     )
 
     def __init__(self, packed: PackedStep, prompt: bytes | None) -> None:
@@ -95,8 +95,19 @@ class StoredStep:
         self.prompt = prompt
         self.payload: bytes | None = packed.payload
         """None: only the journal has it, in `row`."""
-        self.n_bytes = len(packed.payload)
+        self.spilled_bytes = 0
+        """Its length, if it is not in memory."""
         self.row = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the payload, wherever it is."""
+        return self.spilled_bytes if self.payload is None else len(self.payload)
+
+    def spill(self) -> None:
+        """Leave the payload to the journal."""
+        self.spilled_bytes = self.n_bytes
+        self.payload = None
 
     @property
     def n_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,10 @@ from contextlib import contextmanager
 ALLOCATIONS_BETWEEN_COLLECTIONS = 20_000
 """Python's default of 700 is less than one HTTP request makes: collections took a third of the
 gateway's CPU time."""
+
+
+M_MMAP_THRESHOLD = -3
+"""mallopt(3)."""
 
 
 @contextmanager
@@ -27,3 +32,14 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(ALLOCATIONS_BETWEEN_COLLECTIONS)
+
+
+def return_large_blocks() -> None:
+    """Give memory blocks of 64 kB and more back to the system as soon as they are free, as glibc
+    does until the first of them is freed. For a process that passes messages on: what it received
+    them in is freed in another order, and the holes would stay. Elsewhere than on glibc: nothing.
+    """
+    try:
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    except (OSError, AttributeError):
+        return
