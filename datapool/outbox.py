@@ -34,7 +34,7 @@ STEPS_PER_CALL = 256
 STEPS_FOR_A_SECOND_CALL = 128
 """A second call leaves before the first is back only if it carries that much."""
 MAX_CALLS = 2
-PART_BYTES = 80_000
+PART_BYTES = 94_000
 """Of one argument: below the 100 kB that Ray sends along with a call."""
 STEP_OVERHEAD_BYTES = 160
 RESTART_S = 120.0

@@ -226,28 +226,43 @@ def _lay_out(
 
 
 def _unpack(packed: PackedStep, tokens: TokenIds) -> Step:
-    payload = packed.payload
-    offset = 4 * (packed.n_new + packed.n_response)
+    (
+        trajectory_uid,
+        prompt_uid,
+        step_index,
+        policy_version,
+        reward,
+        is_last,
+        parent_index,
+        _,
+        n_prompt,
+        n_new,
+        n_response,
+        has_log_probs,
+        _,
+        payload,
+    ) = packed
+    offset = 4 * (n_new + n_response)
     log_probs = None
-    if packed.has_log_probs:
-        log_probs = np.frombuffer(payload, np.float32, packed.n_response, offset)
-        offset += 4 * packed.n_response
+    if has_log_probs:
+        log_probs = np.frombuffer(payload, np.float32, n_response, offset)
+        offset += 4 * n_response
     metadata, finish_reason, spans, multi_modal_data, routed_experts = pickle.loads(
         payload[offset:]
     )
     return _restore(
-        tokens[: packed.n_prompt],
-        tokens[packed.n_prompt :],
-        packed.reward,
-        packed.trajectory_uid,
-        packed.prompt_uid,
-        packed.step_index,
-        packed.policy_version,
-        packed.is_last,
+        tokens[:n_prompt],
+        tokens[n_prompt:],
+        reward,
+        trajectory_uid,
+        prompt_uid,
+        step_index,
+        policy_version,
+        is_last,
         metadata,
         log_probs,
         finish_reason,
-        packed.parent_index,
+        parent_index,
         tuple(VersionSpan(*span) for span in spans) if spans else (),
         multi_modal_data,
         routed_experts,

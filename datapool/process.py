@@ -35,11 +35,11 @@ def settle_heap() -> None:
 
 
 def return_large_blocks() -> None:
-    """Give memory blocks of 64 kB and more back to the system as soon as they are free, as glibc
+    """Give memory blocks of 256 kB and more back to the system as soon as they are free, as glibc
     does until the first of them is freed. For a process that passes messages on: what it received
     them in is freed in another order, and the holes would stay. Elsewhere than on glibc: nothing.
     """
     try:
-        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 16)
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 18)
     except (OSError, AttributeError):
         return
