@@ -44,7 +44,11 @@ smollm2: install
 
 #   make bench  the measured claims that take minutes, each with its bound
 bench: install
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt TransferQueue tensordict pyvers cloudpickle pyzmq msgspec
 	$(BIN)/stepwell bench overlap
+	$(BIN)/stepwell bench pool
+	$(BIN)/stepwell bench pool-starvation
+	$(BIN)/stepwell bench pool-crash
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
