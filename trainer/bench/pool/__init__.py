@@ -164,6 +164,7 @@ async def _latency(size: _Size, report: _Report) -> None:
     report.figures["pool_sizes"] = [
         {
             "stored_steps": pool.stored,
+            "call_p50_ms": pool.call_p50_ms,
             "lease_128_p50_ms": pool.lease_p50_ms,
             "submit_16_p50_ms": pool.submit_p50_ms,
             "fill_steps_per_s": pool.fill_steps_per_s,

@@ -42,10 +42,16 @@ class PoolOfSize:
     rss_bytes: int = 0
     lease_s: list[float] = field(default_factory=list)
     submit_s: list[float] = field(default_factory=list)
+    call_s: list[float] = field(default_factory=list)
+    """Of a call that does next to nothing: what Ray takes."""
 
     @property
     def lease_p50_ms(self) -> float:
         return 1e3 * statistics.median(self.lease_s)
+
+    @property
+    def call_p50_ms(self) -> float:
+        return 1e3 * statistics.median(self.call_s)
 
     @property
     def submit_p50_ms(self) -> float:
@@ -93,6 +99,9 @@ async def _fill(pool: PoolOfSize) -> None:
 async def _turn(pool: PoolOfSize, turn: int) -> None:
     client = pool.system.client
     steps = [call.step() for call in small_calls(GROUPS_PER_FETCH, f"turn-{turn}")]
+    began = time.perf_counter()
+    await client.describe()
+    pool.call_s.append(time.perf_counter() - began)
     began = time.perf_counter()
     lease_id, leased = await lease_128(client)
     pool.lease_s.append(time.perf_counter() - began)
