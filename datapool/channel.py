@@ -40,6 +40,7 @@ from datapool.errors import (
     DataPoolError,
     GroupClosedError,
     GroupConflictError,
+    JournalError,
     PoolFullError,
     SelectionError,
     StepConflictError,
@@ -704,6 +705,12 @@ class Channel:
     def _forget_payload(self, stored: StoredStep) -> None:
         stored.spill()
         self.memory_bytes -= stored.n_bytes
+
+    def load_payload(self, stored: StoredStep) -> bytes:
+        """One payload that is on disk; it stays there."""
+        if self.load is None:
+            raise JournalError(f"row {stored.row} cannot be read: the pool has no journal")
+        return self.load([stored.row])[0]
 
     def _read_back(self, steps: Iterable[StoredStep]) -> list[StoredStep]:
         """Bring payloads into memory; those that were not."""

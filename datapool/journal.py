@@ -419,7 +419,7 @@ class Journal:
         try:
             deleted = self._write(batch)
             self._commit(bool(batch.deletes))
-        except BaseException as e:
+        except BaseException as e:  # also an interrupt: the batch must go back to the buffer
             error = self._failed(batch, e)
             if not isinstance(e, Exception):
                 raise
@@ -501,7 +501,7 @@ class Journal:
         try:
             deleted = self._write(batch)
             commit = self._worker.submit(self._commit, bool(batch.deletes))
-        except BaseException as e:
+        except BaseException as e:  # as above; and its waiters must hear of it
             _answer(waiters, self._failed(batch, e))
             if not isinstance(e, Exception):
                 raise
@@ -556,7 +556,7 @@ class Journal:
             db.execute(f"PRAGMA wal_autocheckpoint={limit // PAGE_BYTES}")
             db.execute(f"PRAGMA journal_size_limit={2 * limit}")
             db.execute(f"PRAGMA synchronous={'OFF' if self.durability == 'process' else 'FULL'}")
-        except BaseException:
+        except BaseException:  # whatever it was: the file must not stay open
             db.close()
             raise
         return db

@@ -743,8 +743,7 @@ def _payload(channel: Channel, stored: StoredStep) -> bytes:
     """From memory, or from the log, where it stays."""
     if stored.payload is not None:
         return stored.payload
-    assert channel.load is not None
-    return channel.load([stored.row])[0]
+    return channel.load_payload(stored)
 
 
 def _with_tokens(channel: Channel, record: TrajectoryRecord, row: StepRow) -> tuple[StepRow, int]:

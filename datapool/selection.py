@@ -533,8 +533,7 @@ def _build(config_field: str, spec: str, makers: Mapping[str, _Maker]) -> Callab
         raise SelectionError(f"{config_field} is {spec!r}, which is not built in{hint}; {remedy}")
     try:
         return makers[built_in[1]](built_in[2] or None) if built_in else _load(spec)
-    except Exception as e:
-        # Everything: importing the module of a dotted path runs foreign code.
+    except Exception as e:  # importing the module of a dotted path runs foreign code
         raise SelectionError(f"{config_field} is {spec!r}: {_reason(e)}; {remedy}") from e
 
 
@@ -722,7 +721,7 @@ def _call(name: str, function: Callable[..., Any], subject: str, *args: Any) -> 
     """The function's answer; whatever it raises becomes a SelectionError with both names."""
     try:
         return function(*args)
-    except Exception as e:
+    except Exception as e:  # foreign code: whatever it raises is reported with its name
         raise SelectionError(
             f"{name} failed on {subject}: {type(e).__name__}: {e}; "
             "a selection function must answer for every group (rewards may be None)"

@@ -549,7 +549,7 @@ class ShardedDataPoolClient(DataPoolClient):
                     if lease is not None:
                         leases.append(lease)
                         held[request_id] = lost.pop(request_id)
-        except BaseException:
+        except BaseException:  # also a cancellation: what was taken goes back
             self._return(held | lost)
             raise
         if missing == 0:
@@ -896,13 +896,12 @@ class ShardedDataPoolClient(DataPoolClient):
             except UnknownTrajectoryError:
                 self._move_out(trajectory_uid, channel)
         tasks = [self._later(ask(shard)) for shard in self.shards]
-        unknown: DataPoolError | None = None
+        unknown = UnknownTrajectoryError(f"trajectory {trajectory_uid!r} is unknown to all shards")
         for answer in asyncio.as_completed(tasks):
             try:
                 return await answer
             except UnknownTrajectoryError as e:
-                unknown = unknown or e
-        assert unknown is not None
+                unknown = e  # as the shard words it, with the remedy
         raise unknown
 
     def _later(self, work: Awaitable[T]) -> asyncio.Task[T]:

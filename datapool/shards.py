@@ -110,7 +110,7 @@ def start_shards(
             except RayActorError as e:
                 gone = unavailable(e)
                 raise (PoolUnavailableError(f"shard {k} of {n}: {gone}") if n > 1 else gone) from e
-    except BaseException:
+    except BaseException:  # whatever it was: no shard is left running
         for handle in handles.values():
             ray.kill(handle)
         raise

@@ -92,7 +92,8 @@ class Stepwell(System):
         steps = await self.client.fetch_batch(
             n_rollouts=ROLLOUTS, batch_size=GROUPS_PER_FETCH, timeout_s=None
         )
-        assert steps is not None
+        if steps is None:
+            raise RuntimeError("the pool was shut down under the bench")
         return steps
 
     def unpack(self, batch: list[Step]) -> list[Call]:

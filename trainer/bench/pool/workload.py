@@ -70,7 +70,8 @@ class Call:
     @classmethod
     def of(cls, step: Step) -> Call:
         """What a store that serves Steps gives back."""
-        assert step.rollout_log_probs is not None
+        if step.rollout_log_probs is None:
+            raise RuntimeError(f"step {step.trajectory_uid!r} came back without its log-probs")
         return cls(
             step.prompt_ids.tolist(),
             step.response_ids.tolist(),
