@@ -342,26 +342,39 @@ class Call:
             PoolUnavailableError: the actor is gone, or does not come back in time.
         """
         while True:
-            many = isinstance(self._reference, list)
-            references = self._reference if many else [self._reference]
             try:
-                values = await _all(references)
-                return values if many else values[0]
+                return await received(self._reference)
             except asyncio.CancelledError:
                 # The caller leaves; so must its waiter in the actor, or it would be served.
-                ray.cancel(references[0])
-                raise
-            except RayTaskError as e:
-                if isinstance(e.cause, DataPoolError):
-                    raise e.cause from None
+                many = isinstance(self._reference, list)
+                ray.cancel(self._reference[0] if many else self._reference)
                 raise
             except ActorUnavailableError as e:
                 if time.monotonic() > self._give_up:
                     raise unavailable(e) from e
                 await asyncio.sleep(RETRY_S)
                 self._reference = self._method.remote(*self._arguments)
-            except RayActorError as e:
-                raise unavailable(e) from e
+
+
+async def received(reference: Any) -> Any:
+    """The value of one call, or a list of its values; its error as itself.
+
+    Raises:
+        ActorUnavailableError: the actor restarts; the call may have been applied.
+        PoolUnavailableError: the actor is gone.
+    """
+    try:
+        if isinstance(reference, list):
+            return await _all(reference)
+        return (await _all([reference]))[0]
+    except RayTaskError as e:
+        if isinstance(e.cause, DataPoolError):
+            raise e.cause from None
+        raise
+    except ActorUnavailableError:
+        raise
+    except RayActorError as e:
+        raise unavailable(e) from e
 
 
 async def call(method: Any, *arguments: Any) -> Any:

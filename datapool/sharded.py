@@ -43,7 +43,7 @@ from itertools import islice
 from typing import Any, Final, Generic, Protocol, TypeVar, cast
 
 from ray import ObjectRef
-from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError
 
 from datapool.actor import (
     Available,
@@ -63,7 +63,7 @@ from datapool.errors import (
 )
 from datapool.events import Event, Events
 from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from datapool.outbox import RESTART_S, call
+from datapool.outbox import RESTART_S, call, received
 from datapool.pool import Credit, check_lease_request
 from datapool.records import SubmitOutcome, TrajectoryOutcome
 from datapool.selection import DryRun, Marks
@@ -99,22 +99,7 @@ async def once(method: Any, *arguments: Any) -> Any:
     Raises:
         ActorUnavailableError: the shard is down; the call may have been applied.
     """
-    return await _answer(method.remote(*arguments))
-
-
-async def _answer(reference: Any) -> Any:
-    try:
-        if isinstance(reference, list):
-            return [await each for each in reference]
-        return await reference
-    except RayTaskError as e:
-        if isinstance(e.cause, DataPoolError):
-            raise e.cause from None
-        raise
-    except ActorUnavailableError:
-        raise
-    except RayActorError as e:
-        raise unavailable(e) from e
+    return await received(method.remote(*arguments))
 
 
 class _Answer(Protocol):
@@ -187,7 +172,7 @@ class _Watch(Generic[A]):
                 self._ask(actor, None, 0, self._name)
 
     async def _look_at(self, k: int) -> A:
-        answer: A = await _answer(self._ask(self._actors[k], None, 0, self._name))
+        answer: A = await received(self._ask(self._actors[k], None, 0, self._name))
         return answer
 
     async def _follow(self, k: int) -> None:
@@ -196,7 +181,7 @@ class _Watch(Generic[A]):
             if seen is None or seen.shut_down:
                 await asyncio.sleep(DOWN_S)  # it would answer at once
             try:
-                answer = await _answer(self._ask(self._actors[k], seen, SLICE_S, self._name))
+                answer = await received(self._ask(self._actors[k], seen, SLICE_S, self._name))
             except ActorUnavailableError as e:
                 self.latest.pop(k, None)
                 if not self.latest and time.monotonic() - self._answered_at > RESTART_S:
