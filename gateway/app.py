@@ -27,8 +27,10 @@ from starlette.responses import Response
 from datapool.errors import DataPoolError
 from gateway.calls import CallService
 from gateway.config import GatewayConfig
+from gateway.dialects.registry import DIALECTS, error_response
 from gateway.engine import EngineClient
-from gateway.errors import GatewayError, RequestError
+from gateway.errors import GatewayError, PathError, RequestError
+from gateway.identity import Identities
 from gateway.pool_port import PoolPort
 from gateway.render import ChatRenderer
 from gateway.reply import ReplyFormat
@@ -36,7 +38,6 @@ from gateway.rewards import RewardFunction, load_reward_function
 from gateway.routes import router
 from gateway.tokenization import ChatTokenizer
 from gateway.trajectories import TrajectoryStore
-from gateway.web import OrjsonResponse, error_response
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,19 @@ class Gateway:
             pool_timeout_s=config.pool_timeout_s,
             remembered=config.remembered_trajectories,
         )
+        self.identities = Identities(
+            self.trajectories,
+            lambda text: None,
+            template_args=config.chat_template_args,
+            idle_s=config.conversation_idle_s,
+        )
+        self.calls.on_turn = self.identities.note_turn
+        self.trajectories.on_closed = self.identities.forget
+        self.dialects = {path: make() for path, make in DIALECTS.items()}
         self.reward = reward
+
+    async def start(self) -> None:
+        self.identities.start()
 
     def statistics(self) -> dict[str, Any]:
         return {
@@ -86,6 +99,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Abort what is being generated; let commits finish."""
+        await self.identities.close()
         calls = [c for t in self.trajectories for c in t.in_flight]
         for call in calls:
             call.shut_down()
@@ -118,6 +132,7 @@ def create_app(
             ) as session:
                 gateway = Gateway(config, pool, chat_tokenizer, session, threads, reward)
                 app.state.gateway = gateway
+                await gateway.start()
                 try:
                     yield
                 finally:
@@ -135,12 +150,12 @@ def create_app(
 def _gateway_error(request: Request, e: Exception) -> Response:
     if not isinstance(e, GatewayError):
         raise e
-    return error_response(e)
+    return error_response(request.url.path, e)
 
 
 def _pool_error(request: Request, e: Exception) -> Response:
     """The pool refused what a client sent."""
-    return error_response(RequestError(str(e), None))
+    return error_response(request.url.path, RequestError(str(e), None))
 
 
 def _validation_error(request: Request, e: Exception) -> Response:
@@ -149,33 +164,28 @@ def _validation_error(request: Request, e: Exception) -> Response:
     content_type = request.headers.get("content-type", "")
     if "json" not in content_type:
         # Not read as JSON on purpose: a web page could send a form to a server on loopback.
-        return error_response(
-            RequestError(
-                f"the body came as {content_type or 'nothing'!r}; send it with the header "
-                "content-type: application/json (curl --json does)",
-                None,
-            )
+        refused = RequestError(
+            f"the body came as {content_type or 'nothing'!r}; send it with the header "
+            "content-type: application/json (curl --json does)",
+            None,
         )
-    first = e.errors()[0]
-    name = ".".join(str(p) for p in first["loc"] if p != "body") or None
-    return error_response(
-        RequestError(f"{name or 'the body'}: {first['msg']} (got {first.get('input')!r:.80})", name)
-    )
+    else:
+        first = e.errors()[0]
+        name = ".".join(str(p) for p in first["loc"] if p != "body") or None
+        refused = RequestError(
+            f"{name or 'the body'}: {first['msg']} (got {first.get('input')!r:.80})", name
+        )
+    return error_response(request.url.path, refused)
 
 
 def _http_error(request: Request, e: Exception) -> Response:
     if not isinstance(e, HTTPException):
         raise e
-    known = "see /openapi.json for what this gateway serves"
-    return OrjsonResponse(
-        {
-            "error": {
-                "message": f"{request.method} {request.url.path}: {e.detail}; {known}",
-                "type": "invalid_request_error",
-                "param": None,
-                "code": None,
-            }
-        },
-        status_code=e.status_code,
-        headers=e.headers,
+    refused = PathError(
+        f"{request.method} {request.url.path}: {e.detail}; "
+        "see /openapi.json for what this gateway serves"
     )
+    refused.status = e.status_code
+    answer = error_response(request.url.path, refused)
+    answer.headers.update(e.headers or {})
+    return answer

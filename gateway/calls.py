@@ -27,15 +27,15 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from datapool.errors import DataPoolError, InvalidStepError
 from datapool.types import Step, TokenIds
 from gateway.config import GatewayConfig
-from gateway.engine import EngineClient, Generation, Sampling
+from gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
 from gateway.errors import (
     ContextLengthError,
     EngineError,
@@ -44,8 +44,8 @@ from gateway.errors import (
     RequestError,
     TrajectoryConflictError,
 )
-from gateway.graph import Attachment, BranchCause, Turn, join
-from gateway.messages import Key, Message, Tool, root_key
+from gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
+from gateway.messages import Key, Message, Normalizer, Tool, root_key
 from gateway.parsing import Delta, ReplyText
 from gateway.render import ChatRenderer, CutError
 from gateway.reply import ReplyFormat, ReplyReader
@@ -66,12 +66,24 @@ class ChatRequest:
     template_args: Mapping[str, Any] | None = None
     prompt_ids: TokenIds | None = None
     """White-box: the exact prompt; messages are then empty."""
+    prompt_text: str | None = None
+    """Completions: the prompt without a chat template; messages are then empty."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    min_p: float | None = None
+    n_logprobs: int | None = None
+    """Log-probs for the answer, each with this many alternatives (0: none); None: not asked for.
+    Steps have their log-probs anyway."""
+    constraint: tuple[str, str] | None = None
+    """(kind, text) of what the engine is to constrain sampling to, e.g. ("json_schema", …)."""
+    forced_tool: str | None = None
+    """The reply has to call a tool: this one, or any for ""."""
+    parallel_tool_calls: bool = True
+    """False: generation ends with the first tool call."""
     stream: bool = False
     parse_tools: bool = True
     stores_step: bool = True
@@ -98,6 +110,19 @@ class Prompt:
     """None: the prompt came as ids and is no part of the graph."""
     root: Key
     cause: BranchCause | None
+    forced: str = ""
+    """The beginning of the reply, which the prompt ends with."""
+    n_forced: int = 0
+    """Its ids."""
+
+
+class SampledToken(NamedTuple):
+    """A token as an answer with log-probs shows it."""
+
+    token_id: int
+    log_prob: float
+    alternatives: TopLogProbs
+    """(token id, log-prob), best first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +135,12 @@ class Reply:
     generation: Generation
     sampling: Sampling
     n_prompt: int
+    stop_sequence: str | None = None
+    """The request's stop string that ended the text."""
+
+    @property
+    def n_response(self) -> int:
+        return len(self.generation.response_ids)
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
@@ -122,14 +153,24 @@ class Call:
     """See the module's life cycle. Made by `CallService.start`."""
 
     def __init__(
-        self, service: CallService, trajectory: LiveTrajectory, request: ChatRequest, body: str
+        self,
+        service: CallService,
+        trajectory: LiveTrajectory,
+        request: ChatRequest,
+        body: str,
+        dialect: str,
     ) -> None:
         self.uid = uuid.uuid4().hex
         self.created = int(time.time())
         self.request = request
         self.body = body
+        self.dialect = dialect
         self.state: State = "preparing"
         self.deltas: list[Delta] = []
+        self.tokens: list[SampledToken] = []
+        """What was sampled so far, if the request asks for log-probs."""
+        self.n_prompt: int | None = None
+        """Tokens of the prompt, once it is rendered."""
         self.reply: Reply | None = None
         """Set once generated; final (its Step stored) when the state is `done`."""
         self.step_index: int | None = None
@@ -148,6 +189,12 @@ class Call:
         listener = Listener(self)
         self._listeners.add(listener)
         return listener
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """A reply exists, no client has its end, and none waits for it."""
+        has_reply = self.state in ("committing", "done", "unstored")
+        return has_reply and not self.delivered and not self._listeners
 
     def commit_again(self) -> None:
         """A retry of a call whose Step could not be stored: submit the very same Step."""
@@ -201,11 +248,17 @@ class Call:
 
     async def _generate(self) -> Reply:
         service, request = self._service, self.request
-        prompt = await service.prepare(self._trajectory, request)
-        sampling = await service.sampling(request, len(prompt.ids))
+        prompt = await service.prepare(self._trajectory.graph, request)
+        self.n_prompt = len(prompt.ids)
+        sampling = await service.sampling(request, self.n_prompt)
         self._reader = reader = service.format.reader(
-            prompt.ids, tools=request.tools, parse_tools=request.parse_tools, stop=request.stop
+            prompt.ids[: self.n_prompt - prompt.n_forced],
+            tools=request.tools,
+            parse_tools=request.parse_tools,
+            stop=request.stop,
+            raw=request.prompt_text is not None,
         )
+        self._publish(reader.begin(prompt.forced))
         self.state = "generating"
         generation = await service.engine.generate(
             prompt.ids,
@@ -214,17 +267,36 @@ class Call:
             on_tokens=self._on_tokens if request.stream else None,
         )
         if not request.stream:
-            self._on_tokens(generation.response_ids.tolist())
+            self._on_tokens(
+                generation.response_ids.tolist(),
+                generation.log_probs.tolist() if request.n_logprobs is not None else (),
+                generation.top_log_probs,
+            )
         self._publish(reader.finish())
         if not isinstance(generation.matched, str):
             n = reader.n_until_stop(generation.response_ids.tolist())
             if n is not None:
                 generation = generation.cut(n)
+                del self.tokens[n:]
         return Reply(
-            reader.text, reader.has_reasoning, prompt, generation, sampling, len(prompt.ids)
+            reader.text,
+            reader.has_reasoning,
+            prompt,
+            generation,
+            sampling,
+            self.n_prompt,
+            reader.stop_sequence,
         )
 
-    def _on_tokens(self, ids: Sequence[int]) -> None:
+    def _on_tokens(
+        self,
+        ids: Sequence[int],
+        log_probs: Sequence[float] = (),
+        alternatives: Sequence[TopLogProbs] = (),
+    ) -> None:
+        if self.request.n_logprobs is not None:
+            tops = alternatives or [()] * len(ids)
+            self.tokens += map(SampledToken, ids, log_probs, tops)
         if self._reader is not None:
             self._publish(self._reader.feed(ids))
 
@@ -239,7 +311,13 @@ class Call:
                 "top_k": self.reply.sampling.top_k,
             },
             "call_id": self.uid,
+            "dialect": self.dialect,
         }
+        if self.request.constraint is not None:
+            # Log-probs are those of the unconstrained policy; the samples are not its own.
+            metadata["constraint"] = self.request.constraint[0]
+        if prompt.n_forced:
+            metadata["forced_tool"] = self.request.forced_tool
         if calls := self.reply.text.tool_calls:
             metadata["tool_calls"] = len(calls)
         if prompt.cause is not None:
@@ -264,16 +342,26 @@ class Call:
         if reply is None:
             raise RuntimeError("a call is stored only after its generation")
         if reply.prompt.attachment is not None:
-            self._trajectory.graph.add(
+            graph = self._trajectory.graph
+            key = None
+            if self.request.prompt_text is not None:
+                said = self._service.renderer.tokenizer.decode(
+                    reply.generation.response_ids.tolist()
+                )
+                key = graph.note_text(self.request.prompt_text + said)
+            turn = graph.add(
                 reply.prompt.root,
                 reply.prompt.attachment,
                 parent=reply.prompt.parent,
                 new_prompt_ids=reply.prompt.new_ids,
                 response_ids=reply.generation.response_ids,
+                key=key,
                 reply=reply.text.message(),
+                n_forced=reply.prompt.n_forced,
                 has_reasoning=reply.has_reasoning,
                 step_index=index,
             )
+            self._service.on_turn(self._trajectory, turn.key)
         self._service.count_stored(reply)
         if self.request.stores_step:
             # Kept for retries: what a client is told, and not the prompt once more.
@@ -360,16 +448,59 @@ class CallService:
         self.counts: Counter[str] = Counter()
         self.branches: Counter[str] = Counter()
         self._threads = threads
+        self._normalize = Normalizer(config.normalize)
+        self.on_turn: Callable[[LiveTrajectory, Key], None] = lambda trajectory, key: None
+        """Told of every turn that enters a graph, with the key of its conversation."""
+
+    def normalised(self, request: ChatRequest) -> ChatRequest:
+        """`request` with `gateway.normalize` applied to its messages."""
+        if not self._normalize.rules:
+            return request
+        return replace(request, messages=self._normalize(request.messages))
 
     async def start(
-        self, trajectory: LiveTrajectory, request: ChatRequest, retry: RetryKey
-    ) -> Listener:
-        """Begin a call, or find the one that this request repeats."""
+        self,
+        trajectory: LiveTrajectory,
+        request: ChatRequest,
+        retry: RetryKey,
+        dialect: str,
+        n: int = 1,
+    ) -> list[Listener]:
+        """Begin `n` calls, or find those that this request repeats.
+
+        Raises:
+            RequestError: the model's template or parser cannot do what is asked.
+            TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
+        """
+        self._check(request)
         await trajectory.open()
+        trajectory.touch()
+        if n == 1:
+            return [self._start(trajectory, request, retry, dialect)]
+        keys = [replace(retry, key=f"{retry.key}/{i}") for i in range(n)]
+        return [self._start(trajectory, request, key, dialect) for key in keys]
+
+    def _check(self, request: ChatRequest) -> None:
+        if request.forced_tool is not None and self.renderer.call_opening(None) is None:
+            raise RequestError(
+                "tool_choice asks for a call, but the model's chat template does not show where a "
+                "call begins; send 'auto' or 'none'",
+                "tool_choice",
+            )
+        if not request.parallel_tool_calls and request.tools and self.format.call_close is None:
+            raise RequestError(
+                "parallel_tool_calls is false, but this model's tool calls have no known end to "
+                "stop at; leave it out",
+                "parallel_tool_calls",
+            )
+
+    def _start(
+        self, trajectory: LiveTrajectory, request: ChatRequest, retry: RetryKey, dialect: str
+    ) -> Listener:
         if (call := self._repeated(trajectory, retry)) is not None:
             return call.listen()
         self.counts["calls"] += 1
-        call = Call(self, trajectory, request, retry.body)
+        call = Call(self, trajectory, request, retry.body, dialect)
         records = trajectory.records
         same = records.setdefault(retry.key, [])
         same.append(call)
@@ -380,11 +511,15 @@ class CallService:
         return call.listen()
 
     def _repeated(self, trajectory: LiveTrajectory, retry: RetryKey) -> Call | None:
-        if not retry.is_retry:
-            return None
         calls = trajectory.records.get(retry.key)
         if not calls:
             return None
+        if not retry.is_retry:
+            # Many clients repeat a request without saying so. One whose reply nobody got is that.
+            call = next((c for c in calls if c.is_unclaimed), None)
+            if call is None:
+                return None
+            calls = [call]
         # Of several samples of one request, the retry is for the one that failed, or else for one
         # that did not get through.
         if (failed := next((c for c in calls if c.state == "failed"), None)) is not None:
@@ -401,18 +536,20 @@ class CallService:
         self.counts["retries"] += 1
         return call
 
-    async def prepare(self, trajectory: LiveTrajectory, request: ChatRequest) -> Prompt:
+    async def prepare(self, graph: TurnGraph, request: ChatRequest) -> Prompt:
         """The exact prompt of a request and the turn it extends."""
         template_args = {**self.config.chat_template_args, **(request.template_args or {})}
         root = root_key(request.tools, template_args)
         if request.prompt_ids is not None:
             return Prompt(request.prompt_ids, request.prompt_ids, None, None, root, None)
+        if request.prompt_text is not None:
+            return await self._prepare_text(graph, request.prompt_text, root)
         messages = request.messages
-        attachment = trajectory.graph.attach(root, messages)
+        attachment = graph.attach(root, messages)
         parent, cause = attachment.turn, attachment.cause
         new_ids: TokenIds | None = None
-        if attachment.twin is not None:
-            new_ids = attachment.twin.new_prompt_ids
+        if (twin := attachment.twin) is not None:
+            new_ids = twin.new_prompt_ids[: len(twin.new_prompt_ids) - twin.n_forced]
         elif parent is not None:
             known, new = messages[: attachment.n_known], messages[attachment.n_known :]
             try:
@@ -429,8 +566,32 @@ class CallService:
                     messages, self.renderer.whole, messages, request.tools, template_args
                 )
                 self.renderer.remember(key, new_ids)
+        forced, n_forced = "", 0
+        if request.forced_tool is not None:
+            forced = self.renderer.call_opening(request.forced_tool or None) or ""
+            forced_ids = self.renderer.tokenizer.encode(forced)
+            new_ids, n_forced = join([new_ids, forced_ids]), len(forced_ids)
         ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
-        return Prompt(ids, new_ids, parent, attachment, root, cause)
+        return Prompt(ids, new_ids, parent, attachment, root, cause, forced, n_forced)
+
+    async def _prepare_text(self, graph: TurnGraph, text: str, root: Key) -> Prompt:
+        attachment = graph.attach_text(text)
+        parent = attachment.turn
+        if attachment.twin is not None:
+            new_ids = attachment.twin.new_prompt_ids
+        else:
+            rest = text[attachment.n_known :]
+            new_ids = await self._offload_text(rest)
+        ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
+        if len(ids) == 0:
+            raise RequestError("prompt is empty; send some text", "prompt")
+        return Prompt(ids, new_ids, parent, attachment, root, attachment.cause)
+
+    async def _offload_text(self, text: str) -> TokenIds:
+        encode = self.renderer.tokenizer.encode
+        if len(text) <= self.config.offload_chars:
+            return encode(text)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, encode, text)
 
     async def sampling(self, request: ChatRequest, n_prompt: int) -> Sampling:
         """Parameters as they will be used: overrides over the request's over the defaults.
@@ -448,15 +609,25 @@ class CallService:
                 f"resulted in {n_prompt} tokens. Please reduce the length of the messages.",
                 "messages",
             )
+        one_call = None
+        if request.tools and request.parse_tools and not request.parallel_tool_calls:
+            one_call = self.format.call_close
         wanted = request.max_tokens or config.default_max_tokens or room
         return Sampling(
             max_new_tokens=min(wanted, room),
             temperature=_first(forced.temperature, request.temperature, config.default_temperature),
             top_p=_first(forced.top_p, request.top_p, 1.0),
             top_k=_first(forced.top_k, request.top_k, -1),
-            stop=request.stop,
+            min_p=request.min_p or 0.0,
+            stop=request.stop if one_call is None else (*request.stop, one_call),
             seed=request.seed,
+            n_top_logprobs=request.n_logprobs or 0,
+            constraint=request.constraint,
         )
+
+    async def count_tokens(self, graph: TurnGraph | None, request: ChatRequest) -> int:
+        """Tokens of the prompt that this request would have in a trajectory; nothing is stored."""
+        return len((await self.prepare(graph or TurnGraph(), self.normalised(request))).ids)
 
     def count_stored(self, reply: Reply) -> None:
         self.counts["stored"] += 1

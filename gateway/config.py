@@ -7,6 +7,7 @@ Owns: names, bounds and meaning of every gateway option. Does not own: reading Y
 from __future__ import annotations
 
 import ipaddress
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -25,6 +26,25 @@ class SamplingOverrides(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
     """-1 is no limit."""
+
+
+class NormalizeRule(BaseModel):
+    """In messages of `role`, what matches the regular expression `pattern` is replaced."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Literal["system", "user", "tool"] = "system"
+    pattern: str
+    replacement: str = ""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            raise ValueError(f"pattern is {pattern!r}, no regular expression ({e})") from e
+        return pattern
 
 
 class GatewayConfig(BaseModel):
@@ -64,6 +84,12 @@ class GatewayConfig(BaseModel):
     mentions <think>."""
     chat_template_args: dict[str, Any] = {}
     """Passed to the chat template on every call, under a request's `chat_template_kwargs`."""
+    normalize: tuple[NormalizeRule, ...] = ()
+    """Applied in order to each message before it is compared and rendered: for text that an agent
+    changes on every call, such as a clock in its system prompt."""
+    conversation_idle_s: float = Field(default=600.0, gt=0)
+    """A trajectory that was made for a conversation without one (no URL, key or header names it)
+    is completed, unscored, when it has had no call for this long."""
     sanitize_control_tokens: bool = True
     """Text of control tokens inside user and tool messages is tokenised as plain text."""
 

@@ -36,7 +36,10 @@ from gateway.errors import (
     RequestError,
 )
 
-OnTokens: TypeAlias = Callable[[Sequence[int]], None]
+TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
+"""The likeliest tokens at one position with their log-probs, best first."""
+OnTokens: TypeAlias = Callable[[Sequence[int], Sequence[float], Sequence[TopLogProbs]], None]
+"""Called with new ids, their log-probs, and their alternatives (empty unless asked for)."""
 
 _RETRIED = frozenset({429, 502, 503, 504})
 _EMPTY_ABORTS = 1000
@@ -53,6 +56,12 @@ class Sampling:
     top_k: int = -1
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    min_p: float = 0.0
+    n_top_logprobs: int = 0
+    """Alternatives returned per token."""
+    constraint: tuple[str, str] | None = None
+    """(kind, text): "json_schema", "regex", "ebnf" or "structural_tag"."""
+    no_stop_trim: bool = False
 
     def wire(self, max_new_tokens: int) -> dict[str, Any]:
         params: dict[str, Any] = {
@@ -65,6 +74,13 @@ class Sampling:
             params["stop"] = list(self.stop)
         if self.seed is not None:
             params["sampling_seed"] = self.seed
+        if self.min_p > 0:
+            params["min_p"] = self.min_p
+        if self.constraint is not None:
+            kind, text = self.constraint
+            params[kind] = text
+        if self.no_stop_trim:
+            params["no_stop_trim"] = True
         return params
 
 
@@ -81,6 +97,8 @@ class Generation:
     cached_tokens: int
     resumes: int
     """Weight updates that cut this call."""
+    top_log_probs: tuple[TopLogProbs, ...] = ()
+    """One per token if `Sampling.n_top_logprobs`, else empty."""
 
     def cut(self, n: int) -> Generation:
         """The first `n` tokens, as if a stop string had ended them."""
@@ -91,6 +109,7 @@ class Generation:
             self,
             response_ids=self.response_ids[:n],
             log_probs=self.log_probs[:n],
+            top_log_probs=self.top_log_probs[:n],
             spans=spans,
             finish_reason="stop",
         )
@@ -106,6 +125,7 @@ class _Part:
 
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    tops: list[TopLogProbs] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     cached_tokens: int = 0
@@ -189,10 +209,11 @@ class EngineClient:
                 if whole.ids
                 else prompt_ids
             )
-            part = await self._request(ids, sampling.wire(left), affinity, on_tokens)
+            part = await self._request(ids, sampling, left, affinity, on_tokens)
             start = len(whole.ids)
             whole.ids += part.ids
             whole.log_probs += part.log_probs
+            whole.tops += part.tops
             whole.spans += [
                 VersionSpan(s.version, s.start + start, s.end + start) for s in part.spans
             ]
@@ -219,7 +240,8 @@ class EngineClient:
     async def _request(
         self,
         ids: TokenIds,
-        params: dict[str, Any],
+        sampling: Sampling,
+        max_new_tokens: int,
         affinity: str,
         on_tokens: OnTokens | None,
     ) -> _Part:
@@ -229,7 +251,7 @@ class EngineClient:
             rid = uuid.uuid4().hex
             part = _Part()
             try:
-                await self._send(url, rid, ids, params, part, on_tokens)
+                await self._send(url, rid, ids, sampling, max_new_tokens, part, on_tokens)
             except asyncio.CancelledError:
                 self._abort(url, rid)
                 raise
@@ -255,20 +277,21 @@ class EngineClient:
         url: str,
         rid: str,
         ids: TokenIds,
-        params: dict[str, Any],
+        sampling: Sampling,
+        max_new_tokens: int,
         part: _Part,
         on_tokens: OnTokens | None,
     ) -> None:
-        body = orjson.dumps(
-            {
-                "rid": rid,
-                "input_ids": np.ascontiguousarray(ids),
-                "sampling_params": params,
-                "return_logprob": True,
-                "stream": on_tokens is not None,
-            },
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
+        fields: dict[str, Any] = {
+            "rid": rid,
+            "input_ids": np.ascontiguousarray(ids),
+            "sampling_params": sampling.wire(max_new_tokens),
+            "return_logprob": True,
+            "stream": on_tokens is not None,
+        }
+        if sampling.n_top_logprobs:
+            fields["top_logprobs_num"] = sampling.n_top_logprobs
+        body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
         async with self._session.post(
             f"{url}/generate",
             data=body,
@@ -346,7 +369,7 @@ async def _follow(
                 incremental = n_here != n_total
             _take(url, part, chunk, incremental=bool(incremental))
             if len(part.ids) > n_before:
-                on_tokens(part.ids[n_before:])
+                on_tokens(part.ids[n_before:], part.log_probs[n_before:], part.tops[n_before:])
             if part.finish is not None:
                 return
     raise aiohttp.ServerDisconnectedError("the stream ended without a finish reason")
@@ -381,7 +404,11 @@ def _take(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool)
         raise EngineError(
             f"{url} returned log-probs of other tokens than output_ids; is return_logprob honoured?"
         )
+    n_before = len(part.log_probs)
     part.log_probs += [e[0] for e in entries]
+    if tops := meta.get("output_top_logprobs"):
+        tops = tops[n_before:] if len(tops) == len(part.ids) else tops[len(tops) - len(entries) :]
+        part.tops += [tuple((e[1], e[0]) for e in top or ()) for top in tops]
     finish = meta.get("finish_reason")
     if finish is None:
         return
@@ -442,6 +469,7 @@ def _generation(whole: _Part, finish: Mapping[str, Any], resumes: int) -> Genera
         matched=finish.get("matched"),
         cached_tokens=whole.cached_tokens,
         resumes=resumes,
+        top_log_probs=tuple(whole.tops),
     )
 
 

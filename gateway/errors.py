@@ -9,6 +9,7 @@ pickling (they cross Ray) and subclass the matching built-in::
     ├── RequestError(ValueError)                      400   a field of the request (`.param`)
     │   ├── ContextLengthError                        400   the prompt does not fit
     │   └── BodyTooLargeError                         413
+    ├── PathError(LookupError)                        404   (or 405)
     ├── TrajectoryConflictError(RuntimeError)         409   the trajectory is registered otherwise
     ├── TrajectoryClosedError(RuntimeError)           410   complete, aborted, or dropped
     ├── EngineError(RuntimeError)                     502   the engine answered nonsense
@@ -25,7 +26,7 @@ from typing import ClassVar
 class GatewayError(Exception):
     """Base of all errors that the gateway raises."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
     kind: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
 
@@ -33,6 +34,10 @@ class GatewayError(Exception):
     def param(self) -> str | None:
         """The request's field that is at fault, if one is."""
         return None
+
+    def headers(self) -> dict[str, str]:
+        """Of the HTTP answer, beside the usual ones."""
+        return {}
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__
@@ -67,6 +72,13 @@ class BodyTooLargeError(RequestError):
     """The request's body exceeds `gateway.max_body_bytes`."""
 
     status = 413
+
+
+class PathError(GatewayError, LookupError):
+    """No such path, or not with this method."""
+
+    status = 404
+    kind = "invalid_request_error"
 
 
 class TrajectoryConflictError(GatewayError, RuntimeError):

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from datapool.types import TokenIds
-from gateway.messages import Key, Message, extend_key
+from gateway.messages import Key, Message, extend_key, text_key
 
 BranchCause: TypeAlias = Literal[
     "resampled",  # the same first prompt again
@@ -50,6 +50,8 @@ class Turn:
     key: Key
     """Key of that conversation plus the reply."""
     reply: Message
+    n_forced: int
+    """Ids at the end of the prompt that begin the reply itself (a forced tool call)."""
     has_reasoning: bool
     """This turn, or one that its prompt holds token for token, has thinking in it."""
     step_index: int | None
@@ -95,6 +97,7 @@ class TurnGraph:
         self._by_key: dict[Key, Turn] = {}
         self._by_prompt: dict[Key, Turn] = {}
         self._roots: dict[Key, None] = {}
+        self._text_lengths: set[int] = set()
 
     def attach(self, root: Key, messages: Sequence[Mapping[str, Any]]) -> Attachment:
         deepest, n_known = None, 0
@@ -118,11 +121,18 @@ class TurnGraph:
         parent: Turn | None,
         new_prompt_ids: TokenIds,
         response_ids: TokenIds,
+        key: Key | None = None,
         reply: Message,
+        n_forced: int = 0,
         has_reasoning: bool,
         step_index: int | None,
     ) -> Turn:
-        """Store a finished call. `parent` is `attachment.turn`, or None if it became a branch."""
+        """Store a finished call.
+
+        Args:
+            parent: `attachment.turn`, or None if it became a branch.
+            key: of the conversation with the reply; None: as messages make it.
+        """
         before = parent.n_tokens if parent is not None else 0
         turn = Turn(
             parent=parent,
@@ -130,8 +140,9 @@ class TurnGraph:
             response_ids=response_ids,
             n_tokens=before + len(new_prompt_ids) + len(response_ids),
             prompt_key=attachment.prompt_key,
-            key=extend_key(attachment.prompt_key, reply),
+            key=key or extend_key(attachment.prompt_key, reply),
             reply=reply,
+            n_forced=n_forced,
             has_reasoning=has_reasoning or (parent is not None and parent.has_reasoning),
             step_index=step_index,
         )
@@ -139,6 +150,27 @@ class TurnGraph:
         self._by_prompt[turn.prompt_key] = turn
         self._roots[root] = None
         return turn
+
+    def attach_text(self, text: str) -> Attachment:
+        """As `attach`, for a prompt that is plain text; `n_known` counts characters."""
+        deepest, n_known = None, 0
+        for length in sorted((n for n in self._text_lengths if n <= len(text)), reverse=True):
+            if (turn := self._by_key.get(text_key(text[:length]))) is not None:
+                deepest, n_known = turn, length
+                break
+        key = text_key(text)
+        twin = self._by_prompt.get(key)
+        if twin is not None and twin.parent is not deepest:
+            twin = None
+        cause: BranchCause | None = None
+        if deepest is None and self._by_prompt:
+            cause = "resampled" if twin is not None else "new_conversation"
+        return Attachment(deepest, n_known, key, cause, twin)
+
+    def note_text(self, text: str) -> Key:
+        """Key of a prompt with its whole reply, which `attach_text` looks for from now on."""
+        self._text_lengths.add(len(text))
+        return text_key(text)
 
     def _why(
         self, root: Key, messages: Sequence[Mapping[str, Any]], twin: Turn | None

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import orjson
 
@@ -81,3 +82,43 @@ def root_key(tools: Sequence[Tool] | None, template_args: Mapping[str, Any]) -> 
 def extend_key(key: Key, message: Mapping[str, Any]) -> Key:
     """Key of a conversation with one more message: a hash chain, so a turn costs what it adds."""
     return hashlib.blake2b(key + canonical(message), digest_size=16).digest()
+
+
+def text_key(text: str) -> Key:
+    """Key of a conversation that is plain text."""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+class Rule(Protocol):
+    """A `gateway.normalize` entry: in messages of `role`, `pattern` becomes `replacement`."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def pattern(self) -> str: ...
+
+    @property
+    def replacement(self) -> str: ...
+
+
+class Normalizer:
+    """Takes out of messages what changes from call to call and means nothing (a clock in the
+    system prompt, a billing header), before they are compared and rendered: without it every call
+    would be a branch. The model sees the normalised text."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self.rules = [(r.role, re.compile(r.pattern), r.replacement) for r in rules]
+
+    def __call__(self, messages: Sequence[Message]) -> list[Message]:
+        return [self._normalised(m) for m in messages]
+
+    def _normalised(self, message: Message) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        text = content
+        for role, pattern, replacement in self.rules:
+            if role == message["role"]:
+                text = pattern.sub(replacement, text)
+        return message if text == content else {**message, "content": text}

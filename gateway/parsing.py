@@ -134,16 +134,21 @@ class StopCutter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(s for s in stops if s)
         self._held = ""
-        self.stopped = False
-        """A stop string was found; the text ends before it."""
+        self.matched: str | None = None
+        """The stop string that was found; the text ends before it."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.matched is not None
 
     def feed(self, text: str) -> str:
         if not self._stops or self.stopped:
             return "" if self.stopped else text
         text = self._held + text
-        at = min((i for i in (text.find(s) for s in self._stops) if i >= 0), default=-1)
-        if at >= 0:
-            self.stopped, self._held = True, ""
+        found = min(((at, s) for s in self._stops if (at := text.find(s)) >= 0), default=None)
+        if found is not None:
+            at, self.matched = found
+            self._held = ""
             return text[:at]
         n = held_back(text, self._stops)
         self._held = text[len(text) - n :]

@@ -66,8 +66,11 @@ class ChatRenderer:
         self._reads_reasoning = bool(_REASONING_FIELD.search(str(tokenizer.hf.chat_template)))
         self._cache: OrderedDict[Key, TokenIds] = OrderedDict()
         self._cache_limit, self._cached_tokens = cache_tokens, 0
+        self._system_anywhere = True
         self._close = self._discover(with_tool_calls=False, close=None)
         self._tool_close = self._discover(with_tool_calls=True, close=self._close)
+        self._system_anywhere = self._renders_later_system()
+        self._call_opening = self._find_call_opening()
 
     @property
     def turn_close_id(self) -> int | None:
@@ -127,6 +130,16 @@ class ChatRenderer:
             raise CutError("cut_failed")
         return ids[1:] if turn.response_ids[-1] == close.token_id else ids
 
+    def call_opening(self, name: str | None) -> str | None:
+        """How a reply begins that calls a tool: `name`, or any for None.
+
+        None: the chat template does not show where a call begins.
+        """
+        if self._call_opening is None:
+            return None
+        before, after = self._call_opening
+        return before if name is None else before + name + after
+
     def cached(self, key: Key) -> TokenIds | None:
         ids = self._cache.get(key)
         if ids is not None:
@@ -152,6 +165,8 @@ class ChatRenderer:
         add_generation_prompt: bool = True,
     ) -> str:
         shown = [_for_template(m) for m in messages]
+        if not self._system_anywhere:
+            shown[1:] = [{**m, "role": "user"} if m["role"] == "system" else m for m in shown[1:]]
         try:
             return self.tokenizer.render(
                 shown, tools, template_args, add_generation_prompt=add_generation_prompt
@@ -184,6 +199,43 @@ class ChatRenderer:
     ) -> bool:
         reply = self._stub_reply(calls, thought=True)
         return self._thought in self._render([*stub, reply, *new], tools, template_args)
+
+    def _renders_later_system(self) -> bool:
+        """Templates may refuse or drop a system message that is not the first; agents send them
+        all the same, and then it is shown as a user's."""
+        messages = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": "."},
+            {"role": "system", "content": self._nonce},
+        ]
+        try:
+            return self._nonce in self._render(messages, None, {})
+        except RequestError:
+            return False
+
+    def _find_call_opening(self) -> tuple[str, str] | None:
+        """Text of a reply before and after the name of the tool it calls."""
+        user: Message = {"role": "user", "content": "."}
+        function = {"name": self._nonce, "arguments": {self._thought: "."}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        reply: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        try:
+            prompt = self._render([user], tools, {})
+            text = self._render([user, reply], tools, {}, add_generation_prompt=False)
+        except RequestError:
+            return None
+        start = text.rfind(self._nonce)
+        begin = prompt.rstrip().removesuffix("<think>").rstrip()
+        if start < 0 or not text.startswith(begin):
+            return None
+        opening = text[len(begin) : start].lstrip("\n")
+        if opening.startswith("<think>"):  # an empty thought, as some templates show one
+            opening = opening.partition("</think>")[2].lstrip("\n")
+        if prompt.rstrip().endswith("<think>"):
+            opening = "</think>\n\n" + opening
+        after = text[start + len(self._nonce) : text.find(self._thought, start)]
+        return opening, after.rpartition("{")[0]
 
     def _discover(self, *, with_tool_calls: bool, close: TurnClose | None) -> TurnClose | None:
         """How the template closes a turn, from what follows the nonce when nothing comes after."""

@@ -50,6 +50,9 @@ class ReplyFormat:
         else:
             shown = {THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE}
         self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in shown)
+        self._special = frozenset(tokenizer.special.values())
+        self.call_close = CALL_CLOSE if CALL_CLOSE in chat_template else None
+        """Text that ends a tool call; None: not known."""
 
     def reader(
         self,
@@ -58,9 +61,14 @@ class ReplyFormat:
         tools: Sequence[Tool] | None,
         parse_tools: bool,
         stop: Sequence[str],
+        raw: bool = False,
     ) -> ReplyReader:
-        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist())
+        """`raw`: the reply is plain text; nothing in it is a tool call or a thought."""
         parser: ReplyParser
+        if raw:
+            parser = MarkupParser(tools=False, reasoning=False)
+            return ReplyReader(self._tokenizer, self._special, parser, stop)
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist())
         if self._by_template:
             parser = ResponseTemplateParser(
                 self._tokenizer.hf, tail, tools if parse_tools else None, [*self._tokenizer.special]
@@ -94,6 +102,15 @@ class ReplyReader:
         self._stream = tokenizer.stream()
         self._ids: list[int] = []
         self._decoded = ""
+
+    def begin(self, text: str) -> list[Delta]:
+        """The reply's text before the first sampled id."""
+        return self._note(self._parser.feed(text)) if text else []
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stop.matched
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         shown = [i for i in ids if i not in self._hidden]

@@ -22,14 +22,14 @@ from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictErr
 from datapool.types import Step, VersionSpan
 from gateway.calls import ChatRequest
 from gateway.dialects import openai_chat
+from gateway.dialects.registry import DIALECTS, error_response
 from gateway.errors import GatewayError, RequestError, TrajectoryConflictError
+from gateway.exchange import serve
 from gateway.pool_port import ask
 from gateway.rewards import compute_reward
 from gateway.web import (
-    EventStream,
     OrjsonResponse,
     aborts_on_disconnect,
-    error_response,
     field,
     parse_object,
     read_body,
@@ -143,31 +143,25 @@ async def abort_trajectory(
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
 
 
-# -- OpenAI ----------------------------------------------------------------------------------
+# -- LLM calls -------------------------------------------------------------------------------
 
 
-@router.post(f"{_UNDER}/chat/completions")
-async def chat_completions(request: Request, trajectory_uid: str, prompt_uid: str) -> Response:
-    gateway = _gateway(request)
-    config = gateway.config
-    body = await read_body(request, config.max_body_bytes)
-    chat, options = openai_chat.parse(parse_object(body))
-    trajectory = gateway.trajectories.get(trajectory_uid, prompt_uid)
-    listener = await gateway.calls.start(
-        trajectory, chat, retry_key(request.headers, body, "openai_chat")
-    )
-    model = config.served_model_name
-    if options.stream:
-        with aborts_on_disconnect(request.receive, listener):
-            first = await openai_chat.first_event(listener, config.keepalive_s)
-        events = openai_chat.frames(listener, first, options, model, config.keepalive_s)
-        return EventStream(events, listener)
-    with aborts_on_disconnect(request.receive, listener):
-        reply = await listener.result()
-    listener.call.delivered = True
-    return OrjsonResponse(
-        openai_chat.completion(listener.call, reply, options, model, gateway.tokenizer)
-    )
+def _speak(path: str) -> None:
+    """Serve a dialect below trajectory URLs and without one."""
+
+    @router.post(f"{_UNDER}/{path}", name=path)
+    async def call(request: Request, trajectory_uid: str, prompt_uid: str) -> Response:
+        gateway = _gateway(request)
+        return await serve(gateway, gateway.dialects[path], request, trajectory_uid, prompt_uid)
+
+    @router.post(f"/v1/{path}", name=f"{path} without a trajectory")
+    async def call_without(request: Request) -> Response:
+        gateway = _gateway(request)
+        return await serve(gateway, gateway.dialects[path], request)
+
+
+for _path in DIALECTS:
+    _speak(_path)
 
 
 @router.get(f"{_UNDER}/models")
@@ -188,15 +182,6 @@ async def models(request: Request) -> Response:
     return OrjsonResponse({"object": "list", "data": [model]})
 
 
-@router.post("/v1/chat/completions")
-async def chat_without_trajectory(request: Request) -> Response:
-    raise RequestError(
-        "this URL names no trajectory; POST /init_trajectory and use its base_url + '/v1' as the "
-        "client's base_url (or any http://host:port/{trajectory_uid}/{prompt_uid}/v1)",
-        None,
-    )
-
-
 # -- white-box -------------------------------------------------------------------------------
 
 
@@ -209,8 +194,10 @@ async def generate(request: Request) -> Response:
     uid = field(body, "trajectory_uid", str, "a string") or uuid.uuid4().hex
     prompt_uid = field(body, "prompt_uid", str, "a string") or f"prompt-{uid}"
     chat = _white_box(body)
-    listener = await gateway.calls.start(
-        gateway.trajectories.get(uid, prompt_uid), chat, retry_key(request.headers, raw, "generate")
+    trajectory = gateway.trajectories.get(uid, prompt_uid)
+    retry = retry_key(request.headers, raw, "generate")
+    (listener,) = await gateway.calls.start(
+        trajectory, gateway.calls.normalised(chat), retry, "generate"
     )
     with aborts_on_disconnect(request.receive, listener):
         reply = await listener.result()
@@ -344,7 +331,7 @@ async def ready(request: Request) -> Response:
         await gateway.engine.ready()
         context = await gateway.engine.context_length()
     except GatewayError as e:
-        return error_response(e)
+        return error_response(request.url.path, e)
     return OrjsonResponse({"status": "ready", "context_length": context})
 
 

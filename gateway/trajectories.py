@@ -18,6 +18,7 @@ Does not own: generation (`calls.py`), storage (the pool).
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,6 +70,7 @@ class LiveTrajectory:
         """Calls by the key of their request, oldest first; see `calls.RetryKey`."""
         self.closed = closed
         """How the trajectory was closed, in words; None while open."""
+        self.last_used = time.monotonic()
         self.steps = 0
         """Steps stored through this gateway; the next commit's `step_index`."""
         self._pool = pool
@@ -78,6 +80,13 @@ class LiveTrajectory:
         self._opened = closed is not None
         self._uncertain: list[Commit] = []
         """Commits at the next index whose answer was lost: at most one of them was applied."""
+
+    def touch(self) -> None:
+        self.last_used = time.monotonic()
+
+    def has_unclaimed(self, request_key: str) -> bool:
+        """A call of this key has a reply that no client has got."""
+        return any(call.is_unclaimed for call in self.records.get(request_key, ()))
 
     async def open(
         self,
@@ -234,6 +243,7 @@ class TrajectoryStore:
         self._remembered = remembered
         self._open: dict[str, LiveTrajectory] = {}
         self._closed: OrderedDict[str, tuple[Identity, str]] = OrderedDict()
+        self.on_closed: Callable[[LiveTrajectory], None] = lambda _: None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -272,6 +282,13 @@ class TrajectoryStore:
             )
         return trajectory
 
+    def known(self, uid: str) -> LiveTrajectory | None:
+        """The open trajectory of this id, if this gateway serves it."""
+        return self._open.get(uid)
+
+    def is_closed(self, uid: str) -> bool:
+        return uid in self._closed
+
     def note_step(self, uid: str, step_index: int) -> None:
         """A Step was submitted from outside (white-box)."""
         if (trajectory := self._open.get(uid)) is not None:
@@ -280,6 +297,7 @@ class TrajectoryStore:
     def _forget(self, trajectory: LiveTrajectory) -> None:
         """A trajectory was closed: keep only what answers 410."""
         self._open.pop(trajectory.uid, None)
+        self.on_closed(trajectory)
         identity = Identity(trajectory.uid, trajectory.prompt_uid, trajectory.channel)
         self._closed[trajectory.uid] = (identity, trajectory.closed or "closed")
         while len(self._closed) > self._remembered:

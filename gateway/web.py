@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.datastructures import Headers
@@ -14,8 +14,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.calls import Listener, RetryKey
+from gateway.calls import RetryKey
 from gateway.errors import BodyTooLargeError, GatewayError, RequestError
+
+
+class Closing(Protocol):
+    """A client's side of something: closed when it leaves, and when it has been served."""
+
+    def close(self) -> None: ...
 
 
 class OrjsonResponse(Response):
@@ -28,10 +34,6 @@ class OrjsonResponse(Response):
 def error_body(e: GatewayError) -> dict[str, Any]:
     """OpenAI's error shape, which the gateway's own endpoints use too."""
     return {"error": {"message": str(e), "type": e.kind, "param": e.param, "code": e.code}}
-
-
-def error_response(e: GatewayError) -> Response:
-    return OrjsonResponse(error_body(e), status_code=e.status)
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -77,7 +79,7 @@ def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
 
 
 @contextmanager
-def aborts_on_disconnect(receive: Receive, listener: Listener) -> Iterator[None]:
+def aborts_on_disconnect(receive: Receive, listener: Closing) -> Iterator[None]:
     """Within the block, a client that goes away is no listener any more."""
     watch = asyncio.create_task(_disconnected(receive))
     watch.add_done_callback(lambda w: None if w.cancelled() else listener.close())
@@ -95,7 +97,7 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events of one call. Frames are written as they come; nothing is buffered."""
 
-    def __init__(self, frames: AsyncIterator[bytes], listener: Listener) -> None:
+    def __init__(self, frames: AsyncIterator[bytes], listener: Closing) -> None:
         super().__init__(
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
             media_type="text/event-stream",

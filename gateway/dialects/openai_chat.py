@@ -7,19 +7,22 @@ prompts, tool-call parsing.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import orjson
+from starlette.datastructures import Headers
 
-from gateway.calls import Call, ChatRequest, Listener, Reply
+from gateway.calls import ChatRequest, Reply
+from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
 from gateway.errors import GatewayError, RequestError
 from gateway.messages import Message, Tool
-from gateway.parsing import Delta, ReasoningDelta, ToolCall
+from gateway.parsing import ReasoningDelta, ToolCall
 from gateway.tokenization import ChatTokenizer
 from gateway.web import error_body, field, number
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
 
 _IGNORED = frozenset(
     {
@@ -92,6 +95,83 @@ class Options:
     logprobs: bool
 
 
+class OpenAIChat:
+    """`POST /v1/chat/completions`."""
+
+    name = "openai_chat"
+
+    def parse(self, body: dict[str, Any], headers: Headers) -> Parsed:
+        """See `Dialect.parse`."""
+        request, options = parse(body)
+        return Parsed(request, options)
+
+    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+        """A `ChatCompletion`."""
+        options: Options = exchange.parsed.options
+        return {
+            "id": f"chatcmpl-{exchange.uid}",
+            "object": "chat.completion",
+            "created": exchange.created,
+            "model": exchange.model,
+            "choices": [
+                _choice(i, reply, options, exchange.tokenizer) for i, reply in enumerate(replies)
+            ],
+            "usage": _usage(replies),
+        }
+
+    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+        """`ChatCompletionChunk`s and `[DONE]`."""
+        options: Options = exchange.parsed.options
+        head = {
+            "id": f"chatcmpl-{exchange.uid}",
+            "object": "chat.completion.chunk",
+            "created": exchange.created,
+            "model": exchange.model,
+        }
+        usage = {"usage": None} if options.include_usage else {}
+
+        def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+            choice = {
+                "index": index,
+                "delta": delta,
+                "logprobs": None,
+                "finish_reason": finish_reason,
+            }
+            return sse({**head, "choices": [choice], **usage})
+
+        replies: dict[int, Reply] = {}
+        n_calls = [0] * exchange.parsed.n
+        for i in range(exchange.parsed.n):
+            yield chunk(i, {"role": "assistant", "content": ""})
+        try:
+            async for event in exchange.events():
+                if event is None:
+                    yield KEEP_ALIVE
+                    continue
+                i, item = event
+                if isinstance(item, Reply):
+                    replies[i] = item
+                    yield chunk(i, {}, item.finish_reason)
+                elif isinstance(item, ToolCall):
+                    yield chunk(i, {"tool_calls": [{"index": n_calls[i], **_call(item)}]})
+                    n_calls[i] += 1
+                elif isinstance(item, ReasoningDelta):
+                    yield chunk(i, {"reasoning_content": item.text})
+                else:
+                    yield chunk(i, {"content": item.text})
+        except GatewayError as e:
+            yield sse(self.error(e))
+            return
+        if options.include_usage:
+            yield sse({**head, "choices": [], "usage": _usage([*replies.values()])})
+        yield b"data: [DONE]\n\n"
+        exchange.delivered()
+
+    def error(self, e: GatewayError) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return error_body(e)
+
+
 def parse(body: Mapping[str, Any]) -> tuple[ChatRequest, Options]:
     """A request's body.
 
@@ -127,10 +207,7 @@ def parse(body: Mapping[str, Any]) -> tuple[ChatRequest, Options]:
     )
 
 
-def completion(
-    call: Call, reply: Reply, options: Options, model: str, tokenizer: ChatTokenizer
-) -> dict[str, Any]:
-    """The JSON answer (`ChatCompletion`)."""
+def _choice(index: int, reply: Reply, options: Options, tokenizer: ChatTokenizer) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": reply.text.content,
@@ -142,95 +219,12 @@ def completion(
         message["tool_calls"] = [_call(c) for c in reply.text.tool_calls]
         if not reply.text.content.strip():
             message["content"] = None
-    logprobs = _logprobs(reply, tokenizer) if options.logprobs else None
     return {
-        "id": f"chatcmpl-{call.uid}",
-        "object": "chat.completion",
-        "created": call.created,
-        "model": model,
-        "choices": [
-            {
-                "index": 0,
-                "message": message,
-                "logprobs": logprobs,
-                "finish_reason": reply.finish_reason,
-            }
-        ],
-        "usage": _usage(reply),
+        "index": index,
+        "message": message,
+        "logprobs": _logprobs(reply, tokenizer) if options.logprobs else None,
+        "finish_reason": reply.finish_reason,
     }
-
-
-async def first_event(listener: Listener, patience_s: float) -> Delta | Reply | None:
-    """What the stream begins with; None if nothing came in time and it had better begin.
-
-    Raises:
-        GatewayError: the call failed, and can still be answered with a status.
-    """
-    return await _next(listener, patience_s)
-
-
-async def frames(
-    listener: Listener,
-    event: Delta | Reply | None,
-    options: Options,
-    model: str,
-    keepalive_s: float,
-) -> AsyncIterator[bytes]:
-    """The SSE answer (`ChatCompletionChunk`s and `[DONE]`), `event` being the first."""
-    call = listener.call
-    head = {
-        "id": f"chatcmpl-{call.uid}",
-        "object": "chat.completion.chunk",
-        "created": call.created,
-        "model": model,
-    }
-    usage = {"usage": None} if options.include_usage else {}
-
-    def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": finish_reason,
-        }
-        return _frame({**head, "choices": [choice], **usage})
-
-    yield chunk({"role": "assistant", "content": ""})
-    n_calls = 0
-    try:
-        while not isinstance(event, Reply):
-            if event is None:
-                yield b": keep-alive\n\n"
-            elif isinstance(event, ToolCall):
-                yield chunk({"tool_calls": [{"index": n_calls, **_call(event)}]})
-                n_calls += 1
-            elif isinstance(event, ReasoningDelta):
-                yield chunk({"reasoning_content": event.text})
-            else:
-                yield chunk({"content": event.text})
-            event = await _next(listener, keepalive_s)
-    except GatewayError as e:
-        yield _frame(error_body(e))
-        return
-    yield chunk({}, event.finish_reason)
-    if options.include_usage:
-        yield _frame({**head, "choices": [], "usage": _usage(event)})
-    yield b"data: [DONE]\n\n"
-    call.delivered = True
-
-
-async def _next(listener: Listener, patience_s: float) -> Delta | Reply | None:
-    try:
-        async with asyncio.timeout(patience_s):
-            return await listener.next()
-    except GatewayError:  # of which one is a TimeoutError, too
-        raise
-    except TimeoutError:
-        return None
-
-
-def _frame(payload: Mapping[str, Any]) -> bytes:
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -241,13 +235,16 @@ def _call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _usage(reply: Reply) -> dict[str, Any]:
-    n_response = len(reply.generation.response_ids)
+def _usage(replies: Sequence[Reply]) -> dict[str, Any]:
+    """The prompt counts once, however many samples it has."""
+    n_prompt = max((reply.n_prompt for reply in replies), default=0)
+    n_response = sum(reply.n_response for reply in replies)
+    cached = max((reply.generation.cached_tokens for reply in replies), default=0)
     return {
-        "prompt_tokens": reply.n_prompt,
+        "prompt_tokens": n_prompt,
         "completion_tokens": n_response,
-        "total_tokens": reply.n_prompt + n_response,
-        "prompt_tokens_details": {"cached_tokens": reply.generation.cached_tokens},
+        "total_tokens": n_prompt + n_response,
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

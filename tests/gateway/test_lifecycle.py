@@ -192,7 +192,6 @@ async def test_a_step_that_comes_after_completion_is_refused(world: Any, http: H
         ("/generate", {"messages": MESSAGES, "stream": True}, "stream"),
         ("/submit_steps", {"steps": []}, "steps"),
         ("/submit_steps", {"steps": [{"prompt": [1]}]}, "steps[0].prompt"),
-        ("/v1/chat/completions", {"messages": MESSAGES}, "init_trajectory"),
     ],
 )
 async def test_malformed_requests_are_refused_by_name(

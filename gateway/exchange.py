@@ -1,0 +1,216 @@
+"""One client's request from bytes to answer, the same for all dialects.
+
+    read ──► parse ──► identify ──► start n calls ──► JSON, or events as they come
+               │ dialect   │ identity.py   │ calls.py      │ dialect
+
+Owns: this sequence, the merging of n samples into one stream, and which dialect words the errors of
+a path. Does not own: wire formats (`dialects/`), calls, or who may call (`keys.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.calls import Call, Listener, Reply
+from gateway.dialects.base import Dialect, Parsed
+from gateway.errors import GatewayError
+from gateway.parsing import Delta
+from gateway.tokenization import ChatTokenizer
+from gateway.trajectories import LiveTrajectory
+from gateway.web import (
+    EventStream,
+    OrjsonResponse,
+    aborts_on_disconnect,
+    parse_object,
+    read_body,
+    retry_key,
+)
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+
+
+class Event(NamedTuple):
+    """Something new of one sample: a delta, or its reply (then nothing follows for it)."""
+
+    sample: int
+    item: Delta | Reply
+
+
+EventOrPause: TypeAlias = Event | None
+"""None: nothing came for `keepalive_s`; send whatever keeps the connection alive."""
+
+
+class Exchange:
+    """A request and its calls, one per sample. Dialects answer from it."""
+
+    def __init__(
+        self,
+        parsed: Parsed,
+        trajectory: LiveTrajectory,
+        listeners: Sequence[Listener],
+        *,
+        model: str,
+        tokenizer: ChatTokenizer,
+        keepalive_s: float,
+    ) -> None:
+        self.parsed = parsed
+        self.trajectory = trajectory
+        self.model = model
+        self.tokenizer = tokenizer
+        self._listeners = tuple(listeners)
+        self._keepalive_s = keepalive_s
+        self._first: EventOrPause = None
+        self._begun = False
+        self._closed = False
+        self._queue: asyncio.Queue[Event | GatewayError] | None = None
+        self._pumps: list[asyncio.Task[None]] = []
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(listener.call for listener in self._listeners)
+
+    @property
+    def uid(self) -> str:
+        """Of the first call; stable over retries."""
+        return self._listeners[0].call.uid
+
+    @property
+    def created(self) -> int:
+        """Unix seconds."""
+        return self._listeners[0].call.created
+
+    async def results(self) -> list[Reply]:
+        """All replies, their Steps stored.
+
+        Raises:
+            GatewayError: a call failed.
+        """
+        if len(self._listeners) == 1:
+            return [await self._listeners[0].result()]
+        return list(await asyncio.gather(*(each.result() for each in self._listeners)))
+
+    async def begin(self) -> None:
+        """Wait for the first event (or for `keepalive_s`), while an error can still be a status.
+
+        Raises:
+            GatewayError: a call failed.
+        """
+        self._first = await self._next()
+        self._begun = True
+
+    async def events(self) -> AsyncIterator[EventOrPause]:
+        """All events, from the first on; ends behind the last sample's reply.
+
+        Raises:
+            GatewayError: a call failed.
+        """
+        if not self._begun:
+            await self.begin()
+        left = len(self._listeners)
+        event = self._first
+        while True:
+            yield event
+            if event is not None and isinstance(event.item, Reply):
+                left -= 1
+                if left == 0:
+                    return
+            event = await self._next()
+
+    def delivered(self) -> None:
+        """The terminal event was handed to the client's connection, if that still stands."""
+        if not self._closed:
+            for call in self.calls:
+                call.delivered = True
+
+    def close(self) -> None:
+        """The client is gone or served; calls nobody else listens to are aborted."""
+        self._closed = True
+        for pump in self._pumps:
+            pump.cancel()
+        for listener in self._listeners:
+            listener.close()
+
+    async def _next(self) -> EventOrPause:
+        try:
+            async with asyncio.timeout(self._keepalive_s):
+                if len(self._listeners) == 1:
+                    return Event(0, await self._listeners[0].next())
+                return await self._merged()
+        except GatewayError:  # of which one is a TimeoutError, too
+            raise
+        except TimeoutError:
+            return None
+
+    async def _merged(self) -> Event:
+        if self._queue is None:
+            self._queue = asyncio.Queue()
+            self._pumps = [
+                asyncio.create_task(self._pump(i, listener, self._queue))
+                for i, listener in enumerate(self._listeners)
+            ]
+        event = await self._queue.get()
+        if isinstance(event, GatewayError):
+            raise event
+        return event
+
+    @staticmethod
+    async def _pump(
+        index: int, listener: Listener, queue: asyncio.Queue[Event | GatewayError]
+    ) -> None:
+        try:
+            while True:
+                item = await listener.next()
+                queue.put_nowait(Event(index, item))
+                if isinstance(item, Reply):
+                    return
+        except GatewayError as e:
+            queue.put_nowait(e)
+
+
+async def serve(
+    gateway: Gateway,
+    dialect: Dialect,
+    request: Request,
+    trajectory_uid: str | None = None,
+    prompt_uid: str | None = None,
+) -> Response:
+    """Answer one LLM call.
+
+    Args:
+        trajectory_uid, prompt_uid: from the URL; None: found out by `Gateway.identities`.
+
+    Raises:
+        GatewayError: answered by the application in the dialect's shape.
+    """
+    config = gateway.config
+    body = await read_body(request, config.max_body_bytes)
+    parsed = dialect.parse(parse_object(body), request.headers)
+    retry = retry_key(request.headers, body, dialect.name)
+    call = gateway.calls.normalised(parsed.call)
+    trajectory = gateway.identities.identify(
+        request.headers, call, retry, trajectory_uid, prompt_uid, parsed.trajectory_uid
+    )
+    listeners = await gateway.calls.start(trajectory, call, retry, dialect.name, parsed.n)
+    exchange = Exchange(
+        parsed,
+        trajectory,
+        listeners,
+        model=config.served_model_name,
+        tokenizer=gateway.tokenizer,
+        keepalive_s=config.keepalive_s,
+    )
+    if call.stream:
+        with aborts_on_disconnect(request.receive, exchange):
+            await exchange.begin()
+        return EventStream(dialect.frames(exchange), exchange)
+    with aborts_on_disconnect(request.receive, exchange):
+        replies = await exchange.results()
+    answer = OrjsonResponse(dialect.answer(exchange, replies))
+    exchange.delivered()
+    return answer

@@ -1,0 +1,219 @@
+"""Whose call is it? Every LLM call belongs to a trajectory; agents say which in many ways.
+
+The first that applies::
+
+    URL path            /{trajectory_uid}/{prompt_uid}/v1/…
+    the body            `previous_response_id` continues the trajectory of that response
+    API key             the `api_key` that /init_trajectory returned, for agents without a path
+    headers             x-trajectory-uid (and x-prompt-uid)
+    session headers     x-session-id …: one trajectory per session; a sub-agent's parent session
+                        (x-parent-session-id …) is the session
+    the conversation    the trajectory whose turn it extends; a new one otherwise
+
+The last two are the online case: nobody opens or completes these trajectories, so each is a group
+of its own (`prompt_uid`) and is completed, unscored, after `gateway.conversation_idle_s` without a
+call.
+
+Owns: this order, and the index from conversations to trajectories. Does not own: trajectories, nor
+whether the caller may (`keys.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.datastructures import Headers
+
+from gateway.calls import ChatRequest, RetryKey
+from gateway.errors import GatewayError, RequestError
+from gateway.messages import Key, extend_key, root_key
+from gateway.trajectories import LiveTrajectory, TrajectoryStore
+
+log = logging.getLogger(__name__)
+
+TRAJECTORY_HEADER = "x-trajectory-uid"
+PROMPT_HEADER = "x-prompt-uid"
+SESSION_HEADERS = (
+    "x-parent-session-id",
+    "x-session-id",
+    "session-id",
+    "session_id",
+    "x-claude-code-session-id",
+    "x-conversation-id",
+)
+"""In this order: a sub-agent that names its parent's session belongs to the parent's trajectory."""
+
+REMEMBERED_REQUESTS = 100_000
+
+ReadKey = Callable[[str], tuple[str, str] | None]
+"""(trajectory_uid, prompt_uid) of a trajectory's API key; None for any other text."""
+
+
+class Identities:
+    """Finds the trajectory of a call. Owned by the app's lifespan."""
+
+    def __init__(
+        self,
+        trajectories: TrajectoryStore,
+        read_key: ReadKey,
+        *,
+        template_args: Mapping[str, Any],
+        idle_s: float,
+    ) -> None:
+        self._trajectories = trajectories
+        self._read_key = read_key
+        self._template_args = template_args
+        self._idle_s = idle_s
+        self._own: OrderedDict[str, None] = OrderedDict()
+        """Trajectories made here and still open, the least recently used first."""
+        self._by_turn: dict[Key, str] = {}
+        self._turns: dict[str, list[Key]] = {}
+        self._by_request: OrderedDict[str, str] = OrderedDict()
+        """Trajectory by request digest, for a client's retry of a conversation's first call."""
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
+
+    def identify(
+        self,
+        headers: Headers,
+        call: ChatRequest,
+        retry: RetryKey,
+        trajectory_uid: str | None = None,
+        prompt_uid: str | None = None,
+        continued: str | None = None,
+    ) -> LiveTrajectory:
+        """The trajectory of a call.
+
+        Args:
+            trajectory_uid, prompt_uid: from the URL.
+            continued: the trajectory that the body continues.
+
+        Raises:
+            TrajectoryClosedError, TrajectoryConflictError
+            RequestError: a header is malformed.
+        """
+        if trajectory_uid is not None and prompt_uid is not None:
+            return self._trajectories.get(trajectory_uid, prompt_uid)
+        if (named := self.named(headers)) is not None:
+            return self._trajectories.get(*named)
+        if continued is not None and (known := self._trajectories.known(continued)) is not None:
+            return self._used(known)
+        session = next((v for h in SESSION_HEADERS if (v := headers.get(h))), None)
+        if session is not None:
+            return self._used(self._of_session(session))
+        return self._used(self._of_conversation(call, retry))
+
+    def named(self, headers: Headers) -> tuple[str, str] | None:
+        """(trajectory_uid, prompt_uid) that key or headers name.
+
+        Raises:
+            RequestError: a header is malformed.
+        """
+        token = headers.get("x-api-key") or headers.get("authorization", "")
+        if (named := self._read_key(token.removeprefix("Bearer ").strip())) is not None:
+            return named
+        uid = headers.get(TRAJECTORY_HEADER)
+        if uid is None:
+            return None
+        uid = unquote(uid)
+        prompt_uid = unquote(headers.get(PROMPT_HEADER) or f"prompt-{uid}")
+        for header, value in ((TRAJECTORY_HEADER, uid), (PROMPT_HEADER, prompt_uid)):
+            if not value or "/" in value:
+                raise RequestError(f"{header} is {value!r}; send an id without slashes", header)
+        return uid, prompt_uid
+
+    def note_turn(self, trajectory: LiveTrajectory, key: Key) -> None:
+        """A turn was stored: calls that extend its conversation belong to its trajectory."""
+        if trajectory.uid in self._own:
+            self._by_turn[key] = trajectory.uid
+            self._turns.setdefault(trajectory.uid, []).append(key)
+
+    def forget(self, trajectory: LiveTrajectory) -> None:
+        """It was closed."""
+        self._own.pop(trajectory.uid, None)
+        for key in self._turns.pop(trajectory.uid, ()):
+            if self._by_turn.get(key) == trajectory.uid:
+                del self._by_turn[key]
+
+    def _of_session(self, session: str) -> LiveTrajectory:
+        """A session that goes on after its trajectory was closed begins another one."""
+        first = uid = f"session-{session.replace('/', '_')}"
+        n = 1
+        while self._trajectories.is_closed(uid):
+            n += 1
+            uid = f"{first}~{n}"
+        return self._trajectories.get(uid, f"prompt-{uid}")
+
+    def _of_conversation(self, call: ChatRequest, retry: RetryKey) -> LiveTrajectory:
+        uid = self._extended(call)
+        if uid is None:
+            repeated = self._by_request.get(retry.key)
+            known = self._trajectories.known(repeated) if repeated is not None else None
+            # Without a retry mark, the same first call is another conversation, unless the reply
+            # to it never arrived.
+            if known is not None and (retry.is_retry or known.has_unclaimed(retry.key)):
+                uid = known.uid
+        if uid is None:
+            uid = f"conversation-{uuid.uuid4().hex}"
+            self._by_request[retry.key] = uid
+            while len(self._by_request) > REMEMBERED_REQUESTS:
+                self._by_request.popitem(last=False)
+        return self._trajectories.get(uid, f"prompt-{uid}")
+
+    def _extended(self, call: ChatRequest) -> str | None:
+        """The trajectory of the deepest turn that this conversation extends."""
+        key = root_key(call.tools, {**self._template_args, **(call.template_args or {})})
+        deepest = None
+        for message in call.messages:
+            key = extend_key(key, message)
+            if message["role"] == "assistant":
+                deepest = self._by_turn.get(key, deepest)
+        return deepest
+
+    def _used(self, trajectory: LiveTrajectory) -> LiveTrajectory:
+        self._own[trajectory.uid] = None
+        self._own.move_to_end(trajectory.uid)
+        return trajectory
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(self._idle_s / 4, 30.0))
+            await self.close_idle(time.monotonic() - self._idle_s)
+
+    async def close_idle(self, before: float) -> int:
+        """Complete what was last used before this time (monotonic seconds); how many that were."""
+        idle = []
+        for uid in self._own:
+            trajectory = self._trajectories.known(uid)
+            if trajectory is None:
+                idle.append(uid)
+            elif trajectory.last_used >= before:
+                break
+            elif not trajectory.in_flight:
+                idle.append(uid)
+        closed = 0
+        for uid in idle:
+            trajectory = self._trajectories.known(uid)
+            if trajectory is None:
+                self._own.pop(uid, None)
+                continue
+            try:
+                await trajectory.complete(None, {"closed_by": "idle"})
+                closed += 1
+            except GatewayError as e:  # tried again in the next round
+                log.warning("idle trajectory %s could not be completed: %s", uid, e)
+        return closed
