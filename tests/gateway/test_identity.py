@@ -1,0 +1,206 @@
+"""Which trajectory a call belongs to: URL, headers, sessions, or the conversation itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from gateway.app import create_app
+from gateway.config import GatewayConfig
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def plain(world: Any, **headers: str) -> openai.AsyncOpenAI:
+    """A client that knows nothing but the gateway's address."""
+    client: openai.AsyncOpenAI = await world.clients.enter_async_context(
+        openai.AsyncOpenAI(
+            base_url=f"{world.url}/v1", api_key="x", default_headers=headers, max_retries=0
+        )
+    )
+    return client
+
+
+async def talk(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) -> list[Any]:
+    """The conversation with the reply to it."""
+    got = await client.chat.completions.create(model="m", messages=messages, **options)
+    return [*messages, got.choices[0].message.model_dump(exclude_none=True)]
+
+
+def uids(world: Any) -> list[str]:
+    return [s.trajectory_uid for s in world.pool.stored()]
+
+
+async def test_a_conversation_without_identity_is_one_trajectory(world: Any) -> None:
+    client = await plain(world)
+    messages = [user("hi")]
+    for turn in range(3):
+        messages = [*await talk(client, messages), user(f"and {turn}?")]
+    assert len(set(uids(world))) == 1
+    steps = world.pool.stored()
+    assert [s.parent_index for s in steps] == [None, 0, 1]
+    assert len({s.prompt_uid for s in steps}) == 1
+    world.check_exact()
+
+
+async def test_two_conversations_without_identity_are_two_groups(world: Any) -> None:
+    client = await plain(world)
+    world.say("one")
+    world.say("two")
+    first = await talk(client, [user("hi")])
+    second = await talk(client, [user("hi")])  # the very same words are another conversation
+    await talk(client, [*second, user("go on")])
+    await talk(client, [*first, user("go on")])
+    a, b, c, d = world.pool.stored()
+    assert a.trajectory_uid != b.trajectory_uid
+    assert a.prompt_uid != b.prompt_uid
+    assert (c.trajectory_uid, c.parent_index) == (b.trajectory_uid, 0)
+    assert (d.trajectory_uid, d.parent_index) == (a.trajectory_uid, 0)
+
+
+async def test_other_tools_are_another_conversation(world: Any) -> None:
+    client = await plain(world)
+    messages = await talk(client, [user("hi")])
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    await talk(client, [*messages, user("go on")], tools=[tool])
+    assert len(set(uids(world))) == 2
+
+
+async def test_a_retry_of_a_first_call_is_the_same_trajectory(world: Any) -> None:
+    client = await plain(world)
+    await talk(client, [user("hi")])
+    again = await client.chat.completions.create(
+        model="m", messages=[user("hi")], extra_headers={"x-stainless-retry-count": "1"}
+    )
+    assert again.choices[0].message.content == "fine"
+    assert len(uids(world)) == 1
+
+
+async def test_idle_conversations_are_completed_unscored_and_others_are_not(world: Any) -> None:
+    client = await plain(world)
+    messages = await talk(client, [user("hi")])
+    named = await world.client()
+    await talk(named, [user("hi")])
+    identities = world.gateway.identities
+    assert await identities.close_idle(time.monotonic() - 1) == 0
+    assert await identities.close_idle(time.monotonic()) == 1
+    first = uids(world)[0]
+    lease = world.pool.core.lease_batch(1, "train", now=0.0)
+    [trajectory] = lease.groups[0].trajectories
+    assert trajectory.trajectory_uid == first
+    assert trajectory.reward is None
+    assert trajectory.metadata["closed_by"] == "idle"
+    await talk(client, [*messages, user("still there?")])
+    assert uids(world)[-1] not in (first, "t1")
+    await talk(named, [user("more")])
+    assert uids(world)[-1] == "t1"
+
+
+async def test_the_sweeper_completes_by_itself(worlds: Any) -> None:
+    world = await worlds(conversation_idle_s=0.1)
+    client = await plain(world)
+    await talk(client, [user("hi")])
+    async with asyncio.timeout(5):
+        while len(world.gateway.trajectories):  # noqa: ASYNC110 - what a user can see
+            await asyncio.sleep(0.02)
+    assert world.pool.core.lease_batch(1, "train", now=0.0) is not None
+
+
+async def test_a_conversation_in_flight_is_not_idle(world: Any) -> None:
+    gate = asyncio.Event()
+    world.say("slow", gate=gate)
+    client = await plain(world)
+    asked = asyncio.create_task(talk(client, [user("hi")]))
+    async with asyncio.timeout(5):
+        while not world.engine.requests:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0.01)
+    assert await world.gateway.identities.close_idle(time.monotonic() + 9) == 0
+    gate.set()
+    await asked
+
+
+async def test_headers_name_a_trajectory(world: Any) -> None:
+    client = await plain(world, **{"x-trajectory-uid": "t7", "x-prompt-uid": "p%207"})
+    await talk(client, [user("hi")])
+    await talk(client, [user("something else")])
+    assert {(s.trajectory_uid, s.prompt_uid) for s in world.pool.stored()} == {("t7", "p 7")}
+    async with aiohttp.ClientSession() as session:
+        url = f"{world.base_url('t7', 'p 7')}/v1/complete_trajectory"
+        async with session.post(url, json={"reward": 1}) as response:
+            assert response.status == 200
+    with pytest.raises(openai.APIStatusError) as e:
+        await talk(client, [user("late")])
+    assert e.value.status_code == 410
+    assert len(world.pool.stored()) == 2
+
+
+async def test_a_malformed_header_is_refused_by_name(world: Any) -> None:
+    client = await plain(world, **{"x-trajectory-uid": "a/b"})
+    with pytest.raises(openai.BadRequestError, match="x-trajectory-uid is 'a/b'"):
+        await talk(client, [user("hi")])
+    assert not world.pool.stored()
+
+
+async def test_the_url_wins_over_headers(world: Any) -> None:
+    client = await world.client("t1", default_headers={"x-trajectory-uid": "t7"})
+    await talk(client, [user("hi")])
+    assert uids(world) == ["t1"]
+
+
+async def test_a_session_with_its_sub_agents_is_one_trajectory(world: Any) -> None:
+    main = await plain(world, **{"x-session-id": "s1"})
+    sub = await plain(world, **{"x-session-id": "s1-sub", "x-parent-session-id": "s1"})
+    other = await plain(world, **{"x-session-id": "s2"})
+    messages = await talk(main, [user("hi")])
+    await talk(sub, [{"role": "system", "content": "You search."}, user("find it")])
+    await talk(main, [*messages, user("go on")])
+    await talk(other, [user("hi")])
+    steps = world.pool.stored()
+    assert [s.trajectory_uid for s in steps] == ["session-s1"] * 3 + ["session-s2"]
+    assert [s.parent_index for s in steps] == [None, None, 0, None]
+    assert steps[1].metadata["branch"] == "new_conversation"
+
+
+async def test_a_session_that_returns_after_its_end_begins_another_trajectory(world: Any) -> None:
+    client = await plain(world, **{"x-session-id": "s1"})
+    await talk(client, [user("hi")])
+    await world.gateway.identities.close_idle(time.monotonic() + 1)
+    await talk(client, [user("hi again")])
+    await talk(client, [user("and again")])
+    assert uids(world) == ["session-s1", "session-s1~2", "session-s1~2"]
+
+
+async def test_nothing_of_closed_conversations_is_kept(world: Any) -> None:
+    client = await plain(world)
+    for i in range(5):
+        await talk(client, [user(f"hi {i}")])
+    identities = world.gateway.identities
+    await identities.close_idle(time.monotonic() + 1)
+    assert not identities._own
+    assert not identities._by_turn
+    assert not identities._turns
+
+
+async def test_text_that_changes_on_every_call_can_be_normalised(worlds: Any) -> None:
+    rule = {"role": "system", "pattern": r"It is \d\d:\d\d\.", "replacement": "It is now."}
+    world = await worlds(normalize=[rule])
+    client = await world.client()
+    messages = [user("hi")]
+    for turn in range(3):
+        system = {"role": "system", "content": f"Be kind. It is 12:0{turn}."}
+        messages = [*(await talk(client, [system, *messages]))[1:], user("go on")]
+    assert [s.parent_index for s in world.pool.stored()] == [None, 0, 1]
+    assert "It is now." in world.tokenizer.decode(world.engine.requests[0]["input_ids"])
+    world.check_exact()
+
+
+def test_a_rule_that_is_no_regular_expression_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"pattern is '\('"):
+        create_app(GatewayConfig(normalize=[{"pattern": "("}]), None, tokenizer)  # type: ignore
