@@ -45,10 +45,12 @@ smollm2: install
 #   make bench  the measured claims that take minutes, each with its bound
 bench: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt TransferQueue tensordict pyvers cloudpickle pyzmq msgspec
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt rllm-model-gateway sglang-router aiosqlite setproctitle
 	$(BIN)/stepwell bench overlap
 	$(BIN)/stepwell bench pool
 	$(BIN)/stepwell bench pool-starvation
 	$(BIN)/stepwell bench pool-crash
+	$(BIN)/stepwell bench gateway
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -66,7 +66,10 @@ Operation: TypeAlias = tuple[str, tuple[Any, ...]]
 """(method, its positional arguments)"""
 APPLY_STEPS = "apply_steps"
 BATCHED = frozenset(
-    {"open_trajectory", APPLY_STEPS, "complete_trajectory", "abort_trajectory", "ack", "nack"}
+    {
+        *("open_trajectory", "resume_trajectory", "complete_trajectory", "abort_trajectory"),
+        *(APPLY_STEPS, "ack", "nack"),
+    }
 )
 """Operations that `apply` carries: none of them waits, and repeating one is harmless."""
 

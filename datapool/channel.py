@@ -29,7 +29,7 @@ import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from sortedcontainers import SortedDict
 
@@ -287,6 +287,14 @@ class Channel:
         about = trajectory_uid, prompt_uid, attempt, metadata, self.now, group.number
         self._write(group, "trajectory", *about)
         return outcome
+
+    def knows(self, trajectory_uid: str, prompt_uid: str) -> Literal["open", "closed"] | None:
+        """Whether this trajectory of this prompt is, or was, here."""
+        record = self.trajectory_index.get(trajectory_uid)
+        found = record if record is not None else self._closed_trajectories.get(trajectory_uid)
+        if found is None or found.prompt_uid != prompt_uid:
+            return None
+        return "open" if record is not None and record.closing is None else "closed"
 
     def submit(self, step: PackedStep) -> SubmitOutcome:
         """Apply one step. Raises a DataPoolError and changes nothing if it contradicts another."""

@@ -40,7 +40,7 @@ from datapool.export import ExportFormat, ExportSummary
 from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from datapool.outbox import PART_BYTES, Outbox, call
 from datapool.pool import outcomes_or_raise
-from datapool.records import SubmitOutcome, TrajectoryOutcome
+from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from datapool.selection import DryRun, Marks
 from datapool.transfer import ImportSummary, export_pages, import_file
 from datapool.types import TRAIN, Group, Lease, Step
@@ -133,6 +133,27 @@ class DataPoolClient:
                     subjects=[trajectory_uid],
                 )
                 return outcome
+            except PoolFullError:
+                await self._wait_for_room(channel)
+
+    async def resume_trajectory(
+        self,
+        trajectory_uid: str,
+        prompt_uid: str,
+        attempt: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        channel: str = TRAIN,
+        elsewhere: bool = False,
+    ) -> Resumed:
+        """`DataPool.resume_trajectory`: opened, or found open with its steps, in one trip."""
+        while True:
+            try:
+                resumed: Resumed = await self._outbox.send(
+                    "resume_trajectory",
+                    *(trajectory_uid, prompt_uid, attempt, metadata, channel, elsewhere),
+                    subjects=[trajectory_uid],
+                )
+                return resumed
             except PoolFullError:
                 await self._wait_for_room(channel)
 

@@ -45,6 +45,7 @@ from datapool.payload import PackedLease, PackedStep, pack
 from datapool.records import (
     GroupTerms,
     Log,
+    Resumed,
     SubmitOutcome,
     TrajectoryOutcome,
 )
@@ -169,6 +170,39 @@ class DataPool:
         return self._at(channel, now).open_trajectory(
             trajectory_uid, prompt_uid, attempt, _mapping(metadata)
         )
+
+    def resume_trajectory(
+        self,
+        trajectory_uid: str,
+        prompt_uid: str,
+        attempt: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        channel: str = TRAIN,
+        elsewhere: bool = False,
+        *,
+        now: float,
+    ) -> Resumed:
+        """`open_trajectory` for a producer that may go on with what another one began.
+
+        Args:
+            elsewhere: if another channel knows the trajectory and `channel` does not, or it is
+                open only there, that one is meant.
+
+        Raises:
+            TrajectoryConflictError: the uid belongs to another prompt.
+            JournalError: a payload cannot be read back.
+        """
+        if elsewhere:
+            channel = self._channel_of(trajectory_uid, prompt_uid, channel)
+        outcome = self.open_trajectory(
+            trajectory_uid, prompt_uid, attempt, metadata, channel, now=now
+        )
+        target = self.channels[channel]
+        record = target.trajectory_index.get(trajectory_uid)
+        if outcome == "late" or record is None or record.closing is not None:
+            return Resumed(outcome, channel, is_open=False)
+        steps = target.packed(record).steps if record.steps else ()
+        return Resumed(outcome, channel, is_open=True, packed=list(map(tuple, steps)))
 
     def submit_step(
         self, step: Step | PackedStep, channel: str = TRAIN, *, now: float
@@ -631,6 +665,18 @@ class DataPool:
         target = self.channel(channel)
         target.now = now
         return target
+
+    def _channel_of(self, trajectory_uid: str, prompt_uid: str, first: str) -> str:
+        """The channel where the trajectory is open, else one that closed it, else `first`."""
+        found = first
+        is_known = False
+        for name in sorted(self.channels, key=lambda name: name != first):
+            known = self.channels[name].knows(trajectory_uid, prompt_uid)
+            if known == "open":
+                return name
+            if known is not None and not is_known:
+                found, is_known = name, True
+        return found
 
     def _known(self, channel: str, now: float) -> Channel | None:
         """The channel, if there is one: asking about it does not make it."""

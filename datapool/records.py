@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from datapool.payload import PackedStep, StoredStep
+from datapool.payload import PackedStep, StoredStep, unpack
 from datapool.selection import UNMARKED, Marks
+from datapool.types import Step
 
 SubmitOutcome: TypeAlias = Literal["accepted", "duplicate", "late"]
 """What became of a submitted step: stored; known already (a no-op); or too late to be served."""
@@ -45,6 +46,23 @@ class Closing(NamedTuple):
             return f"aborted ({self.aborted}{', to be retried' if self.will_retry else ''})"
         by = " by its is_last step" if self.by == "is_last" else ""
         return f"completed{by} with outcome reward {self.reward}"
+
+
+class Resumed(NamedTuple):
+    """A trajectory as a producer finds it that goes on with it."""
+
+    outcome: SubmitOutcome
+    """As of `open_trajectory`."""
+    channel: str
+    """Where it is."""
+    is_open: bool
+    packed: Sequence[tuple[Any, ...]] = ()
+    """The steps of an open one, packed."""
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps so far of an open trajectory, by `step_index`. Unpacked anew each time."""
+        return unpack(list(map(PackedStep._make, self.packed)))
 
 
 class GroupTerms(NamedTuple):

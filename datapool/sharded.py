@@ -65,7 +65,7 @@ from datapool.events import Event, Events
 from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from datapool.outbox import RESTART_S, call, received
 from datapool.pool import Credit, check_lease_request
-from datapool.records import SubmitOutcome, TrajectoryOutcome
+from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from datapool.selection import DryRun, Marks
 from datapool.shards import DOWN_S, shard_of
 from datapool.types import TRAIN, Lease, Step
@@ -370,6 +370,31 @@ class ShardedDataPoolClient(DataPoolClient):
             if is_new:
                 self._move_out(trajectory_uid, channel)
             raise
+
+    async def resume_trajectory(
+        self,
+        trajectory_uid: str,
+        prompt_uid: str,
+        attempt: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        channel: str = TRAIN,
+        elsewhere: bool = False,
+    ) -> Resumed:
+        home = self.shard_of(prompt_uid)
+        is_new = self._move_in(trajectory_uid, home, channel)
+        await asyncio.sleep(0)  # see `_submit`
+        try:
+            resumed = await self.shards[home].resume_trajectory(
+                trajectory_uid, prompt_uid, attempt, metadata, channel, elsewhere
+            )
+        except DataPoolError:
+            if is_new:
+                self._move_out(trajectory_uid, channel)
+            raise
+        if resumed.channel != channel:
+            self._move_out(trajectory_uid, channel)
+            self._move_in(trajectory_uid, home, resumed.channel)
+        return resumed
 
     async def _submit(self, steps: Sequence[Step], channel: str) -> Results:
         results: dict[int, SubmitOutcome | DataPoolError] = {}

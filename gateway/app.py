@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -27,15 +28,25 @@ from starlette.responses import Response
 from datapool.errors import DataPoolError
 from gateway.calls import CallService
 from gateway.config import GatewayConfig
+from gateway.dialects.openai_chat import OpenAIChat
+from gateway.dialects.openai_responses import OpenAIResponses
 from gateway.dialects.registry import DIALECTS, error_response
 from gateway.engine import EngineClient
 from gateway.errors import GatewayError, PathError, RequestError
 from gateway.identity import Identities
+from gateway.keys import KeyRing
+from gateway.limits import CallLimits
+from gateway.openapi import install_openapi
 from gateway.pool_port import PoolPort
+from gateway.protection import Protection
 from gateway.render import ChatRenderer
+from gateway.replicas import Replicas
 from gateway.reply import ReplyFormat
 from gateway.rewards import RewardFunction, load_reward_function
+from gateway.rollout_buffer import RolloutBuffer, load_generator
+from gateway.rollout_buffer import router as rollout_router
 from gateway.routes import router
+from gateway.shortcut import Shortcut
 from gateway.tokenization import ChatTokenizer
 from gateway.trajectories import TrajectoryStore
 
@@ -53,8 +64,11 @@ class Gateway:
         session: aiohttp.ClientSession,
         threads: ThreadPoolExecutor,
         reward: RewardFunction | None,
+        keys: KeyRing,
     ) -> None:
         self.config = config
+        self.keys = keys
+        self.limits = CallLimits(config)
         self.pool = pool
         self.tokenizer = tokenizer
         self.engine = EngineClient(session, config)
@@ -77,16 +91,24 @@ class Gateway:
         )
         self.identities = Identities(
             self.trajectories,
-            lambda text: None,
+            keys.read,
             template_args=config.chat_template_args,
             idle_s=config.conversation_idle_s,
         )
         self.calls.on_turn = self.identities.note_turn
         self.trajectories.on_closed = self.identities.forget
+        self.replicas = Replicas(config, session)
+        self.rollout_buffer = RolloutBuffer(config, pool, tokenizer, self.trajectories)
         self.dialects = {path: make() for path, make in DIALECTS.items()}
+        self.dialects["chat/completions"] = OpenAIChat(str(tokenizer.hf.chat_template))
+        self.responses = OpenAIResponses(
+            config.stored_response_chars, str(tokenizer.hf.chat_template)
+        )
+        self.dialects["responses"] = self.responses
         self.reward = reward
 
     async def start(self) -> None:
+        await self.engine.start()
         self.identities.start()
 
     def statistics(self) -> dict[str, Any]:
@@ -94,12 +116,15 @@ class Gateway:
             "open_trajectories": len(self.trajectories),
             "calls": dict(self.calls.counts),
             "branches": dict(self.calls.branches),
-            "engine": {"resumes": self.engine.resumes, "retries": self.engine.retries},
+            "engine": self.engine.statistics(),
+            "rollout_buffer": self.rollout_buffer.statistics(),
+            **self.replicas.statistics(),
         }
 
     async def close(self) -> None:
         """Abort what is being generated; let commits finish."""
         await self.identities.close()
+        await self.rollout_buffer.close()
         calls = [c for t in self.trajectories for c in t.in_flight]
         for call in calls:
             call.shut_down()
@@ -113,24 +138,29 @@ def create_app(
     """The application. The tokenizer is loaded here, so that a wrong path fails before it serves.
 
     Raises:
-        GatewayConfigError: the tokenizer or `reward_fn` cannot be loaded.
+        GatewayConfigError: the tokenizer, `reward_fn` or `rollout_generator` cannot be loaded.
     """
+    # Texts come one at a time: a pool of threads costs each two switches and gains it nothing.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     chat_tokenizer = tokenizer or ChatTokenizer.load(
         config.tokenizer_path, sanitize=config.sanitize_control_tokens
     )
     reward = load_reward_function(config.reward_fn) if config.reward_fn else None
+    load_generator(config)
+    keys = KeyRing(config.admin_keys, config.agent_keys)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # No limit: a call waits in the engine's queue, which schedules it, and not in ours.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        # SGLang closes a connection that is idle for 5 s; the last to leave would race with it.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
         with ThreadPoolExecutor(config.render_threads, "gateway-render") as threads:
             async with aiohttp.ClientSession(
                 connector=connector,
                 timeout=aiohttp.ClientTimeout(total=None),
                 read_bufsize=2**20,
             ) as session:
-                gateway = Gateway(config, pool, chat_tokenizer, session, threads, reward)
+                gateway = Gateway(config, pool, chat_tokenizer, session, threads, reward, keys)
                 app.state.gateway = gateway
                 await gateway.start()
                 try:
@@ -140,6 +170,15 @@ def create_app(
 
     app = FastAPI(title="Stepwell gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(router)
+    install_openapi(app)
+    app.include_router(rollout_router)
+    app.add_middleware(Shortcut)  # inside Protection: added later is outside
+    app.add_middleware(
+        Protection,
+        keys=keys,
+        max_body_bytes=config.max_body_bytes,
+        body_timeout_s=config.body_timeout_s,
+    )
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(DataPoolError, _pool_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -181,6 +220,8 @@ def _validation_error(request: Request, e: Exception) -> Response:
 def _http_error(request: Request, e: Exception) -> Response:
     if not isinstance(e, HTTPException):
         raise e
+    if isinstance(e.__cause__, GatewayError):  # FastAPI's, for a body that it could not read
+        return error_response(request.url.path, e.__cause__)
     refused = PathError(
         f"{request.method} {request.url.path}: {e.detail}; "
         "see /openapi.json for what this gateway serves"

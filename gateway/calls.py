@@ -14,7 +14,8 @@ Life cycle of a `Call`; it runs as its own task, so that a client's retry can jo
 A call without listeners (every client went away) is aborted unless it is committing. Retries: a
 request with a retry mark (`RetryKey.is_retry`) and the bytes of an earlier one is that call: it
 joins it while in flight and gets its recorded reply afterwards. The same bytes without the mark are
-another sample.
+another sample. A call that another gateway stored is such an earlier call, too: what its client was
+told is read again from the Step's ids, and it begins as `committing`.
 
 Owns: this life cycle. Does not own: wire formats (`dialects/`), order and closing
 (`trajectories.py`).
@@ -27,13 +28,15 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+
 from datapool.errors import DataPoolError, InvalidStepError
-from datapool.types import Step, TokenIds
+from datapool.types import Step, TokenIds, VersionSpan
 from gateway.config import GatewayConfig
 from gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
 from gateway.errors import (
@@ -45,8 +48,9 @@ from gateway.errors import (
     TrajectoryConflictError,
 )
 from gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
-from gateway.messages import Key, Message, Normalizer, Tool, root_key
-from gateway.parsing import Delta, ReplyText
+from gateway.messages import Key, Message, Normalizer, Tool, extend_key, root_key, text_key
+from gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, ToolCall
+from gateway.rebuild import NOTE, Recorded, TurnKeys, TurnNote, retry_digest
 from gateway.render import ChatRenderer, CutError
 from gateway.reply import ReplyFormat, ReplyReader
 from gateway.trajectories import Commit, LiveTrajectory, closed_error
@@ -68,6 +72,8 @@ class ChatRequest:
     """White-box: the exact prompt; messages are then empty."""
     prompt_text: str | None = None
     """Completions: the prompt without a chat template; messages are then empty."""
+    is_completion: bool = False
+    """The reply is plain text: nothing in it is a tool call or a thought."""
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -82,12 +88,23 @@ class ChatRequest:
     """(kind, text) of what the engine is to constrain sampling to, e.g. ("json_schema", …)."""
     forced_tool: str | None = None
     """The reply has to call a tool: this one, or any for ""."""
+    prefill: str = ""
+    """The reply goes on from this text, which the agent wrote itself; no `forced_tool` then."""
     parallel_tool_calls: bool = True
     """False: generation ends with the first tool call."""
     stream: bool = False
     parse_tools: bool = True
     stores_step: bool = True
     """False: white-box, the agent submits its own Steps."""
+    constraint_field: str = "response_format"
+    """The request's own field that `constraint` came from, for the engine's refusal."""
+
+    @property
+    def plain(self) -> str | bytes | None:
+        """The prompt that the turn graph matches as it stands: a text, or ids as bytes."""
+        if self.prompt_ids is not None and self.stores_step:
+            return self.prompt_ids.tobytes()
+        return self.prompt_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +174,16 @@ class Call:
         service: CallService,
         trajectory: LiveTrajectory,
         request: ChatRequest,
-        body: str,
+        retry: RetryKey,
         dialect: str,
+        recorded: Recorded | None = None,
     ) -> None:
-        self.uid = uuid.uuid4().hex
-        self.created = int(time.time())
+        self.uid = uuid.uuid4().hex if recorded is None else recorded.call_id
+        self.created = int(time.time()) if recorded is None else recorded.note.created
         self.request = request
-        self.body = body
+        self.retry = retry
         self.dialect = dialect
-        self.state: State = "preparing"
+        self.state: State = "preparing" if recorded is None else "committing"
         self.deltas: list[Delta] = []
         self.tokens: list[SampledToken] = []
         """What was sampled so far, if the request asks for log-probs."""
@@ -175,7 +193,7 @@ class Call:
         """Set once generated; final (its Step stored) when the state is `done`."""
         self.step_index: int | None = None
         self.error: GatewayError | None = None
-        self.delivered = False
+        self.delivered = recorded is not None and recorded.is_extended
         """The terminal event was handed to some client's connection."""
         self._service = service
         self._trajectory = trajectory
@@ -183,6 +201,8 @@ class Call:
         self._news = asyncio.Event()
         self._why_cancelled: GatewayError | None = None
         self._reader: ReplyReader | None = None
+        self._recorded = recorded
+        self._note: TurnNote | None = None
         self._task = self._start()
 
     def listen(self) -> Listener:
@@ -223,6 +243,9 @@ class Call:
 
     async def _run(self) -> None:
         try:
+            if self._recorded is not None:
+                await self._recall(self._recorded)
+                return
             if self.reply is None:
                 self.reply = await self._generate()
             self.state = "committing"
@@ -248,24 +271,31 @@ class Call:
 
     async def _generate(self) -> Reply:
         service, request = self._service, self.request
-        prompt = await service.prepare(self._trajectory.graph, request)
+        prompt = await service.prepare(
+            self._trajectory.graph,
+            request,
+            self._trajectory.catch_up if service.config.replicas > 1 else None,
+        )
         self.n_prompt = len(prompt.ids)
         sampling = await service.sampling(request, self.n_prompt)
-        self._reader = reader = service.format.reader(
-            prompt.ids[: self.n_prompt - prompt.n_forced],
-            tools=request.tools,
-            parse_tools=request.parse_tools,
-            stop=request.stop,
-            raw=request.prompt_text is not None,
-        )
+        self._reader = reader = self._open_reader(prompt.ids, prompt.n_forced)
         self._publish(reader.begin(prompt.forced))
         self.state = "generating"
-        generation = await service.engine.generate(
-            prompt.ids,
-            sampling,
-            affinity=self._trajectory.uid,
-            on_tokens=self._on_tokens if request.stream else None,
-        )
+        try:
+            generation = await service.engine.generate(
+                prompt.ids,
+                sampling,
+                affinity=self._trajectory.uid,
+                on_tokens=self._on_tokens if request.stream else None,
+            )
+        except RequestError as e:
+            if request.constraint is None:
+                raise
+            raise RequestError(
+                f"{request.constraint_field}: {e}; leave it out, or start the engine with a "
+                "grammar backend that takes it",
+                request.constraint_field,
+            ) from e
         if not request.stream:
             self._on_tokens(
                 generation.response_ids.tolist(),
@@ -288,6 +318,70 @@ class Call:
             reader.stop_sequence,
         )
 
+    def _open_reader(self, prompt_ids: TokenIds, n_forced: int) -> ReplyReader:
+        request = self.request
+        return self._service.format.reader(
+            prompt_ids[: len(prompt_ids) - n_forced],
+            tools=request.tools,
+            parse_tools=request.parse_tools,
+            stop=request.stop,
+            raw=request.is_completion,
+        )
+
+    async def _recall(self, recorded: Recorded) -> None:
+        """Be the call that another gateway stored as this Step; the request is the same."""
+        step, note = recorded.step, recorded.note
+        if step.rollout_log_probs is None or step.finish_reason not in ("stop", "length"):
+            raise GatewayError(f"step {step.step_index} was not stored by a gateway")
+        service, request = self._service, self.request
+        self.n_prompt = len(step.prompt_ids)
+        asked_ids = step.prompt_ids[: self.n_prompt - note.n_forced]
+        forced = service.forced_text(request, asked_ids)
+        reader = self._open_reader(step.prompt_ids, note.n_forced)
+        ids = step.response_ids.tolist()
+        deltas = [*reader.begin(forced), *reader.feed(ids), *reader.finish()]
+        # Ids of tool calls are made up when they are read, and the client knows the first ones.
+        calls = iter(note.tool_calls)
+        deltas = [next(calls, d) if isinstance(d, ToolCall) else d for d in deltas]
+        reader.text.tool_calls[:] = note.tool_calls
+        if request.n_logprobs is not None:
+            self.tokens = [
+                SampledToken(i, p, ())
+                for i, p in zip(ids, step.rollout_log_probs.tolist(), strict=True)
+            ]
+        whole = VersionSpan(step.policy_version, 0, len(ids))
+        nothing = step.prompt_ids[:0].copy()
+        self.reply = Reply(
+            reader.text,
+            reader.has_reasoning,
+            Prompt(
+                nothing,
+                nothing,
+                None,
+                None,
+                note.keys.root if note.keys is not None else b"",
+                step.metadata.get("branch"),
+                forced,
+                note.n_forced,
+            ),
+            Generation(
+                response_ids=step.response_ids,
+                log_probs=step.rollout_log_probs,
+                spans=step.version_spans or (whole,),
+                finish_reason=step.finish_reason,
+                matched=None,
+                cached_tokens=0,
+                resumes=0,
+            ),
+            await service.sampling(request, self.n_prompt),
+            self.n_prompt,
+            reader.stop_sequence,
+        )
+        self.step_index, self.state = step.step_index, "done"
+        service.counts["recalled"] += 1
+        self._publish(deltas)
+        self._announce()
+
     def _on_tokens(
         self,
         ids: Sequence[int],
@@ -297,12 +391,47 @@ class Call:
         if self.request.n_logprobs is not None:
             tops = alternatives or [()] * len(ids)
             self.tokens += map(SampledToken, ids, log_probs, tops)
-        if self._reader is not None:
+        if self._reader is None:
+            return
+        if self.request.stream:
             self._publish(self._reader.feed(ids))
+        else:
+            self._reader.take(ids)
+
+    def _make_note(self, reply: Reply) -> TurnNote:
+        """What the Step's ids do not say of this call."""
+        prompt, plain = reply.prompt, self.request.plain
+        response_ids = reply.generation.response_ids
+        keys = text_length = None
+        if prompt.attachment is not None:
+            prompt_key = prompt.attachment.prompt_key
+            if plain is None:
+                whole = extend_key(prompt_key, reply.text.message())
+            else:
+                if isinstance(plain, bytes):
+                    plain += response_ids.tobytes()
+                else:
+                    plain += self._service.renderer.tokenizer.decode(response_ids.tolist())
+                whole, text_length = text_key(plain), len(plain)
+            keys = TurnKeys(prompt.root, prompt_key, whole)
+        return TurnNote(
+            retry_digest(self.retry.key),
+            self.created,
+            keys,
+            reply.has_reasoning or (prompt.parent is not None and prompt.parent.has_reasoning),
+            prompt.n_forced,
+            text_length,
+            None if self.retry.body in self.retry.key else retry_digest(self.retry.body),
+            tuple(reply.text.tool_calls),
+        )
 
     def _step(self, index: int) -> Step:
         if self.reply is None:
             raise RuntimeError("a call is committed only after its generation")
+        if self._note is None:
+            self._note = self._make_note(self.reply)
+        if index > 0:
+            self._settle_cause(self.reply)
         prompt, generation = self.reply.prompt, self.reply.generation
         metadata: dict[str, Any] = {
             "sampling_params": {
@@ -312,16 +441,23 @@ class Call:
             },
             "call_id": self.uid,
             "dialect": self.dialect,
+            NOTE: self._note.text(),
         }
+        if self.reply.sampling.min_p > 0:
+            metadata["sampling_params"]["min_p"] = self.reply.sampling.min_p
         if self.request.constraint is not None:
             # Log-probs are those of the unconstrained policy; the samples are not its own.
             metadata["constraint"] = self.request.constraint[0]
-        if prompt.n_forced:
+        if self.request.forced_tool is not None:
             metadata["forced_tool"] = self.request.forced_tool
+        if self.request.prefill:
+            metadata["prefilled"] = True
         if calls := self.reply.text.tool_calls:
             metadata["tool_calls"] = len(calls)
         if prompt.cause is not None:
             metadata["branch"] = prompt.cause
+        if self.reply.has_reasoning or (prompt.parent is not None and prompt.parent.has_reasoning):
+            metadata["thinking"] = self._service.config.thinking
         return Step(
             prompt_ids=prompt.ids,
             response_ids=generation.response_ids,
@@ -336,30 +472,38 @@ class Call:
             version_spans=generation.spans if len(generation.spans) > 1 else (),
         )
 
+    def _settle_cause(self, reply: Reply) -> None:
+        """Calls that begin together all see an empty graph; only the first to be stored is not a
+        branch (samples of one request are that)."""
+        prompt = reply.prompt
+        if prompt.parent is not None or prompt.cause is not None or prompt.attachment is None:
+            return
+        graph, plain = self._trajectory.graph, self.request.plain
+        if plain is not None:
+            cause = graph.attach_text(plain).cause
+        else:
+            cause = graph.attach(prompt.root, self.request.messages).cause
+        self.reply = replace(reply, prompt=replace(prompt, cause=cause))
+
     def _stored(self, index: int | None) -> None:
         """Runs under the trajectory's lock, in the same loop turn as the pool's answer."""
         reply = self.reply
         if reply is None:
             raise RuntimeError("a call is stored only after its generation")
         if reply.prompt.attachment is not None:
-            graph = self._trajectory.graph
-            key = None
-            if self.request.prompt_text is not None:
-                said = self._service.renderer.tokenizer.decode(
-                    reply.generation.response_ids.tolist()
-                )
-                key = graph.note_text(self.request.prompt_text + said)
-            turn = graph.add(
+            note = self._note or self._make_note(reply)
+            turn = self._trajectory.graph.add(
                 reply.prompt.root,
                 reply.prompt.attachment,
                 parent=reply.prompt.parent,
                 new_prompt_ids=reply.prompt.new_ids,
                 response_ids=reply.generation.response_ids,
-                key=key,
+                key=note.keys.whole if note.keys is not None else None,
                 reply=reply.text.message(),
                 n_forced=reply.prompt.n_forced,
                 has_reasoning=reply.has_reasoning,
                 step_index=index,
+                text_length=note.text_length,
             )
             self._service.on_turn(self._trajectory, turn.key)
         self._service.count_stored(reply)
@@ -448,12 +592,19 @@ class CallService:
         self.counts: Counter[str] = Counter()
         self.branches: Counter[str] = Counter()
         self._threads = threads
+        self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
+        """Whole prompts under way, by the key of their conversation."""
         self._normalize = Normalizer(config.normalize)
+        self._template = str(renderer.tokenizer.hf.chat_template)
         self.on_turn: Callable[[LiveTrajectory, Key], None] = lambda trajectory, key: None
         """Told of every turn that enters a graph, with the key of its conversation."""
 
     def normalised(self, request: ChatRequest) -> ChatRequest:
-        """`request` with `gateway.normalize` applied to its messages."""
+        """`request` with `gateway.normalize` applied to its messages, and without arguments that
+        the chat template never reads: they would only tell equal conversations apart."""
+        if request.template_args:
+            read = {k: v for k, v in request.template_args.items() if k in self._template}
+            request = replace(request, template_args=read)
         if not self._normalize.rules:
             return request
         return replace(request, messages=self._normalize(request.messages))
@@ -481,13 +632,25 @@ class CallService:
         return [self._start(trajectory, request, key, dialect) for key in keys]
 
     def _check(self, request: ChatRequest) -> None:
-        if request.forced_tool is not None and self.renderer.call_opening(None) is None:
+        if request.tools and not self.renderer.shows_tools:
             raise RequestError(
-                "tool_choice asks for a call, but the model's chat template does not show where a "
-                "call begins; send 'auto' or 'none'",
+                "the model's chat template does not show tools to the model; leave them out",
+                "tools",
+            )
+        if request.forced_tool is not None and (
+            not self.format.reads_calls or self.renderer.call_opening(request.forced_tool) is None
+        ):
+            raise RequestError(
+                "tool_choice asks for a call, but the model's chat template does not show how a "
+                "call begins that gateway.tool_parser reads; send 'auto' or 'none'",
                 "tool_choice",
             )
-        if not request.parallel_tool_calls and request.tools and self.format.call_close is None:
+        if (
+            not request.parallel_tool_calls
+            and request.tools
+            and self.format.call_close is None
+            and not self.format.calls_once
+        ):
             raise RequestError(
                 "parallel_tool_calls is false, but this model's tool calls have no known end to "
                 "stop at; leave it out",
@@ -497,11 +660,18 @@ class CallService:
     def _start(
         self, trajectory: LiveTrajectory, request: ChatRequest, retry: RetryKey, dialect: str
     ) -> Listener:
+        records = trajectory.records
+        if trajectory.recorded and (found := trajectory.recorded.get(retry_digest(retry.key))):
+            if any(r.note.body not in (None, retry_digest(retry.body)) for r in found):
+                raise _other_body()
+            del trajectory.recorded[retry_digest(retry.key)]
+            records.setdefault(retry.key, [])[:0] = [
+                Call(self, trajectory, request, retry, dialect, recorded) for recorded in found
+            ]
         if (call := self._repeated(trajectory, retry)) is not None:
             return call.listen()
         self.counts["calls"] += 1
-        call = Call(self, trajectory, request, retry.body, dialect)
-        records = trajectory.records
+        call = Call(self, trajectory, request, retry, dialect)
         same = records.setdefault(retry.key, [])
         same.append(call)
         del same[: -self.config.remembered_calls]
@@ -526,26 +696,36 @@ class CallService:
             calls.remove(failed)
             return None
         call = next((c for c in calls if not c.delivered), calls[-1])
-        if call.body != retry.body:
-            raise RequestError(
-                "this Idempotency-Key came with another request body before; use a new key",
-                "Idempotency-Key",
-            )
+        if call.retry.body != retry.body:
+            raise _other_body()
         if call.state == "unstored":
             call.commit_again()
         self.counts["retries"] += 1
         return call
 
-    async def prepare(self, graph: TurnGraph, request: ChatRequest) -> Prompt:
-        """The exact prompt of a request and the turn it extends."""
+    async def prepare(
+        self,
+        graph: TurnGraph,
+        request: ChatRequest,
+        catch_up: Callable[[], Awaitable[bool]] | None = None,
+    ) -> Prompt:
+        """The exact prompt of a request and the turn it extends.
+
+        Args:
+            catch_up: brings turns that other gateways stored into `graph`; whether there are any.
+                Called if the request holds a reply that `graph` does not.
+        """
         template_args = {**self.config.chat_template_args, **(request.template_args or {})}
         root = root_key(request.tools, template_args)
+        if (plain := request.plain) is not None:
+            return await self._prepare_plain(graph, plain, root)
         if request.prompt_ids is not None:
             return Prompt(request.prompt_ids, request.prompt_ids, None, None, root, None)
-        if request.prompt_text is not None:
-            return await self._prepare_text(graph, request.prompt_text, root)
         messages = request.messages
         attachment = graph.attach(root, messages)
+        unknown = (m["role"] == "assistant" for m in messages[attachment.n_known :])
+        if catch_up is not None and any(unknown) and await catch_up():
+            attachment = graph.attach(root, messages)
         parent, cause = attachment.turn, attachment.cause
         new_ids: TokenIds | None = None
         if (twin := attachment.twin) is not None:
@@ -559,33 +739,48 @@ class CallService:
             except CutError as e:
                 parent, cause = None, e.cause
         if new_ids is None:
-            key = attachment.prompt_key
-            new_ids = self.renderer.cached(key)
-            if new_ids is None:
-                new_ids = await self._offload(
-                    messages, self.renderer.whole, messages, request.tools, template_args
-                )
-                self.renderer.remember(key, new_ids)
-        forced, n_forced = "", 0
-        if request.forced_tool is not None:
-            forced = self.renderer.call_opening(request.forced_tool or None) or ""
+            new_ids = await self._whole(
+                attachment.prompt_key, messages, request.tools, template_args
+            )
+        n_forced = 0
+        if forced := self.forced_text(request, new_ids):
             forced_ids = self.renderer.tokenizer.encode(forced)
             new_ids, n_forced = join([new_ids, forced_ids]), len(forced_ids)
         ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
         return Prompt(ids, new_ids, parent, attachment, root, cause, forced, n_forced)
 
-    async def _prepare_text(self, graph: TurnGraph, text: str, root: Key) -> Prompt:
-        attachment = graph.attach_text(text)
-        parent = attachment.turn
+    def forced_text(self, request: ChatRequest, prompt_ids: TokenIds) -> str:
+        """The beginning of the reply that the request prescribes, behind this prompt."""
+        if request.forced_tool is not None:
+            return self.renderer.call_opening(request.forced_tool or None, prompt_ids) or ""
+        if not request.prefill:
+            return ""
+        tail = self.renderer.tokenizer.decode(prompt_ids[-8:].tolist())
+        opens_thought = tail.rstrip().endswith(THINK_OPEN)
+        return f"{THINK_CLOSE}\n\n{request.prefill}" if opens_thought else request.prefill
+
+    async def _prepare_plain(self, graph: TurnGraph, plain: str | bytes, root: Key) -> Prompt:
+        attachment = graph.attach_text(plain)
+        parent, cause = attachment.turn, attachment.cause
+        rest = plain[attachment.n_known :]
         if attachment.twin is not None:
             new_ids = attachment.twin.new_prompt_ids
+        elif parent is not None and not rest:
+            # A reply that was cut off goes on. A child is longer than its parent, so the new turn
+            # is its sibling, of the very same tokens.
+            new_ids = join([parent.new_prompt_ids, parent.response_ids])
+            parent = parent.parent
+            cause = "continued" if parent is None else None
+        elif isinstance(rest, bytes):
+            new_ids = np.frombuffer(rest, np.int32)
         else:
-            rest = text[attachment.n_known :]
             new_ids = await self._offload_text(rest)
+            if parent is None:
+                new_ids = join([self.renderer.tokenizer.begin(rest), new_ids])
         ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
         if len(ids) == 0:
             raise RequestError("prompt is empty; send some text", "prompt")
-        return Prompt(ids, new_ids, parent, attachment, root, attachment.cause)
+        return Prompt(ids, new_ids, parent, attachment, root, cause)
 
     async def _offload_text(self, text: str) -> TokenIds:
         encode = self.renderer.tokenizer.encode
@@ -608,6 +803,8 @@ class CallService:
                 f"This model's maximum context length is {context} tokens. However, your messages "
                 f"resulted in {n_prompt} tokens. Please reduce the length of the messages.",
                 "messages",
+                n_prompt,
+                context,
             )
         one_call = None
         if request.tools and request.parse_tools and not request.parallel_tool_calls:
@@ -635,6 +832,23 @@ class CallService:
         if reply.prompt.cause is not None:
             self.branches[reply.prompt.cause] += 1
 
+    async def _whole(self, key: Key, messages: Sequence[Message], *args: Any) -> TokenIds:
+        """Ids of a whole prompt. Rollouts of one prompt begin together: the first one renders."""
+        if (ids := self.renderer.cached(key)) is not None:
+            return ids
+        under_way = self._rendering.get(key)
+        if under_way is None:
+            work = self._offload(messages, self.renderer.whole, messages, *args)
+            under_way = self._rendering[key] = asyncio.ensure_future(work)
+            under_way.add_done_callback(lambda done: self._rendered(key, done))
+        # It is not the first one's own: that one may leave while others wait.
+        return await asyncio.shield(under_way)
+
+    def _rendered(self, key: Key, done: asyncio.Future[TokenIds]) -> None:
+        del self._rendering[key]
+        if not done.cancelled() and done.exception() is None:
+            self.renderer.remember(key, done.result())
+
     async def _offload(self, messages: Sequence[Message], work: Any, *args: Any) -> TokenIds:
         """Render and tokenise, in a thread if it is long enough to hold the event loop up."""
         n_chars = sum(len(m.get("content") or "") for m in messages)
@@ -642,6 +856,13 @@ class CallService:
             ids: TokenIds = work(*args)
             return ids
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+
+def _other_body() -> RequestError:
+    return RequestError(
+        "this Idempotency-Key came with another request body before; use a new key",
+        "Idempotency-Key",
+    )
 
 
 def _first(*choices: T | None) -> T:

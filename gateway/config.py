@@ -10,10 +10,17 @@ import ipaddress
 import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
 Thinking = Literal["preserve", "template"]
-ToolParser = Literal["auto", "hermes", "none"]
+ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
 
 
@@ -47,19 +54,37 @@ class NormalizeRule(BaseModel):
         return pattern
 
 
+MIN_KEY_LENGTH = 16
+
+
 class GatewayConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Errors do not quote what was given, which may be a key.
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     host: str = "127.0.0.1"
-    """Address to listen on. There are no keys yet, so only loopback addresses are accepted."""
+    """Address to listen on. One that other machines reach needs keys."""
+    admin_keys: tuple[SecretStr, ...] = ()
+    """Bearer keys for everything. Write `${oc.env:STEPWELL_ADMIN_KEY}`, so that the key is in the
+    environment and in no file. The first signs the keys of trajectories; all are valid."""
+    agent_keys: tuple[SecretStr, ...] = ()
+    """Bearer keys for LLM calls, and for opening and closing trajectories by their URL."""
     port: int = Field(default=8100, ge=0, le=65535)
     """0 takes a free port."""
     public_url: str | None = None
-    """Origin handed out in `base_url`; null: http://host:port as bound."""
+    """Origin handed out in `base_url`; null: http://host:port as bound. With several `replicas` it
+    holds `{replica}`, which becomes the number of one."""
     tokenizer_path: str | None = None
     """Folder with the tokenizer and chat template of the served model."""
     engine_urls: tuple[str, ...] = ()
     """SGLang servers (or embedded engines); a trajectory stays on one. Filled in by the trainer."""
+    engine_router_url: str | None = None
+    """An SGLang router whose workers are engines, too; they are called directly."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Gateways that share the work, each on a port of its own: `port`, `port` + 1, …"""
+    replica: int = Field(default=0, ge=0)
+    """Which of them this one is. Filled in at the start."""
+    replica_urls: tuple[str, ...] = ()
+    """Origins of all of them. Filled in at the start."""
     served_model_name: str = Field(default="stepwell", min_length=1)
     """The name `/v1/models` lists and replies carry; requests may name any model."""
     channel: str = Field(default="train", min_length=1)
@@ -77,8 +102,10 @@ class GatewayConfig(BaseModel):
     """`preserve` keeps past thinking in the prompt, token for token; `template` follows the chat
     template: where it strips past thinking, the conversation goes on as a branch."""
     tool_parser: ToolParser = "auto"
-    """How tool calls are read from the response: `hermes` is <tool_call>{json}</tool_call>; `auto`
-    uses the tokenizer's `response_template` if it has one, else `hermes`."""
+    """How tool calls are read from the response: `hermes` is <tool_call>{json}</tool_call>,
+    `qwen3_coder` <tool_call> around <function=…><parameter=…>, `llama3_json` a bare JSON object.
+    `auto` uses the tokenizer's `response_template` if it has one, else whichever of them reads a
+    call as the chat template writes it, else `hermes`."""
     reasoning_parser: ReasoningParser = "auto"
     """`think` returns <think>…</think> as `reasoning_content`; `auto` does so if the chat template
     mentions <think>."""
@@ -87,6 +114,9 @@ class GatewayConfig(BaseModel):
     normalize: tuple[NormalizeRule, ...] = ()
     """Applied in order to each message before it is compared and rendered: for text that an agent
     changes on every call, such as a clock in its system prompt."""
+    ignore_builtin_tools: bool = True
+    """Tools that the vendor's own servers would run (web search …) are left out of the prompt and
+    named in the answer's header `x-stepwell-ignored`; false: refused with a 400."""
     conversation_idle_s: float = Field(default=600.0, gt=0)
     """A trajectory that was made for a conversation without one (no URL, key or header names it)
     is completed, unscored, when it has had no call for this long."""
@@ -96,10 +126,21 @@ class GatewayConfig(BaseModel):
     request_timeout_s: float = Field(default=600.0, gt=0)
     """One call may take this long in the engine, resumptions included; then 504."""
     engine_connect_timeout_s: float = Field(default=10.0, gt=0)
-    engine_retries: int = Field(default=4, ge=0)
-    """Further tries (over all engines) of a call that failed before its first token."""
+    engine_retries: int = Field(default=8, ge=0)
+    """Further tries (over all engines) of a call whose engine failed, was lost or is busy."""
     retry_backoff_s: float = Field(default=0.2, ge=0)
-    """Pause before the first such retry; doubles with each, up to 5 s."""
+    """Longest pause before the first such retry; doubles with each, up to 5 s. With the defaults a
+    call waits for an engine for 11 to 21 s."""
+    engine_health_interval_s: float = Field(default=5.0, gt=0)
+    """Between two checks of an engine; one that is not well is checked every second."""
+    engine_health_timeout_s: float = Field(default=5.0, gt=0)
+    engine_circuit_failures: int = Field(default=3, ge=1)
+    """Bad answers in a row (5xx, 429, nonsense) after which an engine gets no calls."""
+    engine_circuit_open_s: float = Field(default=1.0, gt=0)
+    """For so long, until a check succeeds; doubles with each failed one, up to 30 s."""
+    engine_version_grace_s: float = Field(default=10.0, ge=0)
+    """When all engines that answer came back with weights older than those seen before, calls wait
+    so long for the newer ones, then the newest there are serve them."""
     pool_timeout_s: float = Field(default=60.0, gt=0)
     """The DataPool must answer within this; then 503 and nothing is acknowledged."""
     keepalive_s: float = Field(default=15.0, gt=0)
@@ -107,6 +148,18 @@ class GatewayConfig(BaseModel):
 
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused with 413."""
+    body_timeout_s: float = Field(default=60.0, gt=0)
+    """A request's body must arrive within this; then 408."""
+    max_concurrent_calls: int | None = Field(default=None, ge=1)
+    """Calls being generated at once; more wait their turn. null: the engines queue them."""
+    max_concurrent_calls_per_trajectory: int | None = Field(default=None, ge=1)
+    queue_timeout_s: float = Field(default=60.0, gt=0)
+    """A call waits so long for its turn; then 429 with Retry-After."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Calls of one trajectory; the next one gets a 400."""
+    max_tokens_per_trajectory: int | None = Field(default=None, ge=1)
+    """Tokens of one trajectory (new prompt tokens and response tokens of its Steps) beyond which
+    another call gets a 400. The call that crosses the limit is still answered."""
     offload_chars: int = Field(default=8192, ge=0)
     """Prompts with more new text than this are rendered and tokenised in a thread."""
     render_threads: int = Field(default=2, ge=1, le=64)
@@ -114,34 +167,108 @@ class GatewayConfig(BaseModel):
     """Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
     remembered_calls: int = Field(default=64, ge=1)
     """Finished calls kept per trajectory to answer a client's retries."""
+    stored_response_chars: int = Field(default=2**28, ge=0)
+    """Text of all Responses API answers kept for `previous_response_id`; the least recently used go
+    first. 0 keeps none."""
     remembered_trajectories: int = Field(default=100_000, ge=1)
     """Ids of closed trajectories kept in order to answer 410."""
 
     reward_fn: str | None = None
     """Dotted path of the function behind `/compute_reward`, called with the body's fields."""
+    rollout_generator: str | None = None
+    """Dotted path of a callable, async or not, that `/start_rollout` (slime's Rollout Buffer API)
+    runs in the background with its payload; null: agents come by themselves."""
+    rollout_repeats: int | None = Field(default=None, ge=1)
+    """Trajectories per group that `/get_rollout_data` serves before `/start_rollout` has said
+    `num_repeat_per_sample`; null: what the pool takes for a whole group."""
+    rollout_batch_groups: int | None = Field(default=None, ge=1)
+    """Groups in one answer of `/get_rollout_data`: so many or none. Set it to slime's
+    `--rollout-batch-size`, whose consumer throws away what it gets beyond a batch; null: all that
+    are ready."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
 
     @field_validator("host")
     @classmethod
-    def _loopback_only(cls, host: str) -> str:
+    def _is_address(cls, host: str) -> str:
         try:
-            loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+            _is_loopback(host)
         except ValueError as e:
             raise ValueError(f"host is {host!r}; give an IP address or localhost") from e
-        if not loopback:
-            raise ValueError(
-                f"host is {host!r}, but the gateway has no keys yet; listen on 127.0.0.1 and put "
-                "a proxy or an ssh tunnel in front"
-            )
         return host
+
+    @field_validator("admin_keys", "agent_keys", mode="before")
+    @classmethod
+    def _one_or_more(cls, keys: Any) -> Any:
+        """One key needs no list. What is wrong is told without the key."""
+        keys = (keys,) if isinstance(keys, str | SecretStr) else keys
+        if not isinstance(keys, list | tuple) or not all(
+            isinstance(k, str | SecretStr) for k in keys
+        ):
+            raise ValueError(
+                'keys are a list of strings in quotes, e.g. ["${oc.env:STEPWELL_ADMIN_KEY}"]'
+            )
+        return keys
+
+    @field_validator("admin_keys", "agent_keys")
+    @classmethod
+    def _strong(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for i, key in enumerate(keys):
+            text = key.get_secret_value()
+            if len(text) < MIN_KEY_LENGTH or not re.fullmatch(r"[!-~]+", text):
+                raise ValueError(
+                    f"key {i} has {len(text)} characters; use at least {MIN_KEY_LENGTH}, ASCII "
+                    "without spaces, e.g. from: "
+                    "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+                )
+            if text.startswith("sw."):
+                raise ValueError(f"key {i} begins with 'sw.', as keys of trajectories do")
+        return keys
 
     @field_validator("engine_urls")
     @classmethod
     def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
+            _refuse_credentials("engine_urls", url)
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"engine_urls holds {url!r}; write http://host:port")
         return tuple(url.rstrip("/") for url in urls)
+
+    @field_validator("engine_router_url")
+    @classmethod
+    def _plain_router_url(cls, url: str | None) -> str | None:
+        if url is not None:
+            _refuse_credentials("engine_router_url", url)
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"engine_router_url is {url!r}; write http://host:port")
+        return url.rstrip("/") if url is not None else None
+
+    @model_validator(mode="after")
+    def _others_need_keys(self) -> GatewayConfig:
+        if not _is_loopback(self.host) and not self.admin_keys and not self.agent_keys:
+            raise ValueError(
+                f"host is {self.host!r}, which other machines reach, but there are no keys yet; "
+                "set admin_keys, e.g. to ${oc.env:STEPWELL_ADMIN_KEY}, or listen on 127.0.0.1"
+            )
+        secrets = [k.get_secret_value() for k in (*self.admin_keys, *self.agent_keys)]
+        if len(set(secrets)) < len(secrets):
+            raise ValueError("admin_keys and agent_keys hold a key twice; use different ones")
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_have_addresses(self) -> GatewayConfig:
+        if self.replicas == 1:
+            return self
+        if self.public_url is not None and "{replica}" not in self.public_url:
+            raise ValueError(
+                f"public_url is {self.public_url!r} but replicas is {self.replicas}; each has an "
+                "address of its own: write {replica} where its number (from 0) goes"
+            )
+        if self.port and self.port + self.replicas - 1 > 65535:
+            raise ValueError(
+                f"port is {self.port} and replicas is {self.replicas}, whose ports would end at "
+                f"{self.port + self.replicas - 1}; choose a lower port, or 0 for free ones"
+            )
+        return self
 
     @model_validator(mode="after")
     def _limits_agree(self) -> GatewayConfig:
@@ -155,3 +282,16 @@ class GatewayConfig(BaseModel):
                 f"{self.context_length}; leave room for a prompt"
             )
         return self
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+def _refuse_credentials(option: str, url: str) -> None:
+    """Addresses of engines are in logs, errors and statistics."""
+    if "@" in url.partition("?")[0]:
+        raise ValueError(
+            f"{option} holds a URL with a user name or password, which logs and statistics would "
+            "show; leave it out and let engines listen where only the gateway can reach them"
+        )

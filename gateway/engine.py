@@ -3,25 +3,27 @@
 One call, as the caller sees it, may be several requests::
 
     generate ──► tokens ──► stop | length                                        Generation
-                    └─► abort, not ours (a weight update) ──► generate(prompt + tokens so far,
-                                                              max_new_tokens − so far) ──► …
+                    ├─► abort, not ours (a weight update) ──► generate(prompt + tokens so far,
+                    │                                         max_new_tokens − so far) ──► …
+                    └─► the engine is lost ──► the same on another engine
 
-Ids, log-probs and version spans of the requests are joined; nothing is sampled twice. A request
-that fails before its first token is repeated with back-off, on the next engine if there are
-several; a trajectory otherwise stays on its engine, where its prefix is cached. Cancelling the call
-aborts it in the engine.
+Ids, log-probs and version spans of the requests are joined; nothing is sampled twice. What a lost
+engine had streamed is kept if its version is certain, else the call fails, because a client may
+have it already. Without a stream there is nothing to keep, and the request is made again. A call
+fails over `engine_retries` times in all, with back-off where there is no other engine. Cancelling
+the call aborts it in the engine.
 
-Does not own: prompts, text, tool calls; starting or updating engines (`backends/engines`).
+Does not own: prompts, text, tool calls; which engine (`fleet.py`) and whether it is well
+(`engine_checks.py`); starting or updating engines (`backends/engines`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import uuid
-import zlib
+import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import aiohttp
 import numpy as np
@@ -29,18 +31,22 @@ import orjson
 
 from datapool.types import LogProbs, TokenIds, VersionSpan
 from gateway.config import GatewayConfig
+from gateway.engine_checks import EngineChecks, version_number
 from gateway.errors import (
     EngineError,
     EngineTimeoutError,
     EngineUnavailableError,
     RequestError,
 )
+from gateway.fleet import Engine, Fleet, backoff_s
+from gateway.kept import KeptConnections
 
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their log-probs, best first."""
 OnTokens: TypeAlias = Callable[[Sequence[int], Sequence[float], Sequence[TopLogProbs]], None]
 """Called with new ids, their log-probs, and their alternatives (empty unless asked for)."""
 
+_JSON = {"content-type": "application/json"}
 _RETRIED = frozenset({429, 502, 503, 504})
 _EMPTY_ABORTS = 1000
 """Aborts in a row without one token before an engine counts as broken."""
@@ -129,6 +135,31 @@ class _Part:
     spans: list[VersionSpan] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     cached_tokens: int = 0
+    version: int | None = None
+    """What the engine had when it was asked; None: not known."""
+    is_certain: bool = True
+    """And at every event since."""
+
+    def certain_spans(self) -> list[VersionSpan] | None:
+        """The spans of a part without an end; None: they are not known."""
+        if self.version is None or not self.is_certain or len(self.log_probs) != len(self.ids):
+            return None
+        return [VersionSpan(self.version, 0, len(self.ids))]
+
+    def add(self, part: _Part) -> None:
+        start = len(self.ids)
+        self.ids += part.ids
+        self.log_probs += part.log_probs
+        self.tops += part.tops
+        self.spans += [VersionSpan(s.version, s.start + start, s.end + start) for s in part.spans]
+
+
+class _LostError(Exception):
+    """A request found no engine, or its engine did not answer to the end."""
+
+
+class _BusyError(_LostError):
+    """The engine answered that it cannot, for the moment."""
 
 
 class EngineClient:
@@ -137,33 +168,48 @@ class EngineClient:
     def __init__(self, session: aiohttp.ClientSession, config: GatewayConfig) -> None:
         self._session = session
         self._config = config
-        self._urls = config.engine_urls
-        self._down_until: dict[str, float] = {}
+        self._fleet = Fleet(
+            circuit_failures=config.engine_circuit_failures,
+            circuit_open_s=config.engine_circuit_open_s,
+            version_grace_s=config.engine_version_grace_s,
+            remembered=config.remembered_trajectories,
+        )
+        self._fleet.set_urls(config.engine_urls)
+        self._checks = EngineChecks(session, config, self._fleet)
+        self._kept = KeptConnections(config.engine_connect_timeout_s)
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=config.engine_connect_timeout_s
+        )
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
         self.resumes = 0
+        """Weight updates that cut a call."""
+        self.recoveries = 0
+        """Calls that went on, on another engine, from what a lost one had streamed."""
         self.retries = 0
+        """Tries after one that failed, on whichever engine."""
+
+    async def start(self) -> None:
+        """Begin to watch the engines. Idempotent."""
+        await self._checks.start()
 
     async def context_length(self) -> int:
         """Tokens that fit, prompt and response; asked of an engine once."""
         if self._context_length is None:
-            self._context_length = await self._ask_context_length()
+            self._context_length = await self._checks.context_length()
         return self._context_length
 
     async def ready(self) -> None:
         """Raises EngineUnavailableError unless some engine is healthy."""
-        failures = []
-        for url in self._urls:
-            try:
-                async with self._session.get(
-                    f"{url}/health", timeout=aiohttp.ClientTimeout(total=5)
-                ) as response:
-                    if response.status == 200:
-                        return
-                    failures.append(f"{url} answered {response.status}")
-            except (aiohttp.ClientError, TimeoutError) as e:
-                failures.append(f"{url}: {_words(e)}")
-        raise EngineUnavailableError("no engine is healthy: " + "; ".join(failures))
+        await self._checks.first_healthy()
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "resumes": self.resumes,
+            "recoveries": self.recoveries,
+            "retries": self.retries,
+            **self._fleet.statistics(),
+        }
 
     async def generate(
         self,
@@ -193,7 +239,9 @@ class EngineClient:
             ) from e
 
     async def close(self) -> None:
-        """Wait for aborts under way."""
+        """Stop watching; wait for aborts under way. Idempotent."""
+        await self._checks.close()
+        self._kept.close()
         if self._aborts:
             await asyncio.gather(*self._aborts, return_exceptions=True)
 
@@ -201,32 +249,41 @@ class EngineClient:
         self, prompt_ids: TokenIds, sampling: Sampling, affinity: str, on_tokens: OnTokens | None
     ) -> Generation:
         whole = _Part()
-        resumes = empty = 0
+        resumes = empty = failures = 0
+        tried: set[Engine] = set()
         while True:
-            left = sampling.max_new_tokens - len(whole.ids)
-            ids = (
-                np.concatenate((prompt_ids, np.asarray(whole.ids, np.int32)))
-                if whole.ids
-                else prompt_ids
-            )
-            part = await self._request(ids, sampling, left, affinity, on_tokens)
-            start = len(whole.ids)
-            whole.ids += part.ids
-            whole.log_probs += part.log_probs
-            whole.tops += part.tops
-            whole.spans += [
-                VersionSpan(s.version, s.start + start, s.end + start) for s in part.spans
-            ]
-            if not resumes:
+            part = _Part()
+            try:
+                engine = self._fleet.pick(affinity, _now(), tried)
+                if engine is None:
+                    raise _LostError(self._fleet.why_none())
+                tried.add(engine)
+                await self._send(engine, prompt_ids, whole.ids, sampling, part, on_tokens)
+            except _LostError as e:
+                failures += 1
+                if part.ids:
+                    self._keep(whole, part, e)
+                    if len(whole.ids) >= sampling.max_new_tokens:
+                        return _generation(whole, {"type": "length"}, resumes)
+                if failures > self._config.engine_retries:
+                    raise EngineUnavailableError(
+                        f"no engine answered in {failures} tries; last: {e}. "
+                        "See gateway.engine_urls and gateway.engine_retries"
+                    ) from e
+                self.retries += 1
+                await self._back_off(failures, tried)
+                continue
+            tried.clear()
+            if not whole.ids:
                 whole.cached_tokens = part.cached_tokens
+            whole.add(part)
             finish = part.finish or {}
             if finish.get("type") != "abort":
-                break
+                return _generation(whole, finish, resumes)
             resumes += 1
             self.resumes += 1
             if len(whole.ids) >= sampling.max_new_tokens:
-                finish = {"type": "length"}
-                break
+                return _generation(whole, {"type": "length"}, resumes)
             empty = 0 if part.ids else empty + 1
             if empty >= _EMPTY_ABORTS:
                 raise EngineError(
@@ -235,88 +292,112 @@ class EngineClient:
                 )
             if empty:
                 await asyncio.sleep(min(0.01 * empty, 1.0))
-        return _generation(whole, finish, resumes)
 
-    async def _request(
-        self,
-        ids: TokenIds,
-        sampling: Sampling,
-        max_new_tokens: int,
-        affinity: str,
-        on_tokens: OnTokens | None,
-    ) -> _Part:
-        """One request, repeated while it fails before its first token."""
-        for attempt in range(self._config.engine_retries + 1):
-            url = self._pick(affinity, attempt)
-            rid = uuid.uuid4().hex
-            part = _Part()
-            try:
-                await self._send(url, rid, ids, sampling, max_new_tokens, part, on_tokens)
-            except asyncio.CancelledError:
-                self._abort(url, rid)
-                raise
-            except (aiohttp.ClientError, ConnectionError) as e:
-                self._down_until[url] = _now() + 1.0
-                if part.ids:
-                    raise EngineUnavailableError(
-                        f"{url} broke off after {len(part.ids)} tokens ({_words(e)})"
-                    ) from e
-                if attempt == self._config.engine_retries:
-                    raise EngineUnavailableError(
-                        f"no engine answered in {attempt + 1} tries; the last was {url} "
-                        f"({_words(e)}). See gateway.engine_urls"
-                    ) from e
-                self.retries += 1
-                await asyncio.sleep(min(self._config.retry_backoff_s * 2**attempt, 5.0))
-            else:
-                return part
-        raise AssertionError("unreachable: the last try returns or raises")
+    def _keep(self, whole: _Part, part: _Part, why: _LostError) -> None:
+        """Go on from what a lost engine streamed."""
+        spans = part.certain_spans()
+        if spans is None:
+            raise EngineUnavailableError(
+                f"{why}: broke off after {len(part.ids)} streamed tokens, and the weight version "
+                "that sampled them is not certain"
+            ) from why
+        part.spans = spans
+        whole.add(part)
+        self.recoveries += 1
+
+    async def _back_off(self, failures: int, tried: set[Engine]) -> None:
+        if self._fleet.has_candidate(_now(), tried):
+            return  # another engine has not failed this call
+        tried.clear()
+        delay = backoff_s(failures, self._config.retry_backoff_s)
+        if self._fleet.has_candidate(_now()):
+            await asyncio.sleep(delay)
+        else:
+            await self._checks.wait_for_candidate(delay)
 
     async def _send(
         self,
-        url: str,
-        rid: str,
-        ids: TokenIds,
+        engine: Engine,
+        prompt_ids: TokenIds,
+        so_far: list[int],
         sampling: Sampling,
-        max_new_tokens: int,
         part: _Part,
         on_tokens: OnTokens | None,
     ) -> None:
+        """One request; `part` is brought up to date as it is answered.
+
+        Raises:
+            _LostError: it may be made again, after what `part` holds.
+        """
+        rid = f"{random.getrandbits(128):032x}"
+        ids = prompt_ids
+        if so_far:
+            ids = np.concatenate((prompt_ids, np.asarray(so_far, np.int32)))
         fields: dict[str, Any] = {
             "rid": rid,
             "input_ids": np.ascontiguousarray(ids),
-            "sampling_params": sampling.wire(max_new_tokens),
+            "sampling_params": sampling.wire(sampling.max_new_tokens - len(so_far)),
             "return_logprob": True,
             "stream": on_tokens is not None,
         }
         if sampling.n_top_logprobs:
             fields["top_logprobs_num"] = sampling.n_top_logprobs
         body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+        part.version = engine.version
+        fleet = self._fleet
+        scope = asyncio.timeout(None)  # ended by the fleet when the engine is gone without a word
+        try:
+            async with scope:
+                engine.in_flight.add(scope)
+                await self._post(engine.url, body, part, on_tokens)
+        except asyncio.CancelledError:
+            self._abort(engine.url, rid)
+            raise
+        except (aiohttp.ClientError, ConnectionError) as e:
+            self._broke(engine, _words(e))
+            raise _LostError(f"{engine.url} ({_words(e)})") from e
+        except TimeoutError as e:
+            if not scope.expired():
+                raise
+            raise _LostError(f"{engine.url} (it answers no checks)") from e
+        except (_BusyError, EngineError) as e:
+            fleet.answered_badly(engine, _now(), str(e))
+            if engine.circuit.state != "closed":
+                self._checks.look_at(engine)
+            raise
+        except RequestError:
+            fleet.succeeded(engine, None)
+            raise
+        finally:
+            engine.in_flight.discard(scope)
+        version = part.spans[-1].version if part.spans else None
+        if version is not None and engine.version is not None and version < engine.version:
+            self._checks.look_at(engine)  # it may have restarted between two checks
+        fleet.succeeded(engine, version)
+
+    def _broke(self, engine: Engine, why: str) -> None:
+        self._fleet.broke(engine, _now(), why)
+        self._checks.look_at(engine)
+
+    async def _post(self, url: str, body: bytes, part: _Part, on_tokens: OnTokens | None) -> None:
+        if url.startswith("http://"):
+            async with self._kept.post(f"{url}/generate", body) as answer:
+                if answer.status != 200:
+                    _refuse(url, answer.status, await answer.read())
+                if on_tokens is None:
+                    _take(url, part, _loads(url, await answer.read()), incremental=False)
+                else:
+                    await _follow(url, answer.chunks(), part, on_tokens)
+            return
         async with self._session.post(
-            f"{url}/generate",
-            data=body,
-            headers={"content-type": "application/json"},
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=self._config.engine_connect_timeout_s
-            ),
+            f"{url}/generate", data=body, headers=_JSON, timeout=self._timeout
         ) as response:
             if response.status != 200:
-                await _raise_refusal(url, response)
+                _refuse(url, response.status, await response.read())
             if on_tokens is None:
                 _take(url, part, _loads(url, await response.read()), incremental=False)
             else:
-                await _follow(url, response, part, on_tokens)
-
-    def _pick(self, affinity: str, attempt: int) -> str:
-        """The trajectory's engine, or the next one that is not known to be down."""
-        n = len(self._urls)
-        if n == 0:
-            raise EngineUnavailableError("gateway.engine_urls is empty; name at least one engine")
-        home = zlib.crc32(affinity.encode()) % n
-        ring = [self._urls[(home + i) % n] for i in range(n)]
-        now = _now()
-        up = [u for u in ring if self._down_until.get(u, 0.0) <= now]
-        return up[0] if up else ring[attempt % n]
+                await _follow(url, response.content.iter_any(), part, on_tokens)
 
     def _abort(self, url: str, rid: str) -> None:
         task = asyncio.create_task(self._post_abort(url, rid))
@@ -333,34 +414,12 @@ class EngineClient:
             # The connection was closed with the cancellation: engines abort on that as well.
             return
 
-    async def _ask_context_length(self) -> int:
-        failures = []
-        for url in self._urls:
-            try:
-                async with self._session.get(
-                    f"{url}/v1/models", timeout=aiohttp.ClientTimeout(total=10)
-                ) as response:
-                    models = (await response.json()).get("data") or [{}]
-                    length = models[0].get("max_model_len")
-                    if isinstance(length, int) and length > 1:
-                        return length
-                    failures.append(f"{url}/v1/models names no max_model_len")
-            except (aiohttp.ClientError, TimeoutError, ValueError) as e:
-                failures.append(f"{url}: {_words(e)}")
-        raise EngineUnavailableError(
-            "the context length is unknown: "
-            + "; ".join(failures or ["no gateway.engine_urls"])
-            + ". Start the engine or set gateway.context_length"
-        )
 
-
-async def _follow(
-    url: str, response: aiohttp.ClientResponse, part: _Part, on_tokens: OnTokens
-) -> None:
+async def _follow(url: str, body: AsyncIterator[bytes], part: _Part, on_tokens: OnTokens) -> None:
     """Read an SSE answer. SGLang's events are cumulative unless it was started otherwise, so of
     several that are already here only the last needs parsing."""
     incremental: bool | None = None
-    async for events in _events(response):
+    async for events in _events(body):
         for event in events if incremental is not False else events[-1:]:
             chunk = _loads(url, event)
             n_before, n_here = len(part.ids), len(chunk.get("output_ids") or ())
@@ -375,10 +434,10 @@ async def _follow(
     raise aiohttp.ServerDisconnectedError("the stream ended without a finish reason")
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
+async def _events(body: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
     """Payloads of the SSE events that arrived together."""
     buffer = b""
-    async for data in response.content.iter_any():
+    async for data in body:
         *whole, buffer = (buffer + data).split(b"\n\n")
         payloads = [e[5:].strip() for e in whole if e.startswith(b"data:")]
         payloads = [p for p in payloads if p != b"[DONE]"]
@@ -398,6 +457,7 @@ def _take(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool)
         raise EngineError(f"{url} answered without {e}; is it SGLang's /generate?") from e
     have = 0 if incremental else len(part.ids)
     part.ids += ids[have:]
+    _note_version(part, meta.get("weight_version"))
     # Events of an incremental stream may carry log-probs of all tokens or of the new ones.
     entries = entries[have:] if len(entries) == len(ids) else entries[len(part.log_probs) :]
     if [e[1] for e in entries] != part.ids[len(part.log_probs) :]:
@@ -412,11 +472,22 @@ def _take(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool)
     finish = meta.get("finish_reason")
     if finish is None:
         return
-    if finish.get("type") == "abort" and finish.get("status_code"):
-        raise EngineError(f"{url} aborted the call: {finish.get('message')!s:.300}")
+    if finish.get("type") == "abort" and (status := finish.get("status_code")):
+        _raise_for(url, status, f"aborted the call: {finish.get('message')!s:.300}")
     part.finish = finish
     part.cached_tokens = meta.get("cached_tokens") or 0
     part.spans = _spans(url, meta, len(part.ids))
+
+
+def _note_version(part: _Part, reported: Any) -> None:
+    """What was sampled between two moments at which the engine had one version is that version's.
+    Around a change, an event does not tell which of its tokens are whose."""
+    try:
+        version = version_number(reported)
+    except (TypeError, ValueError):
+        version = None
+    if version is None or version != part.version:
+        part.is_certain = False
 
 
 def _spans(url: str, meta: Mapping[str, Any], n: int) -> list[VersionSpan]:
@@ -433,12 +504,8 @@ def _spans(url: str, meta: Mapping[str, Any], n: int) -> list[VersionSpan]:
 
 
 def _version(url: str, version: Any) -> int:
-    """SGLang's version strings; Stepwell publishes decimal integers, an unpublished engine says
-    "default"."""
-    if version == "default":
-        return 0
     try:
-        return int(version)
+        return version_number(version)
     except (TypeError, ValueError) as e:
         raise EngineError(
             f"{url} runs weight_version {version!r}; publish decimal integers ('0', '1', …)"
@@ -483,13 +550,16 @@ def _loads(url: str, data: bytes) -> dict[str, Any]:
     return value
 
 
-async def _raise_refusal(url: str, response: aiohttp.ClientResponse) -> None:
-    text = (await response.text())[:300]
-    if response.status == 400:
-        raise RequestError(f"the engine refuses the request: {text}", None)
-    if response.status in _RETRIED:
-        raise aiohttp.ClientConnectionError(f"answered {response.status}: {text}")
-    raise EngineError(f"{url} answered {response.status}: {text}")
+def _refuse(url: str, status: int, body: bytes) -> NoReturn:
+    _raise_for(url, status, f"answered {status}: {body.decode(errors='replace')[:300]}")
+
+
+def _raise_for(url: str, status: int, what: str) -> NoReturn:
+    if status == 400:
+        raise RequestError(f"the engine refuses the request: {what}", None)
+    if status in _RETRIED:
+        raise _BusyError(f"{url} {what}")
+    raise EngineError(f"{url} {what}")
 
 
 def _words(e: BaseException) -> str:

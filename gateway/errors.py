@@ -8,10 +8,17 @@ pickling (they cross Ray) and subclass the matching built-in::
     ├── PortInUseError(OSError)                        –    gateway.port is taken
     ├── RequestError(ValueError)                      400   a field of the request (`.param`)
     │   ├── ContextLengthError                        400   the prompt does not fit
-    │   └── BodyTooLargeError                         413
+    │   ├── TrajectoryLimitError                      400   no turns or tokens left
+    │   ├── BodyTooLargeError                         413
+    │   ├── PreviousResponseError                     400   `previous_response_id` is not stored
+    │   └── UnknownItemError                          404   nor is this response or item
+    ├── AuthenticationError(PermissionError)          401   no key, or none that is known
+    ├── PermissionDeniedError(PermissionError)        403   the key is not for this
     ├── PathError(LookupError)                        404   (or 405)
+    ├── BodyTimeoutError(TimeoutError)                408   the request's body did not arrive
     ├── TrajectoryConflictError(RuntimeError)         409   the trajectory is registered otherwise
     ├── TrajectoryClosedError(RuntimeError)           410   complete, aborted, or dropped
+    ├── RateLimitedError(RuntimeError)                429   no room within the time to queue
     ├── EngineError(RuntimeError)                     502   the engine answered nonsense
     │   ├── EngineUnavailableError(ConnectionError)   503   no engine answered
     │   └── EngineTimeoutError(TimeoutError)          504
@@ -20,6 +27,7 @@ pickling (they cross Ray) and subclass the matching built-in::
 
 from __future__ import annotations
 
+from math import ceil
 from typing import ClassVar
 
 
@@ -63,15 +71,57 @@ class RequestError(GatewayError, ValueError):
 
 
 class ContextLengthError(RequestError):
-    """The prompt leaves no room for a response."""
+    """The prompt leaves no room for a response: (message, param, tokens of the prompt, limit)."""
 
     code = "context_length_exceeded"
+
+    @property
+    def tokens(self) -> tuple[int, int] | None:
+        """Of the prompt, and the limit, where they are known."""
+        return (self.args[2], self.args[3]) if len(self.args) == 4 else None
+
+
+class TrajectoryLimitError(RequestError):
+    """The trajectory has all the turns or tokens it may have."""
+
+    code = "trajectory_limit_exceeded"
 
 
 class BodyTooLargeError(RequestError):
     """The request's body exceeds `gateway.max_body_bytes`."""
 
     status = 413
+
+
+class PreviousResponseError(RequestError):
+    """`previous_response_id` names no response that is stored here."""
+
+    code = "previous_response_not_found"
+
+
+class UnknownItemError(RequestError):
+    """No response or item of this id is stored here."""
+
+    status = 404
+
+
+class AuthenticationError(GatewayError, PermissionError):
+    """The request carries no key, or none that is known."""
+
+    status = 401
+    kind = "authentication_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
+
+class PermissionDeniedError(GatewayError, PermissionError):
+    """The key is known, but not for this endpoint or trajectory."""
+
+    status = 403
+    kind = "permission_error"
+    code = "permission_denied"
 
 
 class PathError(GatewayError, LookupError):
@@ -81,12 +131,28 @@ class PathError(GatewayError, LookupError):
     kind = "invalid_request_error"
 
 
+class BodyTimeoutError(GatewayError, TimeoutError):
+    """The request's body did not arrive within `gateway.body_timeout_s`."""
+
+    status = 408
+    kind = "invalid_request_error"
+    code = "request_timeout"
+
+    def headers(self) -> dict[str, str]:
+        # What still comes of the body is not read.
+        return {"connection": "close"}
+
+
 class TrajectoryConflictError(GatewayError, RuntimeError):
     """The trajectory exists with another prompt_uid, channel or outcome."""
 
     status = 409
     kind = "invalid_request_error"
     code = "trajectory_conflict"
+
+    def headers(self) -> dict[str, str]:
+        """The SDKs would try a 409 again."""
+        return {"x-should-retry": "false"}
 
 
 class TrajectoryClosedError(GatewayError, RuntimeError):
@@ -95,6 +161,21 @@ class TrajectoryClosedError(GatewayError, RuntimeError):
     status = 410
     kind = "invalid_request_error"
     code = "trajectory_closed"
+
+
+class RateLimitedError(GatewayError, RuntimeError):
+    """No room within `gateway.queue_timeout_s`: `RateLimitedError(message, retry_after_s)`."""
+
+    status = 429
+    kind = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    @property
+    def retry_after_s(self) -> float:
+        return float(self.args[1]) if len(self.args) > 1 else 1.0
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(ceil(self.retry_after_s))}
 
 
 class EngineError(GatewayError, RuntimeError):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from gateway.calls import Call, Listener, Reply
 from gateway.dialects.base import Dialect, Parsed
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, RequestError
 from gateway.parsing import Delta
 from gateway.tokenization import ChatTokenizer
 from gateway.trajectories import LiveTrajectory
@@ -33,6 +33,10 @@ from gateway.web import (
 
 if TYPE_CHECKING:
     from gateway.app import Gateway
+
+
+IGNORED_HEADER = "x-stepwell-ignored"
+MAX_TOLD = 32
 
 
 class Event(NamedTuple):
@@ -191,6 +195,7 @@ async def serve(
     config = gateway.config
     body = await read_body(request, config.max_body_bytes)
     parsed = dialect.parse(parse_object(body), request.headers)
+    refuse_builtin_tools(gateway, parsed)
     retry = retry_key(request.headers, body, dialect.name)
     call = gateway.calls.normalised(parsed.call)
     trajectory = gateway.identities.identify(
@@ -208,9 +213,32 @@ async def serve(
     if call.stream:
         with aborts_on_disconnect(request.receive, exchange):
             await exchange.begin()
-        return EventStream(dialect.frames(exchange), exchange)
+        return _told(EventStream(dialect.frames(exchange), exchange), gateway, parsed)
     with aborts_on_disconnect(request.receive, exchange):
         replies = await exchange.results()
     answer = OrjsonResponse(dialect.answer(exchange, replies))
     exchange.delivered()
+    return _told(answer, gateway, parsed)
+
+
+def refuse_builtin_tools(gateway: Gateway, parsed: Parsed) -> None:
+    """
+    Raises:
+        RequestError: there are some, and `gateway.ignore_builtin_tools` is false.
+    """
+    if parsed.builtin_tools and not gateway.config.ignore_builtin_tools:
+        name, _, kind = parsed.builtin_tools[0].partition("=")
+        raise RequestError(
+            f"{name}.type is {kind!r:.80}, a built-in tool that this gateway cannot run; define a "
+            "function tool instead",
+            name,
+        )
+
+
+def _told(answer: Response, gateway: Gateway, parsed: Parsed) -> Response:
+    """`answer` with a header that says what was left aside of the request."""
+    if parsed.ignored:
+        gateway.calls.counts["ignored_fields"] += len(parsed.ignored)
+        shown, more = parsed.ignored[:MAX_TOLD], len(parsed.ignored) - MAX_TOLD
+        answer.headers[IGNORED_HEADER] = ", ".join(shown) + (f", {more} more" * (more > 0))
     return answer

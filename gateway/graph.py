@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from datapool.types import TokenIds
+from datapool.types import Step, TokenIds
 from gateway.messages import Key, Message, extend_key, text_key
 
 BranchCause: TypeAlias = Literal[
@@ -32,6 +32,7 @@ BranchCause: TypeAlias = Literal[
     "thinking_stripped",  # the chat template drops past thinking (`thinking: template`)
     "no_turn_close",  # the template writes no token after an assistant turn to cut at
     "cut_failed",  # the template renders the turn otherwise in this conversation
+    "continued",  # a plain prompt that is a first prompt with its reply, and nothing more
 ]
 
 
@@ -96,6 +97,7 @@ class TurnGraph:
     def __init__(self) -> None:
         self._by_key: dict[Key, Turn] = {}
         self._by_prompt: dict[Key, Turn] = {}
+        self._by_step: dict[int, Turn] = {}
         self._roots: dict[Key, None] = {}
         self._text_lengths: set[int] = set()
 
@@ -126,12 +128,14 @@ class TurnGraph:
         n_forced: int = 0,
         has_reasoning: bool,
         step_index: int | None,
+        text_length: int | None = None,
     ) -> Turn:
         """Store a finished call.
 
         Args:
             parent: `attachment.turn`, or None if it became a branch.
             key: of the conversation with the reply; None: as messages make it.
+            text_length: characters of that conversation, where it is plain text.
         """
         before = parent.n_tokens if parent is not None else 0
         turn = Turn(
@@ -146,13 +150,51 @@ class TurnGraph:
             has_reasoning=has_reasoning or (parent is not None and parent.has_reasoning),
             step_index=step_index,
         )
-        self._by_key[turn.key] = turn
-        self._by_prompt[turn.prompt_key] = turn
-        self._roots[root] = None
+        self._enter(root, turn, text_length)
         return turn
 
-    def attach_text(self, text: str) -> Attachment:
-        """As `attach`, for a prompt that is plain text; `n_known` counts characters."""
+    def holds(self, step_index: int) -> bool:
+        """The turn of this Step is here."""
+        return step_index in self._by_step
+
+    def restore(
+        self,
+        root: Key,
+        prompt_key: Key,
+        key: Key,
+        step: Step,
+        *,
+        reply: Message,
+        n_forced: int,
+        has_reasoning: bool,
+        text_length: int | None,
+    ) -> Turn:
+        """Store the turn of a Step that another gateway stored; its parent's comes first.
+
+        Args:
+            has_reasoning: of the turn as it was, what its prompt holds included.
+        """
+        parent = None if step.parent_index is None else self._by_step.get(step.parent_index)
+        if parent is not None and parent.n_tokens >= len(step.prompt_ids):
+            parent = None
+        turn = Turn(
+            parent=parent,
+            new_prompt_ids=step.prompt_ids[parent.n_tokens if parent is not None else 0 :],
+            response_ids=step.response_ids,
+            n_tokens=step.n_tokens,
+            prompt_key=prompt_key,
+            key=key,
+            reply=reply,
+            n_forced=n_forced,
+            has_reasoning=has_reasoning,
+            step_index=step.step_index,
+        )
+        self._enter(root, turn, text_length)
+        return turn
+
+    def attach_text(self, text: str | bytes) -> Attachment:
+        """As `attach`, for a prompt that is plain text, or ids as bytes; `n_known` counts in
+        characters or bytes."""
         deepest, n_known = None, 0
         for length in sorted((n for n in self._text_lengths if n <= len(text)), reverse=True):
             if (turn := self._by_key.get(text_key(text[:length]))) is not None:
@@ -167,10 +209,14 @@ class TurnGraph:
             cause = "resampled" if twin is not None else "new_conversation"
         return Attachment(deepest, n_known, key, cause, twin)
 
-    def note_text(self, text: str) -> Key:
-        """Key of a prompt with its whole reply, which `attach_text` looks for from now on."""
-        self._text_lengths.add(len(text))
-        return text_key(text)
+    def _enter(self, root: Key, turn: Turn, text_length: int | None) -> None:
+        self._by_key[turn.key] = turn
+        self._by_prompt[turn.prompt_key] = turn
+        self._roots[root] = None
+        if turn.step_index is not None:
+            self._by_step[turn.step_index] = turn
+        if text_length is not None:  # `attach_text` looks for it from now on
+            self._text_lengths.add(text_length)
 
     def _why(
         self, root: Key, messages: Sequence[Mapping[str, Any]], twin: Turn | None

@@ -112,10 +112,23 @@ class Identities:
             return self._trajectories.get(*named)
         if continued is not None and (known := self._trajectories.known(continued)) is not None:
             return self._used(known)
-        session = next((v for h in SESSION_HEADERS if (v := headers.get(h))), None)
-        if session is not None:
-            return self._used(self._of_session(session))
+        if (session := _session(headers)) is not None:
+            uid = self._session_uid(session)
+            return self._used(self._trajectories.get(uid, f"prompt-{uid}"))
         return self._used(self._of_conversation(call, retry))
+
+    def known(self, headers: Headers, call: ChatRequest) -> LiveTrajectory | None:
+        """The open trajectory that `identify` would find without a URL; none is begun.
+
+        Raises:
+            RequestError: a header is malformed.
+        """
+        if (named := self.named(headers)) is not None:
+            return self._trajectories.known(named[0])
+        if (session := _session(headers)) is not None:
+            return self._trajectories.known(self._session_uid(session))
+        uid = self._extended(call)
+        return self._trajectories.known(uid) if uid is not None else None
 
     def named(self, headers: Headers) -> tuple[str, str] | None:
         """(trajectory_uid, prompt_uid) that key or headers name.
@@ -149,14 +162,14 @@ class Identities:
             if self._by_turn.get(key) == trajectory.uid:
                 del self._by_turn[key]
 
-    def _of_session(self, session: str) -> LiveTrajectory:
+    def _session_uid(self, session: str) -> str:
         """A session that goes on after its trajectory was closed begins another one."""
         first = uid = f"session-{session.replace('/', '_')}"
         n = 1
         while self._trajectories.is_closed(uid):
             n += 1
             uid = f"{first}~{n}"
-        return self._trajectories.get(uid, f"prompt-{uid}")
+        return uid
 
     def _of_conversation(self, call: ChatRequest, retry: RetryKey) -> LiveTrajectory:
         uid = self._extended(call)
@@ -217,3 +230,7 @@ class Identities:
             except GatewayError as e:  # tried again in the next round
                 log.warning("idle trajectory %s could not be completed: %s", uid, e)
         return closed
+
+
+def _session(headers: Headers) -> str | None:
+    return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)

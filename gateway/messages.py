@@ -84,8 +84,10 @@ def extend_key(key: Key, message: Mapping[str, Any]) -> Key:
     return hashlib.blake2b(key + canonical(message), digest_size=16).digest()
 
 
-def text_key(text: str) -> Key:
-    """Key of a conversation that is plain text."""
+def text_key(text: str | bytes) -> Key:
+    """Key of a conversation that is plain text, or ids as bytes."""
+    if isinstance(text, bytes):
+        return hashlib.blake2b(text, digest_size=16, person=b"ids").digest()
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 

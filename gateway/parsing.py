@@ -5,23 +5,35 @@ A `ReplyParser` is fed the text as it arrives and returns deltas that are never 
     text ──► stop strings cut ──► <think>…</think> ──► tool calls ──► ContentDelta | ReasoningDelta
                                                                       | ToolCall
 
-Text that may still become a marker is held back until it is decided. A marked tool call that is no
-valid JSON, or is cut off, becomes content, character for character. Replies without streaming go
-through the same parser, so that both agree. Does not own: ids, or what a dialect makes of it.
+Text that may still become a marker is held back until it is decided. What begins as a tool call and
+cannot be read as one, or is cut off, becomes content, character for character. Replies without
+streaming go through the same parser, so that both agree. Three ways to write a call are known::
+
+    hermes        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>       any number
+    qwen3_coder   <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
+    llama3_json   {"name": "f", "parameters": {"x": 1}}   the reply begins with it; one
+
+Does not own: ids, which of them a model writes (`reply.py`), or what a dialect makes of it.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias
 
 from gateway.messages import Message, Tool
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"
+
+CallStyle: TypeAlias = Literal["hermes", "qwen3_coder", "llama3_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +109,100 @@ def held_back(text: str, markers: Sequence[str]) -> int:
     return 0
 
 
-def parse_call(body: str) -> ToolCall | None:
-    """The call in `{"name": …, "arguments": {…}}`, or None if it is none."""
+def parse_call(body: str, *, bare: bool = False) -> ToolCall | None:
+    """The call in `{"name": …, "arguments": {…}}`, or None if it is none.
+
+    Args:
+        bare: no markup says that it is a call, so it must have arguments to be one.
+    """
     try:
         call = json.loads(body, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict):
         return None
-    return _as_call(call.get("name"), call.get("arguments", call.get("parameters", {})))
+    arguments = call.get("arguments", call.get("parameters", None if bare else {}))
+    return _as_call(call.get("name"), arguments)
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+
+
+def parse_xml_call(body: str, tools: Sequence[Tool] | None) -> ToolCall | None:
+    """The call in `<function=…><parameter=…>…</parameter></function>`, or None if it is none.
+
+    Values are written without quotes; what they are, the tool's schema says.
+    """
+    if (function := _FUNCTION.fullmatch(body)) is None:
+        return None
+    name, rest = function[1].strip(), function[2]
+    schema = _parameters(name, tools)
+    arguments: dict[str, Any] = {}
+    at = 0
+    while (parameter := _PARAMETER.match(rest, at)) is not None:
+        key = parameter[1].strip()
+        # The line breaks behind the opening and before the closing tag are markup.
+        value = parameter[2].removeprefix("\n").removesuffix("\n")
+        arguments[key] = _typed(value, schema.get(key))
+        at = parameter.end()
+    return _as_call(name, arguments) if not rest[at:].strip() else None
+
+
+def _parameters(name: str, tools: Sequence[Tool] | None) -> Mapping[str, Any]:
+    for tool in tools or ():
+        function = tool.get("function", {})
+        if function.get("name") == name and isinstance(function.get("parameters"), dict):
+            properties = function["parameters"].get("properties")
+            return properties if isinstance(properties, dict) else {}
+    return {}
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """`text` as its schema wants it: a string unless it says otherwise. Templates write other
+    values as JSON or as Python does (True, None)."""
+    kind = schema.get("type") if isinstance(schema, dict) else "string"
+    kinds = kind if isinstance(kind, list) else [kind]
+    if kind is None:  # anyOf and the like
+        kinds = ["string", "other"]
+    if kinds == ["string"]:
+        return text
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(text.strip())
+            json.dumps(value, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            return text
+    return text if isinstance(value, str) and "string" in kinds else value
+
+
+class _ObjectScanner:
+    """Finds where the JSON object ends that a text begins with; reads every character once."""
+
+    def __init__(self) -> None:
+        self._at = self._depth = 0
+        self._in_string = self._escaped = False
+
+    def end(self, text: str) -> int | None:
+        """Behind the closing brace; None: it is not there yet. `text` has grown since."""
+        while self._at < len(text):
+            c = text[self._at]
+            self._at += 1
+            if self._escaped:
+                self._escaped = False
+            elif c == '"':
+                self._in_string = not self._in_string
+            elif self._in_string:
+                self._escaped = c == "\\"
+            elif c == "{":
+                self._depth += 1
+            elif c == "}":
+                self._depth -= 1
+                if self._depth == 0:
+                    return self._at
+        return None
 
 
 def _refuse(constant: str) -> Any:
@@ -120,10 +217,10 @@ def _as_call(name: Any, arguments: Any) -> ToolCall | None:
             return None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    text = json.dumps(arguments, ensure_ascii=False)
     try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         (name + text).encode()
-    except UnicodeEncodeError:  # half a surrogate pair cannot be sent on
+    except ValueError:  # 1e999 is no JSON number, and half a surrogate pair cannot be sent on
         return None
     return ToolCall(new_call_id(), name, text)
 
@@ -160,10 +257,26 @@ class StopCutter:
 
 
 class MarkupParser:
-    """`<think>` and hermes-style `<tool_call>` markup, each if wanted."""
+    """`<think>` markup and tool calls, each if wanted."""
 
-    def __init__(self, *, tools: bool, reasoning: bool, starts_in_reasoning: bool = False) -> None:
-        self._tools = tools
+    def __init__(
+        self,
+        *,
+        tools: bool,
+        reasoning: bool,
+        starts_in_reasoning: bool = False,
+        style: CallStyle = "hermes",
+        offered: Sequence[Tool] | None = None,
+    ) -> None:
+        """`offered`: the tools, for what their schemas say of arguments."""
+        self._tools = tools and style != "llama3_json"
+        self._visible = "bare_call" if tools and style == "llama3_json" else "content"
+        self._scanner = _ObjectScanner()
+        self._read_call: Callable[[str], ToolCall | None] = parse_call
+        if style == "qwen3_coder":
+            self._read_call = partial(parse_xml_call, tools=offered)
+        elif style == "llama3_json":
+            self._read_call = partial(parse_call, bare=True)
         self._reasoning = reasoning
         self._state = "reasoning" if reasoning and starts_in_reasoning else "start"
         self._buffer = ""
@@ -182,6 +295,7 @@ class MarkupParser:
             "start": self._start,
             "reasoning": self._in_reasoning,
             "after_reasoning": self._after_reasoning,
+            "bare_call": self._bare_call,
             "content": self._in_content,
             "call": self._in_call,
         }
@@ -192,7 +306,7 @@ class MarkupParser:
     def _start(self, deltas: list[Delta], final: bool) -> bool:
         """Decide whether the reply opens with a thought; leading white space may precede it."""
         if not self._reasoning:
-            self._state = "content"
+            self._state = self._visible
             return True
         body = self._buffer.lstrip()
         if body.startswith(THINK_OPEN):
@@ -201,7 +315,7 @@ class MarkupParser:
             return True
         if not final and (not body or THINK_OPEN.startswith(body)):
             return False
-        self._state = "content"
+        self._state = self._visible
         return True
 
     def _in_reasoning(self, deltas: list[Delta], final: bool) -> bool:
@@ -219,7 +333,29 @@ class MarkupParser:
         self._buffer = self._buffer.lstrip("\n")
         if not self._buffer and not final:
             return False
+        self._state = self._visible
+        return True
+
+    def _bare_call(self, deltas: list[Delta], final: bool) -> bool:
+        """Decide whether the reply is a call without markup; a tag may precede it."""
+        body = self._buffer.lstrip()
+        if body.startswith(PYTHON_TAG):
+            body = body.removeprefix(PYTHON_TAG).lstrip()
+        elif not final and body and PYTHON_TAG.startswith(body):
+            return False
+        if not final and not body:
+            return False
         self._state = "content"
+        if not body.startswith("{"):
+            return True
+        end = self._scanner.end(body)
+        if end is None and not final:
+            self._state = "bare_call"
+            return False
+        if end is not None and (call := self._read_call(body[:end])) is not None:
+            deltas.append(call)
+            self._had_call = True
+            self._buffer = body[end:]
         return True
 
     def _in_content(self, deltas: list[Delta], final: bool) -> bool:
@@ -245,7 +381,7 @@ class MarkupParser:
             self._put(deltas, ContentDelta(CALL_OPEN + body))
             self._buffer = ""
             return False
-        call = parse_call(body)
+        call = self._read_call(body)
         if call is None:
             self._put(deltas, ContentDelta(CALL_OPEN + body + CALL_CLOSE))
         else:

@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 from datapool.errors import DataPoolError
 from datapool.errors import PoolUnavailableError as PoolGoneError
-from datapool.records import SubmitOutcome, TrajectoryOutcome
-from datapool.types import Step
+from datapool.listing import Page, TrajectoryRow
+from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from datapool.types import Lease, Step
 from gateway.errors import PoolUnavailableError
 
 T = TypeVar("T")
@@ -28,6 +29,16 @@ class PoolPort(Protocol):
         metadata: Mapping[str, Any] | None = None,
         channel: str = "train",
     ) -> SubmitOutcome: ...
+
+    async def resume_trajectory(
+        self,
+        trajectory_uid: str,
+        prompt_uid: str,
+        attempt: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+        channel: str = "train",
+        elsewhere: bool = False,
+    ) -> Resumed: ...
 
     async def submit_step(self, step: Step, channel: str = "train") -> SubmitOutcome: ...
 
@@ -46,6 +57,30 @@ class PoolPort(Protocol):
     async def abort_trajectory(
         self, trajectory_uid: str, reason: str, will_retry: bool = False, channel: str = "train"
     ) -> TrajectoryOutcome: ...
+
+    async def set_reward(
+        self,
+        trajectory_uid: str,
+        reward: float,
+        step_index: int | None = None,
+        channel: str = "train",
+    ) -> SubmitOutcome: ...
+
+    async def drop_group(self, prompt_uid: str, reason: str, channel: str = "train") -> None: ...
+
+    async def lease_batch(
+        self, n_rollouts: int | None = None, channel: str = "train", batch_size: int = 1
+    ) -> Lease | None: ...
+
+    async def ack(self, lease_id: str) -> None: ...
+
+    async def nack(self, lease_id: str, reason: str = "") -> None: ...
+
+    async def list_trajectories(
+        self, channel: str = "train", cursor: str | None = None, limit: int = 100, **filters: Any
+    ) -> Page[TrajectoryRow]: ...
+
+    async def get_statistics(self, channel: str | None = None) -> dict[str, Any]: ...
 
 
 async def ask(answer: Awaitable[T], timeout_s: float) -> T:

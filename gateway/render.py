@@ -21,6 +21,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -30,8 +31,11 @@ from gateway.config import Thinking
 from gateway.errors import RequestError
 from gateway.graph import BranchCause, Turn
 from gateway.messages import Key, Message, Tool, parse_arguments
+from gateway.parsing import THINK_CLOSE, THINK_OPEN
 from gateway.tokenization import ChatTokenizer
 
+_REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
+"""What a chat template raises on a conversation that it cannot show."""
 _REASONING_FIELD = re.compile(r"\b(reasoning_content|reasoning|thinking)\b")
 
 
@@ -52,6 +56,71 @@ class TurnClose:
     token_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class CallExample:
+    """A tool call as the chat template writes it into an assistant's turn."""
+
+    tool: Tool
+    arguments: Mapping[str, Any]
+    prompt: str
+    """What the turn follows, the tool included."""
+    text: str
+    """The turn, without a thought."""
+    before: str
+    """Of `text`: what precedes the tool's name."""
+    after: str
+    """Of `text`: what follows the name whatever the arguments are."""
+
+    @property
+    def name(self) -> str:
+        name: str = self.tool["function"]["name"]
+        return name
+
+
+def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
+    """None: the chat template shows no calls, or not where a turn begins."""
+    secret = secrets.token_hex(6)
+    name, key = f"f{secret}", f"x{secret}"
+    tool = _example_tool(name, key)
+    user: Message = {"role": "user", "content": "."}
+
+    def render(*arguments: Mapping[str, Any]) -> str:
+        messages = [user]
+        for each in arguments:
+            function = {"name": name, "arguments": each}
+            call = {"id": "call00000", "type": "function", "function": function}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        return tokenizer.render(messages, [tool], {}, add_generation_prompt=not arguments)
+
+    try:
+        prompt, text, empty = render(), render({key: "."}), render({})
+    except _REFUSALS:
+        return None
+    begin = prompt.rstrip().removesuffix(THINK_OPEN).rstrip()
+    if not text.startswith(begin):
+        return None
+    said = text[len(begin) :].lstrip("\n")
+    if said.startswith(THINK_OPEN):  # an empty thought, as some templates show one
+        said = said.partition(THINK_CLOSE)[2].lstrip("\n")
+    before, found, rest = said.partition(name)
+    if not found:
+        return None
+    # What begins the arguments, and white space before it, is left to the model.
+    pairs = takewhile(lambda cs: cs[0] == cs[1], zip(rest, empty.rpartition(name)[2], strict=False))
+    after = "".join(c for c, _ in pairs).rstrip("{< \n")
+    return CallExample(tool, {key: "."}, prompt, said, before, after)
+
+
+def _example_tool(name: str, key: str) -> Tool:
+    parameters = {
+        "type": "object",
+        "properties": {key: {"type": "string", "description": "."}},
+        "required": [key],
+    }
+    function = {"name": name, "description": ".", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
 class ChatRenderer:
     """Thread-safe after construction: the prompt cache is only touched from the event loop."""
 
@@ -70,7 +139,9 @@ class ChatRenderer:
         self._close = self._discover(with_tool_calls=False, close=None)
         self._tool_close = self._discover(with_tool_calls=True, close=self._close)
         self._system_anywhere = self._renders_later_system()
-        self._call_opening = self._find_call_opening()
+        self._call = call_example(tokenizer)
+        self.shows_tools = self._renders_tools()
+        """False: the chat template leaves tools out of the prompt."""
 
     @property
     def turn_close_id(self) -> int | None:
@@ -130,15 +201,24 @@ class ChatRenderer:
             raise CutError("cut_failed")
         return ids[1:] if turn.response_ids[-1] == close.token_id else ids
 
-    def call_opening(self, name: str | None) -> str | None:
+    def call_opening(self, name: str | None, prompt_ids: TokenIds | None = None) -> str | None:
         """How a reply begins that calls a tool: `name`, or any for None.
+
+        Args:
+            prompt_ids: end with what the reply follows; a thought begun there is closed first.
 
         None: the chat template does not show where a call begins.
         """
-        if self._call_opening is None:
+        if self._call is None or (name is not None and not self._call.after):
             return None
-        before, after = self._call_opening
-        return before if name is None else before + name + after
+        opening = self._call.before
+        if name is not None:
+            opening += name + self._call.after
+        if prompt_ids is not None:
+            tail = self.tokenizer.decode(prompt_ids[-16:].tolist())
+            if tail.rstrip().endswith(THINK_OPEN):
+                return f"{THINK_CLOSE}\n\n{opening}"
+        return opening
 
     def cached(self, key: Key) -> TokenIds | None:
         ids = self._cache.get(key)
@@ -171,7 +251,7 @@ class ChatRenderer:
             return self.tokenizer.render(
                 shown, tools, template_args, add_generation_prompt=add_generation_prompt
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as e:
+        except _REFUSALS as e:
             raise RequestError(
                 f"the model's chat template refuses these messages: {e!s:.300}", "messages"
             ) from e
@@ -213,29 +293,12 @@ class ChatRenderer:
         except RequestError:
             return False
 
-    def _find_call_opening(self) -> tuple[str, str] | None:
-        """Text of a reply before and after the name of the tool it calls."""
-        user: Message = {"role": "user", "content": "."}
-        function = {"name": self._nonce, "arguments": {self._thought: "."}}
-        call = {"id": "call00000", "type": "function", "function": function}
-        reply: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    def _renders_tools(self) -> bool:
+        tool = _example_tool(self._nonce, self._thought)
         try:
-            prompt = self._render([user], tools, {})
-            text = self._render([user, reply], tools, {}, add_generation_prompt=False)
+            return self._nonce in self._render([{"role": "user", "content": "."}], [tool], {})
         except RequestError:
-            return None
-        start = text.rfind(self._nonce)
-        begin = prompt.rstrip().removesuffix("<think>").rstrip()
-        if start < 0 or not text.startswith(begin):
-            return None
-        opening = text[len(begin) : start].lstrip("\n")
-        if opening.startswith("<think>"):  # an empty thought, as some templates show one
-            opening = opening.partition("</think>")[2].lstrip("\n")
-        if prompt.rstrip().endswith("<think>"):
-            opening = "</think>\n\n" + opening
-        after = text[start + len(self._nonce) : text.find(self._thought, start)]
-        return opening, after.rpartition("{")[0]
+            return False
 
     def _discover(self, *, with_tool_calls: bool, close: TurnClose | None) -> TurnClose | None:
         """How the template closes a turn, from what follows the nonce when nothing comes after."""

@@ -2,6 +2,9 @@
 
 Control tokens are no text: the turn close and other special tokens are hidden, except those that a
 parser reads (<tool_call>, <think>, whatever the tokenizer's `response_template` names).
+
+How a model writes tool calls is found out by example: the style is the one in which a call reads
+back as the chat template wrote it.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from gateway.messages import Tool
 from gateway.parsing import (
     CALL_CLOSE,
     CALL_OPEN,
+    PYTHON_TAG,
     THINK_CLOSE,
     THINK_OPEN,
+    CallStyle,
     Delta,
     MarkupParser,
     ReplyParser,
@@ -25,8 +30,10 @@ from gateway.parsing import (
     ResponseTemplateParser,
     StopCutter,
 )
+from gateway.render import CallExample, call_example
 from gateway.tokenization import ChatTokenizer
 
+_STYLES: tuple[CallStyle, ...] = ("hermes", "qwen3_coder", "llama3_json")
 _TAIL = 64
 """Prompt tokens decoded to see what the generation prompt already opened."""
 
@@ -48,9 +55,19 @@ class ReplyFormat:
             wanted = json.dumps(template, ensure_ascii=False)
             shown = {t for t in tokenizer.special if t in wanted or re.escape(t) in wanted}
         else:
-            shown = {THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE}
+            shown = {THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG}
         self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in shown)
         self._special = frozenset(tokenizer.special.values())
+        example = call_example(tokenizer)
+        self._style: CallStyle = "hermes"
+        if config.tool_parser in _STYLES:
+            self._style = config.tool_parser
+        elif config.tool_parser == "auto" and not self._by_template:
+            self._style = next((s for s in _STYLES if self._reads(example, s)), "hermes")
+        self.reads_calls = self._reads(example, self._style)
+        """A call as the chat template writes it is read as one."""
+        self.calls_once = self._style == "llama3_json" and not self._by_template
+        """A reply holds one tool call at most."""
         self.call_close = CALL_CLOSE if CALL_CLOSE in chat_template else None
         """Text that ends a tool call; None: not known."""
 
@@ -62,8 +79,13 @@ class ReplyFormat:
         parse_tools: bool,
         stop: Sequence[str],
         raw: bool = False,
+        style: CallStyle | None = None,
     ) -> ReplyReader:
-        """`raw`: the reply is plain text; nothing in it is a tool call or a thought."""
+        """
+        Args:
+            raw: the reply is plain text; nothing in it is a tool call or a thought.
+            style: how tool calls are written; None: as the model does.
+        """
         parser: ReplyParser
         if raw:
             parser = MarkupParser(tools=False, reasoning=False)
@@ -78,8 +100,22 @@ class ReplyFormat:
                 tools=self._tools and parse_tools,
                 reasoning=self._reasoning,
                 starts_in_reasoning=tail.rstrip().endswith(THINK_OPEN),
+                style=style or self._style,
+                offered=tools,
             )
         return ReplyReader(self._tokenizer, self._hidden, parser, stop)
+
+    def _reads(self, example: CallExample | None, style: CallStyle) -> bool:
+        if example is None or not self._tools:
+            return False
+        prompt_ids = self._tokenizer.encode(example.prompt)
+        tools = [example.tool]
+        reader = self.reader(prompt_ids, tools=tools, parse_tools=True, stop=(), style=style)
+        thought_open = example.prompt.rstrip().endswith(THINK_OPEN)
+        reader.begin(f"{THINK_CLOSE}\n\n{example.text}" if thought_open else example.text)
+        reader.finish()
+        calls = [(c.name, json.loads(c.arguments)) for c in reader.text.tool_calls]
+        return calls == [(example.name, example.arguments)]
 
 
 class ReplyReader:
@@ -116,6 +152,10 @@ class ReplyReader:
         shown = [i for i in ids if i not in self._hidden]
         self._ids += shown
         return self._read(self._stream.feed(shown))
+
+    def take(self, ids: Sequence[int]) -> None:
+        """All ids at once, of an answer that nobody follows: `finish` reads them in one piece."""
+        self._ids += [i for i in ids if i not in self._hidden]
 
     def finish(self) -> list[Delta]:
         # The stream keeps back bytes that are no character yet; at the end they show as U+FFFD.

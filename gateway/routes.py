@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,9 +23,12 @@ from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictErr
 from datapool.types import Step, VersionSpan
 from gateway.calls import ChatRequest
 from gateway.dialects import openai_chat
+from gateway.dialects.anthropic_messages import AnthropicMessages
+from gateway.dialects.openai_responses import OpenAIResponses
 from gateway.dialects.registry import DIALECTS, error_response
+from gateway.dialects.response_items import StoredResponse
 from gateway.errors import GatewayError, RequestError, TrajectoryConflictError
-from gateway.exchange import serve
+from gateway.exchange import refuse_builtin_tools, serve
 from gateway.pool_port import ask
 from gateway.rewards import compute_reward
 from gateway.web import (
@@ -90,9 +94,18 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
     for name, value in (("trajectory_uid", uid), ("prompt_uid", prompt_uid)):
         if "/" in value:
             raise RequestError(f"{name} is {value!r}; it is part of a URL, so use no slash", name)
-    trajectory = gateway.trajectories.get(uid, prompt_uid)
+    replica = await gateway.replicas.place(body.trajectory_uid)
+    if replica is not None and gateway.trajectories.known(uid) is not None:
+        replica = gateway.replicas.index
+    if replica in (None, gateway.replicas.index):
+        trajectory = gateway.trajectories.get(uid, prompt_uid)
+    else:
+        trajectory = gateway.trajectories.elsewhere(uid, prompt_uid)
     await trajectory.open(channel=body.channel, attempt=body.attempt, metadata=body.metadata)
-    origin = gateway.config.public_url or str(request.base_url)
+    if replica is None:
+        origin = gateway.config.public_url or str(request.base_url)
+    else:
+        origin = gateway.replicas.origin(replica)
     return OrjsonResponse(
         {
             "trajectory_uid": uid,
@@ -162,6 +175,71 @@ def _speak(path: str) -> None:
 
 for _path in DIALECTS:
     _speak(_path)
+
+
+@router.post("/v1/messages/count_tokens")
+@router.post(f"{_UNDER}/messages/count_tokens")
+async def count_tokens(request: Request) -> Response:
+    """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
+    gateway = _gateway(request)
+    body = parse_object(await read_body(request, gateway.config.max_body_bytes))
+    parsed = AnthropicMessages().parse_count(body)
+    refuse_builtin_tools(gateway, parsed)
+    call = gateway.calls.normalised(parsed.call)
+    uid = request.path_params.get("trajectory_uid")
+    if uid is None:
+        trajectory = gateway.identities.known(request.headers, call)
+    else:
+        trajectory = gateway.trajectories.known(uid)
+    n = await gateway.calls.count_tokens(trajectory.graph if trajectory else None, call)
+    return OrjsonResponse({"input_tokens": n})
+
+
+@router.get("/v1/responses/{response_id}")
+async def stored_response(request: Request, response_id: str) -> Response:
+    if request.query_params.get("stream") == "true":
+        raise RequestError("stream is true; a stored response comes whole, leave it out", "stream")
+    _, stored = _stored(request, response_id)
+    return OrjsonResponse(stored.response)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(request: Request, response_id: str) -> Response:
+    responses, stored = _stored(request, response_id)
+    return OrjsonResponse(responses.delete(stored))
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def response_input_items(request: Request, response_id: str) -> Response:
+    responses, stored = _stored(request, response_id)
+    return OrjsonResponse(responses.input_items(stored, request.query_params))
+
+
+@router.get(f"{_UNDER}/responses/{{response_id}}")
+async def trajectory_stored_response(
+    request: Request, trajectory_uid: str, prompt_uid: str, response_id: str
+) -> Response:
+    return await stored_response(request, response_id)
+
+
+@router.delete(f"{_UNDER}/responses/{{response_id}}")
+async def trajectory_delete_response(
+    request: Request, trajectory_uid: str, prompt_uid: str, response_id: str
+) -> Response:
+    return await delete_response(request, response_id)
+
+
+@router.get(f"{_UNDER}/responses/{{response_id}}/input_items")
+async def trajectory_response_input_items(
+    request: Request, trajectory_uid: str, prompt_uid: str, response_id: str
+) -> Response:
+    return await response_input_items(request, response_id)
+
+
+def _stored(request: Request, response_id: str) -> tuple[OpenAIResponses, StoredResponse]:
+    """A remembered answer, below a trajectory's URL one of its own."""
+    responses = _gateway(request).responses
+    return responses, responses.stored(response_id, request.path_params.get("trajectory_uid"))
 
 
 @router.get(f"{_UNDER}/models")
@@ -240,6 +318,8 @@ def _white_box(body: dict[str, Any]) -> ChatRequest:
         chat, options = openai_chat.parse(asked)
     if options.stream:
         raise RequestError("/generate does not stream; leave stream out", "stream")
+    if options.n > 1:
+        raise RequestError(f"n is {options.n}; /generate samples once, leave it out", "n")
     prompt_ids = None
     if ids is not None:
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
@@ -248,20 +328,10 @@ def _white_box(body: dict[str, Any]) -> ChatRequest:
             raise RequestError("prompt_ids holds ids outside [0, 2**31)", "prompt_ids")
         prompt_ids = np.asarray(ids, np.int32)
         prompt_ids.flags.writeable = False
-    return ChatRequest(
-        messages=[] if prompt_ids is not None else chat.messages,
-        tools=chat.tools,
-        template_args=chat.template_args,
-        prompt_ids=prompt_ids,
-        max_tokens=chat.max_tokens,
-        temperature=chat.temperature,
-        top_p=chat.top_p,
-        top_k=chat.top_k,
-        stop=chat.stop,
-        seed=chat.seed,
-        parse_tools=chat.parse_tools,
-        stores_step=False,
-    )
+        if chat.forced_tool is not None:
+            raise RequestError("tool_choice prescribes a call; send messages", "tool_choice")
+    messages = chat.messages if prompt_ids is None else []
+    return replace(chat, messages=messages, prompt_ids=prompt_ids, stores_step=False)
 
 
 @router.post("/submit_steps")
@@ -332,9 +402,23 @@ async def ready(request: Request) -> Response:
         context = await gateway.engine.context_length()
     except GatewayError as e:
         return error_response(request.url.path, e)
-    return OrjsonResponse({"status": "ready", "context_length": context})
+    state: dict[str, Any] = {"status": "ready", "context_length": context}
+    if len(gateway.replicas.urls) > 1:
+        state["replica"] = gateway.replicas.index
+    return OrjsonResponse(state)
 
 
 @router.get("/statistics")
 async def statistics(request: Request) -> Response:
     return OrjsonResponse(_gateway(request).statistics())
+
+
+@router.head("/", include_in_schema=False)
+@router.get("/", include_in_schema=False)
+@router.head("/{trajectory_uid}/{prompt_uid}", include_in_schema=False)
+@router.get("/{trajectory_uid}/{prompt_uid}", include_in_schema=False)
+async def base_url_probe(request: Request) -> Response:
+    """Some agents look whether their base URL answers before they call it. Opens nothing."""
+    if request.path_params.get("trajectory_uid") == "v1":
+        raise HTTPException(404, "Not Found")
+    return await health()

@@ -1,7 +1,7 @@
 """Runs the gateway: uvicorn in a thread with an event loop of its own, and the Ray actor around it.
 
     HttpServer     bind ──► start ──► serving ──► stop        in this process (tests, embedding)
-    GatewayServer  the same inside a Ray actor                (`stepwell train`)
+    GatewayServer  the same inside a Ray actor                (several: `replicas.py`)
 
 The socket is bound before anything else starts, so that a taken port is one clear line and port 0
 is known. Does not own: the application (`app.py`).
@@ -164,12 +164,15 @@ def start_gateway(config: GatewayConfig, pool: PoolPort | str, **ray_options: An
     """
     import ray
 
-    if config.tokenizer_path is not None and os.path.isdir(config.tokenizer_path):
-        # The actor may run with another working directory.
-        absolute = os.path.abspath(config.tokenizer_path)
-        config = config.model_copy(update={"tokenizer_path": absolute})
     actor = ray.remote(**{"num_cpus": 0, **ray_options})(GatewayServer)
-    return actor.remote(config, pool)
+    return actor.remote(absolute_paths(config), pool)
+
+
+def absolute_paths(config: GatewayConfig) -> GatewayConfig:
+    """`config` for an actor, which may run with another working directory."""
+    if config.tokenizer_path is None or not os.path.isdir(config.tokenizer_path):
+        return config
+    return config.model_copy(update={"tokenizer_path": os.path.abspath(config.tokenizer_path)})
 
 
 class GatewayServer:
@@ -187,9 +190,13 @@ class GatewayServer:
     async def start(self) -> str:
         """Serve; returns the origin. Repeating it is harmless."""
         if self._origin is None:
-            self._origin = await asyncio.to_thread(self._http.start)
-            settle_heap()
+            return await asyncio.to_thread(self._begin)
         return self._origin
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._http.stop)
+
+    def _begin(self) -> str:
+        self._origin = origin = self._http.start()
+        settle_heap()
+        return origin

@@ -22,6 +22,7 @@ from gateway.errors import GatewayConfigError
 from gateway.messages import Message, Tool
 
 _UNTRUSTED = ("user", "tool")
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class ChatTokenizer:
@@ -63,6 +64,10 @@ class ChatTokenizer:
             f"{self._open}({any_special}){self._shut}|{self._open}|{self._shut}"
         )
         self._sanitize = sanitize and bool(self.special)
+        self._added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items()}
+        self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec["decoder"]) else None
+        self._begin = _frozen(self._find_begin())
+        self._begin_text = self.decode(self._begin.tolist())
 
     @classmethod
     def load(cls, path: str | None, *, sanitize: bool = True) -> ChatTokenizer:
@@ -115,11 +120,42 @@ class ChatTokenizer:
                 ids += self._encode(piece) if i % 2 == 0 else self._encode_as_text(piece)
         return _frozen(ids)
 
+    def begin(self, text: str) -> TokenIds:
+        """Ids that the tokenizer puts before a plain text (Llama's BOS), if `text` does not begin
+        with them itself."""
+        has_it = not self._begin_text or text.startswith(self._begin_text)
+        return self._begin[:0] if has_it else self._begin
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoder.decode(list(ids), skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text: often no whole character."""
+        if (added := self._added.get(token_id)) is not None:
+            return added
+        token = self._encoder.id_to_token(token_id) or ""
+        if self._bytes is not None and all(c in self._bytes for c in token):
+            return bytes(self._bytes[c] for c in token)
+        if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:
+            return bytes([int(byte[1], 16)])
+        return token.replace("▁", " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as answers with log-probs write them; OpenAI's way if they are no text."""
+        raw = self.token_bytes(token_id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in raw)
+
     def stream(self) -> TokenStream:
         return TokenStream(self._encoder)
+
+    def _find_begin(self) -> list[int]:
+        ids: list[int] = self._encoder.encode("a", add_special_tokens=True).ids
+        plain = self._encode("a")
+        starts = range(len(ids) - len(plain) + 1)
+        return ids[: next((n for n in starts if ids[n : n + len(plain)] == plain), 0)]
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -151,6 +187,13 @@ class TokenStream:
 
     def feed(self, ids: Sequence[int]) -> str:
         return "".join(self._stream.step(self._tokenizer, i) or "" for i in ids)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte by the character that byte-level vocabularies write it with (GPT-2's alphabet)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(0x100) if b not in plain]
+    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(others)}
 
 
 def _frozen(ids: list[int]) -> TokenIds:

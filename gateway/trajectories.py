@@ -11,6 +11,10 @@ and the pool's answer is lost. The call answers 503 and stays `uncertain`. The n
 index 3 again; if the pool refuses it as a conflict, the lost Step was stored after all: it keeps
 index 3 (its client's retry is answered with it), and the new one takes 4.
 
+A trajectory that another gateway began (a replica, or this one before it was restarted) is found in
+the pool with its Steps when it is opened here, and goes on where it was. If both serve it at once,
+whoever finds an index taken by the other reads its Steps.
+
 Owns: the turn graph of each trajectory, the calls in flight, the records that answer retries.
 Does not own: generation (`calls.py`), storage (the pool).
 """
@@ -29,11 +33,12 @@ from datapool.errors import (
 )
 from datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from datapool.records import SubmitOutcome, TrajectoryOutcome
+from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from datapool.types import Step
 from gateway.errors import PoolUnavailableError, TrajectoryClosedError, TrajectoryConflictError
 from gateway.graph import TurnGraph
 from gateway.pool_port import PoolPort, ask
+from gateway.rebuild import Recorded, restore
 
 if TYPE_CHECKING:
     from gateway.calls import Call
@@ -68,11 +73,13 @@ class LiveTrajectory:
         self.in_flight: set[Call] = set()
         self.records: OrderedDict[str, list[Call]] = OrderedDict()
         """Calls by the key of their request, oldest first; see `calls.RetryKey`."""
+        self.recorded: dict[bytes, list[Recorded]] = {}
+        """Calls of other gateways by `rebuild.retry_digest`, until they are asked for again."""
         self.closed = closed
         """How the trajectory was closed, in words; None while open."""
         self.last_used = time.monotonic()
         self.steps = 0
-        """Steps stored through this gateway; the next commit's `step_index`."""
+        """The next commit's `step_index`: behind all Steps that this gateway knows of."""
         self._pool = pool
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
@@ -105,30 +112,28 @@ class LiveTrajectory:
             return
         async with self._lock:
             self._check_open()
-            if channel is not None and channel != self.channel:
-                if self._opened:
-                    raise TrajectoryConflictError(
-                        f"trajectory {self.uid!r} is open in channel {self.channel!r}, not "
-                        f"{channel!r}; register it before its first call"
-                    )
-                self.channel = channel
-            try:
-                outcome = await ask(
-                    self._pool.open_trajectory(
-                        self.uid,
-                        self.prompt_uid,
-                        attempt=attempt,
-                        metadata=dict(metadata or {}),
-                        channel=self.channel,
-                    ),
-                    self._timeout_s,
-                )
-            except PoolTrajectoryConflictError as e:
-                raise TrajectoryConflictError(str(e)) from e
-            if outcome == "late":
-                self._close("closed before in the DataPool, or its group was")
-                self._check_open()
-            self._opened = True
+            if not self._opened:
+                await self._begin(channel, attempt, metadata)
+                if not self._opened:
+                    self._close("completed before")
+            elif channel is not None or metadata is not None:
+                await self._register_again(channel, attempt, metadata)
+            self._check_open()
+
+    async def catch_up(self) -> bool:
+        """Read what other gateways stored since; whether that was anything.
+
+        Raises:
+            TrajectoryClosedError: closed meanwhile.
+        """
+        async with self._lock:
+            self._check_open()
+            if self._uncertain:
+                return False  # what was read could be ours; the next commit settles that
+            before = self.steps
+            await self._read()
+            self._check_open()
+            return self.steps > before
 
     async def commit(self, commit: Commit) -> None:
         """Store the Step that `commit` makes; its `stored(step_index)` follows at once.
@@ -144,10 +149,12 @@ class LiveTrajectory:
                 try:
                     outcome = await self._submit(commit.make_step(index))
                 except StepConflictError:
-                    # The index is taken: by the commit whose answer was lost, or by Steps of a
-                    # gateway that served this trajectory before.
-                    await self._settle(index)
-                    self.steps = index + 1
+                    # The index is taken: by the commit whose answer was lost, or by another
+                    # gateway that serves this trajectory, too.
+                    is_ours = await self._settle(index)
+                    self.steps = max(self.steps, index + 1)
+                    if not is_ours:
+                        await self._read()
                     continue
                 except PoolTrajectoryConflictError as e:
                     raise TrajectoryConflictError(str(e)) from e
@@ -190,8 +197,78 @@ class LiveTrajectory:
     async def _submit(self, step: Step) -> SubmitOutcome:
         return await ask(self._pool.submit_step(step, channel=self.channel), self._timeout_s)
 
-    async def _settle(self, index: int) -> None:
-        """Find the lost commit that holds `index`: submitted again, it is a duplicate."""
+    async def _begin(
+        self, channel: str | None, attempt: int, metadata: Mapping[str, Any] | None
+    ) -> None:
+        """Open the trajectory, or go on with it; `_opened` unless it is complete already."""
+        if channel is not None:
+            self.channel = channel
+        resumed = await self._resume(attempt, metadata, elsewhere=channel is None)
+        if resumed.outcome == "late":
+            self._close("closed before in the DataPool, or its group was")
+            self._check_open()
+        self.channel = resumed.channel
+        self._take_over(resumed)
+        self._opened = resumed.is_open
+
+    async def _register_again(
+        self, channel: str | None, attempt: int, metadata: Mapping[str, Any] | None
+    ) -> None:
+        if channel is not None and channel != self.channel:
+            raise TrajectoryConflictError(
+                f"trajectory {self.uid!r} is open in channel {self.channel!r}, not "
+                f"{channel!r}; register it before its first call"
+            )
+        outcome = await ask(
+            self._pool.open_trajectory(
+                self.uid,
+                self.prompt_uid,
+                attempt=attempt,
+                metadata=dict(metadata or {}),
+                channel=self.channel,
+            ),
+            self._timeout_s,
+        )
+        if outcome == "late":
+            self._close("closed before in the DataPool, or its group was")
+
+    async def _read(self) -> None:
+        """The Steps that other gateways stored meanwhile."""
+        resumed = await self._resume(0, None, elsewhere=False)
+        if resumed.is_open:
+            self._take_over(resumed)
+        else:
+            self._close("closed by the DataPool, or through another gateway")
+
+    async def _resume(
+        self, attempt: int, metadata: Mapping[str, Any] | None, *, elsewhere: bool
+    ) -> Resumed:
+        try:
+            return await ask(
+                self._pool.resume_trajectory(
+                    self.uid,
+                    self.prompt_uid,
+                    attempt=attempt,
+                    metadata=dict(metadata or {}),
+                    channel=self.channel,
+                    elsewhere=elsewhere,
+                ),
+                self._timeout_s,
+            )
+        except PoolTrajectoryConflictError as e:
+            raise TrajectoryConflictError(str(e)) from e
+
+    def _take_over(self, resumed: Resumed) -> None:
+        steps = resumed.steps
+        if not steps:
+            return
+        for call in restore(self.graph, steps):
+            self.recorded.setdefault(call.note.retry, []).append(call)
+        self.note_steps(steps[-1].step_index)
+
+    async def _settle(self, index: int) -> bool:
+        """Find the lost commit that holds `index`: submitted again, it is a duplicate. Whether
+        there is one."""
         while self._uncertain:
             lost = self._uncertain[0]
             try:
@@ -202,12 +279,15 @@ class LiveTrajectory:
             if outcome == "duplicate":
                 lost.stored(index)
                 self._uncertain.clear()
+                return True
+        return False
 
     async def _end(
         self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]]
     ) -> TrajectoryOutcome:
-        await self.open()
         async with self._lock:
+            if not self._opened:
+                await self._begin(None, 0, None)
             try:
                 outcome = await ask(end(), self._timeout_s)
             except PoolTrajectoryClosedError as e:
@@ -281,6 +361,11 @@ class TrajectoryStore:
                 f"{prompt_uid!r}; use the base_url as it was handed out"
             )
         return trajectory
+
+    def elsewhere(self, uid: str, prompt_uid: str) -> LiveTrajectory:
+        """A trajectory to open for another gateway: it is not kept here."""
+        identity = Identity(uid, prompt_uid, self._channel)
+        return LiveTrajectory(self._pool, self._timeout_s, identity, lambda _: None)
 
     def known(self, uid: str) -> LiveTrajectory | None:
         """The open trajectory of this id, if this gateway serves it."""

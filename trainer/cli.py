@@ -1,7 +1,8 @@
 """The `stepwell` command. The only module that sees every package.
 
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
-    stepwell gateway --config quickstart [key=value …]   pool + engine + gateway, no training
+    stepwell gateway --config quickstart [key=value …]   pool + engine + gateway, no training;
+                     --replicas N                        N gateways, each at its own address
     stepwell config  --config quickstart [key=value …]   print the resolved configuration
     stepwell bench   NAME [--json|--markdown] [--quick]  measured claims, each with its bound
 
@@ -63,6 +64,10 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.total_steps=5"
         )
         command.set_defaults(run=run)
+        if name == "gateway":
+            command.add_argument(
+                "--replicas", type=int, metavar="N", help="as gateway.replicas=N (default 1)"
+            )
     bench = commands.add_parser("bench", help="run a benchmark and check its bounds")
     bench.add_argument("name", choices=list(BENCHES))
     form = bench.add_mutually_exclusive_group()
@@ -95,7 +100,8 @@ def _train(args: argparse.Namespace) -> int:
 def _gateway(args: argparse.Namespace) -> int:
     from trainer.config import load_config
 
-    config = load_config(args.config, args.overrides)
+    chosen = [] if args.replicas is None else [f"gateway.replicas={args.replicas}"]
+    config = load_config(args.config, [*args.overrides, *chosen])
     from trainer.run import serve
 
     asyncio.run(_interruptible(serve(config)))

@@ -25,7 +25,8 @@ from datapool.client import DataPoolClient
 from datapool.process import settle_heap
 from datapool.shards import client_of, start_shards
 from datapool.types import TRAIN
-from gateway.server import start_gateway
+from gateway.config import GatewayConfig
+from gateway.replicas import start_replicas
 from trainer.config import RunConfig
 from trainer.rollout import WorkerHandle, start_workers
 
@@ -44,8 +45,13 @@ class Cluster:
 
     pool: DataPoolClient
     engines: list[EngineClient]
-    gateway_url: str
+    gateway_urls: tuple[str, ...]
+    """One per replica. `/init_trajectory` at any of them hands out the address of one."""
     workers: list[WorkerHandle]
+
+    @property
+    def gateway_url(self) -> str:
+        return self.gateway_urls[0]
 
 
 @asynccontextmanager
@@ -79,12 +85,19 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         stack.push_async_callback(_stop, engine)
         urls: list[str] = await engine.start.remote()
         engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
-        gateway = start_gateway(config.gateway.model_copy(update={"engine_urls": urls}), POOL_NAME)
-        stack.push_async_callback(_stop, gateway)
-        gateway_url: str = await gateway.start.remote()
-        workers = start_workers(config.rollout, gateway_url)
+        gateway_urls = await _start_gateways(
+            config.gateway.model_copy(update={"engine_urls": tuple(urls)}), stack
+        )
+        workers = start_workers(config.rollout, gateway_urls[0])
         settle_heap()
-        yield Cluster(pool, engines, gateway_url, workers)
+        yield Cluster(pool, engines, gateway_urls, workers)
+
+
+async def _start_gateways(config: GatewayConfig, stack: AsyncExitStack) -> tuple[str, ...]:
+    replicas = start_replicas(config, POOL_NAME)
+    for replica in replicas:
+        stack.push_async_callback(_stop, replica)
+    return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))
 
 
 def _start_ray(config: RunConfig, stack: AsyncExitStack) -> str:

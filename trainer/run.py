@@ -176,5 +176,6 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
 async def serve(config: RunConfig) -> None:
     """Pool, engine and gateway without training, until interrupted."""
     async with start_cluster(config) as cluster:
-        print(f"gateway at {cluster.gateway_url}  (Ctrl-C stops it)", flush=True)
+        where = "\n           ".join(cluster.gateway_urls)
+        print(f"gateway at {where}  (Ctrl-C stops it)", flush=True)
         await asyncio.Event().wait()

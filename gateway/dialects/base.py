@@ -34,6 +34,12 @@ class Parsed:
     """Samples asked for."""
     trajectory_uid: str | None = None
     """The trajectory that the body itself continues (`previous_response_id`)."""
+    ignored: tuple[str, ...] = ()
+    """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
+    `x-stepwell-ignored` header tells."""
+    builtin_tools: tuple[str, ...] = ()
+    """Those of `ignored` that are tools which the vendor's own servers would run; refused unless
+    `gateway.ignore_builtin_tools`."""
 
 
 class Dialect(Protocol):

@@ -1,19 +1,21 @@
 """OpenAI chat completions: request → `ChatRequest`, `Reply` → JSON or server-sent events.
 
-Owns the wire format, its validation and its error wording. A field the gateway cannot honour is
-refused by name; only fields that say nothing about the completion are ignored. Does not own: calls,
-prompts, tool-call parsing.
+Owns the wire format, its validation and its error wording, and what completions share with it. A
+field the gateway cannot honour is refused by name. Ignored are fields that say nothing about the
+completion, and hints to OpenAI's own models, of which `x-stepwell-ignored` tells. Does not own:
+calls, prompts, tool-call parsing.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 
-from gateway.calls import ChatRequest, Reply
+from gateway.calls import ChatRequest, Reply, SampledToken
 from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
 from gateway.errors import GatewayError, RequestError
 from gateway.messages import Message, Tool
@@ -24,7 +26,7 @@ from gateway.web import error_body, field, number
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
 
-_IGNORED = frozenset(
+IGNORED = frozenset(
     {
         "metadata",
         "prompt_cache_key",
@@ -36,6 +38,7 @@ _IGNORED = frozenset(
         "user",
     }
 )
+_HINTS = frozenset({"prediction", "verbosity"})
 _KNOWN = frozenset(
     {
         "chat_template_kwargs",
@@ -43,7 +46,12 @@ _KNOWN = frozenset(
         "max_completion_tokens",
         "max_tokens",
         "messages",
+        "min_p",
         "model",
+        "n",
+        "parallel_tool_calls",
+        "reasoning_effort",
+        "response_format",
         "seed",
         "stop",
         "stream",
@@ -52,22 +60,33 @@ _KNOWN = frozenset(
         "tool_choice",
         "tools",
         "top_k",
+        "top_logprobs",
         "top_p",
     }
 )
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
+    "ignore_eos": (False,),
     "logit_bias": ({},),
-    "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
+    "min_tokens": (0,),
     "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "top_logprobs": (0,),
-    "functions": ([],),
+    "repetition_penalty": (1,),
 }
-"""Not supported, but these values ask for nothing. (Penalties and biases would make the log-probs
-those of another policy.)"""
+"""Not supported, but these values ask for nothing. Penalties, biases and a forbidden end would make
+the log-probs those of another policy."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+}
+_REMEDIES: Mapping[str, str] = {
+    "function_call": "it is deprecated; use tool_choice",
+    "functions": "it is deprecated; use tools",
+    "web_search_options": "define a function tool that searches",
+}
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_NO_THINKING = ("none", "minimal")
 _RESERVED_TEMPLATE_ARGS = frozenset(
     {
         "add_generation_prompt",
@@ -83,16 +102,25 @@ _RESERVED_TEMPLATE_ARGS = frozenset(
         "truncation",
     }
 )
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+_THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
+"""Of an assistant's content, as other vendors' clients send them back."""
 MAX_STOPS = 16
+MAX_SAMPLES = 16
+MAX_TOP_LOGPROBS = 20
+LEAST_LOGPROB = -9999.0
+"""JSON knows no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What shapes the answer and not the call."""
 
+    n: int
     stream: bool
     include_usage: bool
     logprobs: bool
+    ignored: tuple[str, ...] = ()
 
 
 class OpenAIChat:
@@ -100,10 +128,14 @@ class OpenAIChat:
 
     name = "openai_chat"
 
+    def __init__(self, chat_template: str = "") -> None:
+        """`chat_template`: looked through for the switches that `reasoning_effort` can turn."""
+        self._chat_template = chat_template
+
     def parse(self, body: dict[str, Any], headers: Headers) -> Parsed:
         """See `Dialect.parse`."""
-        request, options = parse(body)
-        return Parsed(request, options)
+        request, options = parse(body, self._chat_template)
+        return Parsed(request, options, n=options.n, ignored=options.ignored)
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `ChatCompletion`."""
@@ -114,9 +146,14 @@ class OpenAIChat:
             "created": exchange.created,
             "model": exchange.model,
             "choices": [
-                _choice(i, reply, options, exchange.tokenizer) for i, reply in enumerate(replies)
+                _choice(
+                    i,
+                    reply,
+                    logprobs(call.tokens, exchange.tokenizer) if options.logprobs else None,
+                )
+                for i, (reply, call) in enumerate(zip(replies, exchange.calls, strict=True))
             ],
-            "usage": _usage(replies),
+            "usage": usage(replies),
         }
 
     async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
@@ -128,16 +165,21 @@ class OpenAIChat:
             "created": exchange.created,
             "model": exchange.model,
         }
-        usage = {"usage": None} if options.include_usage else {}
+        no_usage = {"usage": None} if options.include_usage else {}
+        new_tokens = NewTokens(exchange)
 
         def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+            entries = None
+            # Not beside the role: the SDK's accumulator would count them twice.
+            if options.logprobs and "role" not in delta and (tokens := new_tokens.of(index)):
+                entries = logprobs(tokens, exchange.tokenizer)
             choice = {
                 "index": index,
                 "delta": delta,
-                "logprobs": None,
+                "logprobs": entries,
                 "finish_reason": finish_reason,
             }
-            return sse({**head, "choices": [choice], **usage})
+            return sse({**head, "choices": [choice], **no_usage})
 
         replies: dict[int, Reply] = {}
         n_calls = [0] * exchange.parsed.n
@@ -163,7 +205,7 @@ class OpenAIChat:
             yield sse(self.error(e))
             return
         if options.include_usage:
-            yield sse({**head, "choices": [], "usage": _usage([*replies.values()])})
+            yield sse({**head, "choices": [], "usage": usage([*replies.values()])})
         yield b"data: [DONE]\n\n"
         exchange.delivered()
 
@@ -172,42 +214,88 @@ class OpenAIChat:
         return error_body(e)
 
 
-def parse(body: Mapping[str, Any]) -> tuple[ChatRequest, Options]:
+def parse(body: Mapping[str, Any], chat_template: str = "") -> tuple[ChatRequest, Options]:
     """A request's body.
 
     Raises:
         RequestError: names the field, its value and the remedy.
     """
-    _refuse_unsupported(body)
-    stream = bool(field(body, "stream", bool, "true or false"))
-    stream_options = field(body, "stream_options", dict, "an object") or {}
-    for name in stream_options:
-        if name not in ("include_usage", "include_obfuscation"):
-            raise RequestError(f"stream_options.{name} is not supported", f"stream_options.{name}")
-    logprobs = bool(field(body, "logprobs", bool, "true or false"))
-    if logprobs and stream:
-        raise RequestError("logprobs is not supported with stream; send one of them", "logprobs")
-    tools, parse_tools = _tools(body)
+    refuse_unsupported(body, _KNOWN | _HINTS, _NEUTRAL)
+    ignored = [name for name in sorted(_HINTS) if body.get(name) is not None]
+    want_logprobs = bool(field(body, "logprobs", bool, "true or false"))
+    top_logprobs = number(body, "top_logprobs", 0, MAX_TOP_LOGPROBS, integral=True)
+    if top_logprobs and not want_logprobs:
+        raise RequestError(
+            f"top_logprobs is {top_logprobs}, but logprobs is not true; send both", "top_logprobs"
+        )
+    tools, forced_tool = _tools(body)
+    constraint = _constraint(body)
+    if constraint is not None and tools:
+        # Constrained from its first token on, the reply could not call a tool.
+        ignored.append("response_format (beside tools)")
+        constraint = None
+    parallel = field(body, "parallel_tool_calls", bool, "true or false")
     limit = number(body, "max_completion_tokens", 1, 2**31 - 1, integral=True)
     request = ChatRequest(
         messages=_messages(body),
         tools=tools,
-        template_args=_template_args(body),
+        template_args={**_effort(body, chat_template, ignored), **_template_args(body)},
         max_tokens=limit or number(body, "max_tokens", 1, 2**31 - 1, integral=True),
-        temperature=number(body, "temperature", 0, 2),
-        top_p=_top_p(body),
-        top_k=number(body, "top_k", -1, 2**31 - 1, integral=True),
-        stop=_stop(body),
-        seed=number(body, "seed", -(2**63), 2**63 - 1, integral=True),
-        stream=stream,
-        parse_tools=parse_tools,
+        n_logprobs=(top_logprobs or 0) if want_logprobs else None,
+        constraint=constraint,
+        forced_tool=forced_tool,
+        parallel_tool_calls=parallel is not False,
+        parse_tools=bool(tools),
+        **sampling_fields(body),
     )
-    return request, Options(
-        stream, bool(field(stream_options, "include_usage", bool, "true or false")), logprobs
+    return request, options(body, want_logprobs, ignored)
+
+
+def sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `ChatRequest` that are fields of all of OpenAI's completions."""
+    return {
+        "temperature": number(body, "temperature", 0, 2),
+        "top_p": _top_p(body),
+        "top_k": number(body, "top_k", -1, 2**31 - 1, integral=True),
+        "min_p": number(body, "min_p", 0, 1),
+        "stop": _stop(body),
+        "seed": number(body, "seed", -(2**63), 2**63 - 1, integral=True),
+        "stream": bool(field(body, "stream", bool, "true or false")),
+    }
+
+
+def options(body: Mapping[str, Any], want_logprobs: bool, ignored: Iterable[str] = ()) -> Options:
+    """
+    Raises:
+        RequestError: n or stream_options is malformed.
+    """
+    stream_options = field(body, "stream_options", dict, "an object") or {}
+    for name in stream_options:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise RequestError(f"stream_options.{name} is not supported", f"stream_options.{name}")
+    return Options(
+        n=number(body, "n", 1, MAX_SAMPLES, integral=True) or 1,
+        stream=bool(body.get("stream")),
+        include_usage=bool(field(stream_options, "include_usage", bool, "true or false")),
+        logprobs=want_logprobs,
+        ignored=tuple(ignored),
     )
 
 
-def _choice(index: int, reply: Reply, options: Options, tokenizer: ChatTokenizer) -> dict[str, Any]:
+class NewTokens:
+    """The sampled tokens that a stream has not shown yet, for each sample."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._calls = exchange.calls
+        self._shown = [0] * len(self._calls)
+
+    def of(self, sample: int) -> list[SampledToken]:
+        tokens = self._calls[sample].tokens[self._shown[sample] :]
+        self._shown[sample] += len(tokens)
+        return tokens
+
+
+def _choice(index: int, reply: Reply, entries: dict[str, Any] | None) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         "content": reply.text.content,
@@ -222,7 +310,7 @@ def _choice(index: int, reply: Reply, options: Options, tokenizer: ChatTokenizer
     return {
         "index": index,
         "message": message,
-        "logprobs": _logprobs(reply, tokenizer) if options.logprobs else None,
+        "logprobs": entries,
         "finish_reason": reply.finish_reason,
     }
 
@@ -235,7 +323,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def _usage(replies: Sequence[Reply]) -> dict[str, Any]:
+def usage(replies: Sequence[Reply]) -> dict[str, Any]:
     """The prompt counts once, however many samples it has."""
     n_prompt = max((reply.n_prompt for reply in replies), default=0)
     n_response = sum(reply.n_response for reply in replies)
@@ -248,38 +336,88 @@ def _usage(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-def _logprobs(reply: Reply, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Every sampled token with its log-prob, the turn close included."""
-    entries = []
-    generation = reply.generation
-    for token_id, log_prob in zip(
-        generation.response_ids.tolist(), generation.log_probs.tolist(), strict=True
-    ):
-        token = tokenizer.decode([token_id])
-        entries.append(
-            {
-                "token": token,
-                "logprob": log_prob,
-                "bytes": list(token.encode()),
-                "top_logprobs": [],
-            }
-        )
+def logprobs(tokens: Iterable[SampledToken], tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """Sampled tokens with their log-probs, the turn close included."""
+
+    def entry(token_id: int, log_prob: float) -> dict[str, Any]:
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": max(log_prob, LEAST_LOGPROB),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    entries = [
+        {
+            **entry(token.token_id, token.log_prob),
+            "top_logprobs": [entry(*alternative) for alternative in token.alternatives],
+        }
+        for token in tokens
+    ]
     return {"content": entries, "refusal": None}
 
 
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+def refuse_unsupported(
+    body: Mapping[str, Any], known: frozenset[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """
+    Raises:
+        RequestError: a field is neither known, nor ignored, nor has a value that asks for nothing.
+    """
     for name, value in body.items():
-        if name in _KNOWN or name in _IGNORED or value is None:
+        if name in known or name in IGNORED or value is None:
             continue
-        if name not in _NEUTRAL:
-            raise RequestError(f"{name} is not supported by this gateway; leave it out", name)
-        if value not in _NEUTRAL[name]:
-            neutral = " or ".join(repr(v) for v in _NEUTRAL[name])
+        remedy = _REMEDIES.get(name)
+        if name not in neutral:
+            raise RequestError(
+                f"{name} is not supported by this gateway; {remedy or 'leave it out'}", name
+            )
+        if value not in neutral[name]:
+            harmless = " or ".join(repr(v) for v in neutral[name])
             raise RequestError(
                 f"{name} is {value!r:.80}, which this gateway does not support; "
-                f"leave it out or send {neutral}",
+                f"{remedy or f'leave it out or send {harmless}'}",
                 name,
             )
+
+
+def _constraint(body: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What `response_format` asks of the engine."""
+    wanted = field(body, "response_format", dict, "an object")
+    kind = wanted.get("type") if wanted is not None else "text"
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return "json_schema", '{"type": "object"}'
+    if kind != "json_schema":
+        raise RequestError(
+            f"response_format.type is {kind!r:.80}; send 'text', 'json_object' or 'json_schema'",
+            "response_format",
+        )
+    schema = field(wanted, "json_schema", dict, "an object") or {}
+    if not isinstance(schema.get("schema"), dict):
+        raise RequestError(
+            f"response_format.json_schema.schema is {schema.get('schema')!r:.80}; send a schema",
+            "response_format.json_schema.schema",
+        )
+    return "json_schema", json.dumps(schema["schema"])
+
+
+def _effort(body: Mapping[str, Any], chat_template: str, ignored: list[str]) -> dict[str, Any]:
+    """What `reasoning_effort` says to the chat template, if that listens."""
+    effort = field(body, "reasoning_effort", str, "a string")
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS:
+        raise RequestError(
+            f"reasoning_effort is {effort!r:.80}; send one of {', '.join(_EFFORTS)}",
+            "reasoning_effort",
+        )
+    if "reasoning_effort" in chat_template:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in chat_template and effort in _NO_THINKING:
+        return {"enable_thinking": False}
+    ignored.append(f"reasoning_effort={effort}")
+    return {}
 
 
 def _top_p(body: Mapping[str, Any]) -> float | None:
@@ -310,8 +448,8 @@ def _template_args(body: Mapping[str, Any]) -> dict[str, Any]:
     return args
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[list[Tool] | None, bool]:
-    """The tools shown to the model, and whether its calls are read."""
+def _tools(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
+    """The tools shown to the model, and which one it has to call ("": any; None: it need not)."""
     tools: list[Any] = field(body, "tools", list, "a list") or []
     for i, tool in enumerate(tools):
         where = f"tools[{i}]"
@@ -322,14 +460,51 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[Tool] | None, bool]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}.function needs a name", f"{where}.function")
     choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
+    if choice == "none":
+        return None, None
+    if choice in (None, "auto"):
+        return tools or None, None
+    if choice == "required":
+        forced: str | None = ""
+    elif isinstance(choice, dict) and choice.get("type") == "function":
+        forced = _chosen(choice, tools, "tool_choice")
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        tools, forced = _allowed(choice, tools)
+    else:
         raise RequestError(
-            f"tool_choice is {choice!r:.80}; this gateway supports 'auto' and 'none'",
+            f"tool_choice is {choice!r:.80}; send 'auto', 'none', 'required', a function or "
+            "allowed_tools",
             "tool_choice",
         )
-    if choice == "none" or not tools:
-        return None, False
-    return tools, True
+    if not tools:
+        raise RequestError(
+            f"tool_choice is {choice!r:.80}, but there are no tools; send some", "tool_choice"
+        )
+    return tools, forced
+
+
+def _allowed(choice: Mapping[str, Any], tools: list[Tool]) -> tuple[list[Tool], str | None]:
+    """Only the allowed tools are shown: nothing else would keep the model from the others."""
+    where = "tool_choice.allowed_tools"
+    allowed = choice.get("allowed_tools")
+    listed = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(allowed, dict) or not isinstance(listed, list) or not listed:
+        raise RequestError(f"{where} is {allowed!r:.80}; send mode and tools", where)
+    names = [_chosen(tool, tools, f"{where}.tools[{i}]") for i, tool in enumerate(listed)]
+    mode = allowed.get("mode", "auto")
+    if mode not in ("auto", "required"):
+        raise RequestError(f"{where}.mode is {mode!r:.80}; send 'auto' or 'required'", where)
+    shown = [tool for tool in tools if tool["function"]["name"] in names]
+    only = names[0] if len(shown) == 1 else ""
+    return shown, only if mode == "required" else None
+
+
+def _chosen(choice: Any, tools: Sequence[Tool], where: str) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or all(t["function"]["name"] != name for t in tools):
+        raise RequestError(f"{where}.function.name is {name!r:.80}; name one of the tools", where)
+    return name
 
 
 def _messages(body: Mapping[str, Any]) -> list[Message]:
@@ -343,7 +518,7 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
         raise RequestError(f"{where} is {message!r:.80}; send an object", where)
     role = message.get("role")
-    content = _content(message.get("content"), f"{where}.content")
+    content = _content(message.get("content"), f"{where}.content", role == "assistant")
     if role in ("system", "developer", "user"):
         if content is None:
             raise RequestError(f"{where}.content is null; send text", f"{where}.content")
@@ -361,10 +536,10 @@ def _message(message: Any, where: str) -> Message:
         return {"role": "tool", "content": content or "", "tool_call_id": call_id}
     if role == "assistant":
         return _assistant(message, content, where)
-    raise RequestError(
-        f"{where}.role is {role!r:.80}; send system, developer, user, assistant or tool",
-        f"{where}.role",
-    )
+    remedy = "send system, developer, user, assistant or tool"
+    if role == "function":
+        remedy = "it is deprecated; use role tool"
+    raise RequestError(f"{where}.role is {role!r:.80}; {remedy}", f"{where}.role")
 
 
 def _assistant(message: Mapping[str, Any], content: str | None, where: str) -> Message:
@@ -373,10 +548,14 @@ def _assistant(message: Mapping[str, Any], content: str | None, where: str) -> M
             f"{where}.function_call is deprecated and not supported; use tool_calls",
             f"{where}.function_call",
         )
+    refusal = message.get("refusal")
+    if not content and isinstance(refusal, str):
+        content = refusal
     neutral: Message = {"role": "assistant", "content": content or ""}
-    reasoning = message.get("reasoning_content")
-    if isinstance(reasoning, str) and reasoning:
-        neutral["reasoning_content"] = reasoning
+    for name in _REASONING_FIELDS:
+        if isinstance(reasoning := message.get(name), str) and reasoning:
+            neutral["reasoning_content"] = reasoning
+            break
     calls = message.get("tool_calls")
     if calls:
         if not isinstance(calls, list):
@@ -407,7 +586,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _content(content: Any, where: str) -> str | None:
+def _content(content: Any, where: str, is_assistant: bool) -> str | None:
     """Text of a content field; several text parts become lines."""
     if content is None or isinstance(content, str):
         return content
@@ -419,10 +598,14 @@ def _content(content: Any, where: str) -> str | None:
             texts.append(part)
             continue
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if is_assistant and kind in _THOUGHT_PARTS:
+            continue
+        text = part.get("refusal" if is_assistant and kind == "refusal" else "text") if kind else ""
+        if kind not in ("text", "refusal") or not isinstance(text, str):
             raise RequestError(
-                f"{where}[{i}].type is {kind!r:.80}; this gateway supports text parts",
+                f"{where}[{i}].type is {kind!r:.80}; this gateway serves a text model, send text "
+                "parts",
                 f"{where}[{i}]",
             )
-        texts.append(part["text"])
+        texts.append(text)
     return "\n".join(texts)

@@ -6,13 +6,19 @@ from collections.abc import Callable, Mapping
 
 from starlette.responses import Response
 
+from gateway.dialects.anthropic_messages import AnthropicMessages
 from gateway.dialects.base import Dialect
 from gateway.dialects.openai_chat import OpenAIChat
+from gateway.dialects.openai_completions import OpenAICompletions
+from gateway.dialects.openai_responses import OpenAIResponses
 from gateway.errors import GatewayError
 from gateway.web import OrjsonResponse
 
 DIALECTS: Mapping[str, Callable[[], Dialect]] = {
     "chat/completions": OpenAIChat,
+    "completions": OpenAICompletions,
+    "messages": AnthropicMessages,
+    "responses": OpenAIResponses,
 }
 """Each gateway makes its own: a dialect may remember its answers."""
 

@@ -411,6 +411,19 @@ class LocalPool:
             trajectory_uid, prompt_uid, attempt, metadata, channel, now=self._now()
         )
 
+    async def resume_trajectory(
+        self,
+        trajectory_uid: str,
+        prompt_uid: str,
+        attempt: int = 0,
+        metadata: Any = None,
+        channel: str = "train",
+        elsewhere: bool = False,
+    ) -> Any:
+        return self.core.resume_trajectory(
+            *(trajectory_uid, prompt_uid, attempt, metadata, channel, elsewhere), now=self._now()
+        )
+
     async def submit_step(self, step: Step, channel: str = "train") -> Any:
         return (await self.submit_steps([step], channel))[0]
 
@@ -445,6 +458,37 @@ class LocalPool:
         return self.core.abort_trajectory(
             trajectory_uid, reason, will_retry, channel, now=self._now()
         )
+
+    async def set_reward(
+        self,
+        trajectory_uid: str,
+        reward: float,
+        step_index: int | None = None,
+        channel: str = "train",
+    ) -> Any:
+        return self.core.set_reward(trajectory_uid, reward, step_index, channel, now=self._now())
+
+    async def drop_group(self, prompt_uid: str, reason: str, channel: str = "train") -> None:
+        self.core.drop_group(prompt_uid, reason, channel, now=self._now())
+
+    async def lease_batch(
+        self, n_rollouts: int | None = None, channel: str = "train", batch_size: int = 1
+    ) -> Any:
+        return self.core.lease_batch(n_rollouts, channel, batch_size, now=self._now())
+
+    async def ack(self, lease_id: str) -> None:
+        self.core.ack(lease_id, now=self._now())
+
+    async def nack(self, lease_id: str, reason: str = "") -> None:
+        self.core.nack(lease_id, reason, now=self._now())
+
+    async def list_trajectories(
+        self, channel: str = "train", cursor: str | None = None, limit: int = 100, **filters: Any
+    ) -> Any:
+        return self.core.list_trajectories(channel, cursor, limit, now=self._now(), **filters)
+
+    async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
+        return self.core.get_statistics(channel, now=self._now())
 
     def stored(self, uid: str | None = None) -> list[Step]:
         return [s for s, _ in self.steps if uid is None or s.trajectory_uid == uid]

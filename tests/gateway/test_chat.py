@@ -4,11 +4,59 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletion
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from gateway.dialects import openai_chat
+from gateway.errors import RequestError
+from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, log_prob
+
+THINKER = QWEN3.replace(
+    "{{- '<|im_start|>assistant\\n' }}{%- endif %}\n",
+    "{{- '<|im_start|>assistant\\n' + ('' if enable_thinking is false else '<think>\\n') }}"
+    "{%- endif %}\n",
+)
+"""Opens the thought in the generation prompt, as Qwen3-Thinking and QwQ do."""
+assert THINKER != QWEN3
+
+CODER = """
+{%- if tools %}{{- '<|im_start|>system\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n<function>\\n<name>' ~ tool.function.name ~ '</name>' }}
+        {%- for name, schema in tool.function.parameters.properties|items %}
+            {{- '\\n<parameter>' ~ name ~ '</parameter>' }}
+        {%- endfor %}{{- '\\n</function>' }}
+    {%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if m.content|trim %}{{- '\\n' + m.content|trim + '\\n' }}{%- endif %}
+        {%- for call in m.tool_calls %}
+            {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+            {%- for name, value in call.function.arguments|items %}
+                {{- '<parameter=' + name + '>\\n' }}
+                {{- value if value is string else value|string }}{{- '\\n</parameter>\\n' }}
+            {%- endfor %}{{- '</function>\\n</tool_call>' }}
+        {%- endfor %}{{- '<|im_end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+"""Writes calls as XML: the structure of Qwen3-Coder's."""
+
+_QWEN = FAMILIES["qwen3"]
+for _name, _template in (("thinker", THINKER), ("coder", CODER)):
+    FAMILIES[_name] = Family(_name, _template, _QWEN.special, _QWEN.eos, tools=True)
 
 CALCULATOR = {
     "type": "function",
@@ -406,12 +454,25 @@ async def test_a_prompt_that_does_not_fit_is_refused_in_openai_words(worlds: Any
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
+        ("n", 0),
+        ("n", 17),
         ("frequency_penalty", 0.5),
+        ("presence_penalty", 0.5),
+        ("repetition_penalty", 1.1),
         ("logit_bias", {"5": 1}),
-        ("response_format", {"type": "json_object"}),
+        ("ignore_eos", True),
+        ("min_p", 2),
+        ("top_logprobs", 3),
+        ("response_format", {"type": "grammar"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
         ("tool_choice", "required"),
-        ("parallel_tool_calls", False),
+        ("tool_choice", {"type": "function", "function": {"name": "calculator"}}),
+        ("tool_choice", "any"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", "auto"),
+        ("web_search_options", {}),
+        ("moderation", {"model": "x"}),
+        ("reasoning_effort", "lots"),
         ("temperature", 3),
         ("top_p", 0),
         ("max_tokens", 0),
@@ -422,8 +483,13 @@ async def test_a_prompt_that_does_not_fit_is_refused_in_openai_words(worlds: Any
         ("messages", []),
         ("messages", [{"role": "function", "content": "x"}]),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "input_audio", "text": "x"}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]),
+        ("messages", [{"role": "user", "content": None}]),
+        ("messages", [{"role": "assistant", "function_call": {"name": "f"}}]),
         ("messages", [{"role": "tool", "content": "x"}]),
         ("tools", [{"type": "web_search"}]),
+        ("tools", [{"type": "custom", "custom": {"name": "f"}}]),
         ("chat_template_kwargs", {"tokenize": True}),
     ],
 )
@@ -448,6 +514,8 @@ async def test_fields_that_say_nothing_about_the_completion_are_ignored(world: A
         store=False,
         n=1,
         frequency_penalty=0,
+        logit_bias={},
+        modalities=["text"],
         response_format={"type": "text"},
         parallel_tool_calls=True,
     )
@@ -481,3 +549,654 @@ async def test_the_models_endpoint_lists_the_served_model(world: Any) -> None:
     client = await world.client()
     models = [m async for m in client.models.list()]
     assert [m.id for m in models] == ["stepwell"]
+
+
+# -- any body --------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 3),
+        st.floats(-3, 3),
+        st.sampled_from(
+            ["", "x", "auto", "required", "function", "json_schema", "text", "allowed_tools"]
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2),
+        st.dictionaries(
+            st.sampled_from(
+                [
+                    "type",
+                    "function",
+                    "name",
+                    "role",
+                    "content",
+                    "text",
+                    "tools",
+                    "mode",
+                    "schema",
+                    "allowed_tools",
+                    "json_schema",
+                    "tool_calls",
+                    "arguments",
+                    "include_usage",
+                ]
+            ),
+            inner,
+            max_size=4,
+        ),
+    ),
+    max_leaves=8,
+)
+ROLES = st.sampled_from(["user", "system", "developer", "assistant", "tool", "function"])
+MESSAGES = st.lists(
+    st.dictionaries(
+        st.sampled_from(["content", "tool_calls", "tool_call_id", "name", "refusal", "reasoning"]),
+        JSON,
+    ).flatmap(lambda m: ROLES.map(lambda role: {**m, "role": role})),
+    max_size=2,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(openai_chat._KNOWN | openai_chat._HINTS | {*openai_chat._NEUTRAL})),
+        JSON,
+        max_size=4,
+    ),
+    st.one_of(JSON, MESSAGES),
+)
+def test_any_body_is_understood_or_refused_by_a_field(body: dict[str, Any], messages: Any) -> None:
+    try:
+        request, options = openai_chat.parse({"messages": messages, **body}, "reasoning_effort")
+    except RequestError as e:
+        named = e.param
+    else:
+        assert 1 <= options.n <= openai_chat.MAX_SAMPLES
+        named = "messages" if request.messages else None
+    assert named is not None
+
+
+# -- several samples -------------------------------------------------------------------------
+
+
+async def test_n_samples_are_steps_of_one_prompt_and_any_of_them_goes_on(world: Any) -> None:
+    client = await world.client()
+    texts = {"one", "two and more", "three"}
+    for text in texts:
+        world.say(text)
+    reply = await client.chat.completions.create(model="m", messages=[user("hi")], n=3)
+    assert [c.index for c in reply.choices] == [0, 1, 2]
+    assert {c.message.content for c in reply.choices} == texts
+    steps = world.pool.stored()
+    assert reply.usage.completion_tokens == sum(len(s.response_ids) for s in steps)
+    assert reply.usage.prompt_tokens == len(steps[0].prompt_ids)
+    # All began with an empty graph; those stored later are counted as what they are.
+    assert [s.metadata.get("branch") for s in steps] == [None, "resampled", "resampled"]
+    assert world.gateway.statistics()["branches"] == {"resampled": 2}
+    for choice in reply.choices:
+        messages = [user("hi"), choice.message.model_dump(), user("on")]
+        await client.chat.completions.create(model="m", messages=messages)
+        last = world.pool.stored()[-1]
+        parent = world.pool.stored()[last.parent_index]
+        said = world.tokenizer.decode(parent.response_ids.tolist())
+        assert said.startswith(choice.message.content)
+    world.check_exact()
+
+
+async def test_samples_are_streamed_interleaved_by_index(world: Any) -> None:
+    client = await world.client()
+    gate = asyncio.Event()
+    texts = [f"text {i} and more" for i in range(3)]
+    for text in texts:
+        world.say(text, gate=gate)
+    stream = await client.chat.completions.create(
+        model="m",
+        messages=[user("hi")],
+        n=3,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    said = ["", "", ""]
+    finished: list[int] = []
+    chunks = []
+    async for chunk in stream:
+        chunks.append(chunk)
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                finished.append(choice.index)
+        if sorted(said) == texts and not gate.is_set():
+            assert not finished
+            gate.set()
+    assert sorted(said) == texts
+    assert [c.choices[0].delta.role for c in chunks[:3]] == ["assistant"] * 3
+    assert sorted(finished) == [0, 1, 2]
+    n_sampled = sum(len(s.response_ids) for s in world.pool.stored())
+    assert chunks[-1].usage.completion_tokens == n_sampled
+    assert len({c.id for c in chunks}) == 1
+
+
+async def test_a_retry_of_n_samples_samples_only_what_failed(world: Any) -> None:
+    client = await world.client(max_retries=2)
+    world.say("one")
+    world.engine.script.append(Sampled([], status=500))
+    world.say("three")
+    reply = await client.chat.completions.create(model="m", messages=[user("hi")], n=3)
+    texts = [c.message.content for c in reply.choices]
+    assert sorted(texts) == ["fine", "one", "three"]
+    assert len(world.pool.stored()) == 3
+    assert len(world.engine.requests) == 4
+    world.check_exact()
+
+
+# -- log-probs -------------------------------------------------------------------------------
+
+
+@dataclass
+class WithTops(Sampled):
+    """Answers with the two likeliest tokens of each position, as SGLang does."""
+
+    def chunk(self, n: int, *, final: bool, n_prompt: int) -> dict[str, Any]:
+        chunk = super().chunk(n, final=final, n_prompt=n_prompt)
+        chunk["meta_info"]["output_top_logprobs"] = [
+            [[log_prob(i), i, None], [-1e5 if i % 2 else -9.5, i + 1, None]] for i in self.ids[:n]
+        ]
+        return chunk
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probs_cover_every_sampled_token_with_its_bytes(
+    worlds: Any, stream: bool
+) -> None:
+    world: World = await worlds("qwen3")
+    client = await world.client()
+    text = "<think>\nhm 🦊\n</think>\n\nnaïve 東京 🦊" + CALL
+    world.engine.script.append(WithTops(world.ids(text)))
+    answer: Any = await client.chat.completions.create(
+        model="m",
+        messages=[user("hi")],
+        tools=[CALCULATOR],
+        logprobs=True,
+        top_logprobs=2,
+        stream=stream,
+    )
+    if stream:
+        chunks = [c.choices[0] async for c in answer]
+        entries = [e for c in chunks if c.logprobs for e in c.logprobs.content]
+        # They come with the text, not at the end.
+        early = [e for c in chunks[:-1] if c.logprobs for e in c.logprobs.content]
+        assert len(early) > len(entries) / 2
+    else:
+        entries = answer.choices[0].logprobs.content
+    assert world.engine.requests[0]["top_logprobs_num"] == 2
+    [step] = world.pool.stored()
+    assert [e.logprob for e in entries] == pytest.approx(step.rollout_log_probs.tolist(), abs=1e-6)
+    assert b"".join(bytes(e.bytes) for e in entries).decode() == text + "<|im_end|>"
+    halves = [e for e in entries if e.token.startswith("bytes:")]
+    assert halves
+    assert all("\ufffd" not in e.token for e in entries)
+    for entry, token_id in zip(entries, step.response_ids.tolist(), strict=True):
+        first, second = entry.top_logprobs
+        assert (first.token, first.bytes) == (entry.token, entry.bytes)
+        assert second.logprob == (-9999.0 if token_id % 2 else -9.5)
+
+
+async def test_log_probs_of_samples_are_told_apart_in_a_stream(world: Any) -> None:
+    client = await world.client()
+    for text in ("one", "two and more"):
+        world.say(text)
+    stream = await client.chat.completions.create(
+        model="m", messages=[user("hi")], logprobs=True, n=2, stream=True
+    )
+    said: list[bytes] = [b"", b""]
+    texts = ["", ""]
+    async for chunk in stream:
+        [choice] = chunk.choices
+        texts[choice.index] += choice.delta.content or ""
+        if choice.logprobs:
+            said[choice.index] += b"".join(bytes(e.bytes) for e in choice.logprobs.content)
+    assert [s.decode() for s in said] == [t + "<|im_end|>" for t in texts]
+
+
+# -- response_format -------------------------------------------------------------------------
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+
+async def test_response_format_reaches_the_engine_and_is_recorded(world: Any) -> None:
+    client = await world.client()
+    for response_format, sent in (
+        ({"type": "json_object"}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, SCHEMA),
+    ):
+        await client.chat.completions.create(
+            model="m", messages=[user("hi")], response_format=response_format
+        )
+        params = world.engine.requests[-1]["sampling_params"]
+        assert json.loads(params["json_schema"]) == sent
+        assert world.pool.stored()[-1].metadata["constraint"] == "json_schema"
+
+
+async def test_an_engine_without_grammars_refuses_response_format_by_name(world: Any) -> None:
+    client = await world.client()
+    world.engine.script.append(Sampled([], status=400))
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.chat.completions.create(
+            model="m", messages=[user("hi")], response_format={"type": "json_object"}
+        )
+    assert refusal.value.param == "response_format"
+    assert "scripted" in refusal.value.message
+    assert world.pool.stored() == []
+
+
+async def test_hints_and_a_format_beside_tools_are_left_aside_and_told(world: Any) -> None:
+    client = await world.client()
+    raw = await client.chat.completions.with_raw_response.create(
+        model="m",
+        messages=[user("hi")],
+        tools=[CALCULATOR],
+        response_format={"type": "json_object"},
+        reasoning_effort="low",
+        verbosity="low",
+        prediction={"type": "content", "content": "x"},
+    )
+    assert "json_schema" not in world.engine.requests[0]["sampling_params"]
+    assert raw.headers["x-stepwell-ignored"] == (
+        "prediction, verbosity, response_format (beside tools), reasoning_effort=low"
+    )
+
+
+async def test_reasoning_effort_turns_the_templates_switch(worlds: Any) -> None:
+    world: World = await worlds("thinker")
+    client = await world.client()
+    for effort, opens in (("low", True), ("none", False)):
+        await client.chat.completions.create(
+            model="m", messages=[user(effort)], reasoning_effort=effort
+        )
+        prompt = world.tokenizer.decode(world.engine.requests[-1]["input_ids"])
+        assert prompt.endswith("<think>\n") == opens
+
+
+# -- tool calls that are asked for -----------------------------------------------------------
+
+REST = {
+    "chatml": ' {"expression": "1 + 2"}}\n</tool_call>',
+    "qwen3": ' {"expression": "1 + 2"}}\n</tool_call>',
+    "thinker": ' {"expression": "1 + 2"}}\n</tool_call>',
+    "coder": "\n<parameter=expression>\n1 + 2\n</parameter>\n</function>\n</tool_call>",
+    "llama3": ' {"expression": "1 + 2"}}',
+}
+"""What the model says behind the prescribed name, in its template's way."""
+BETWEEN = {"coder": ">", "llama3": '", "parameters":'}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("family", [*REST])
+async def test_a_prescribed_call_is_made_and_the_next_turn_extends_it(
+    worlds: Any, family: str, stream: bool
+) -> None:
+    world: World = await worlds(family)
+    client = await world.client()
+    named = {"type": "function", "function": {"name": "calculator"}}
+    for choice, rest in (
+        ("required", "calculator" + BETWEEN.get(family, '", "arguments":') + REST[family]),
+        (named, REST[family]),
+    ):
+        before = len(world.pool.stored())
+        messages: list[Any] = [user(f"1 + 2, {before}?")]
+        world.say(rest)
+        options: dict[str, Any] = {"tools": [CALCULATOR], "tool_choice": choice}
+        if stream:
+            chunks = [
+                c.choices[0]
+                async for c in await client.chat.completions.create(
+                    model="m", messages=messages, stream=True, **options
+                )
+            ]
+            assert "".join(c.delta.content or "" for c in chunks) == ""
+            [call] = [c for chunk in chunks for c in chunk.delta.tool_calls or ()]
+            finish = chunks[-1].finish_reason
+            reasoning = "".join(getattr(c.delta, "reasoning_content", "") or "" for c in chunks)
+        else:
+            reply = await client.chat.completions.create(model="m", messages=messages, **options)
+            [call] = reply.choices[0].message.tool_calls
+            finish = reply.choices[0].finish_reason
+            assert reply.choices[0].message.content is None
+            reasoning = getattr(reply.choices[0].message, "reasoning_content", "")
+        assert (call.function.name, json.loads(call.function.arguments)) == (
+            "calculator",
+            {"expression": "1 + 2"},
+        )
+        assert finish == "tool_calls"
+        assert not reasoning
+        step = world.pool.stored()[before]
+        assert step.metadata["forced_tool"] == ("" if choice == "required" else "calculator")
+        # What was prescribed is prompt and never trained on; what was sampled is the response.
+        assert world.tokenizer.decode(step.response_ids.tolist()[:-1]) == rest
+        function = {"name": call.function.name, "arguments": call.function.arguments}
+        messages += [
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": call.id, "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": call.id, "content": "3"},
+        ]
+        world.say("3")
+        await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
+        child = world.pool.stored()[-1]
+        assert child.parent_index == before
+        assert world.engine.requests[-1]["input_ids"] == child.prompt_ids.tolist()
+        if family != "thinker":  # whose template shows an empty thought elsewhere
+            shown = [{**m, "content": m.get("content") or ""} for m in messages]
+            shown[1]["tool_calls"][0]["function"]["arguments"] = {"expression": "1 + 2"}
+            whole = world.tokenizer.render(shown, [CALCULATOR], {}, add_generation_prompt=True)
+            assert world.tokenizer.decode(child.prompt_ids.tolist()) == whole
+    world.check_exact()
+
+
+async def test_a_prescribed_call_closes_the_thought_that_the_prompt_opened(worlds: Any) -> None:
+    world: World = await worlds("thinker")
+    client = await world.client()
+    for options, end in (
+        ({}, '<think>\n</think>\n\n<tool_call>\n{"name": "'),
+        ({"enable_thinking": False}, 'assistant\n<tool_call>\n{"name": "'),
+    ):
+        await client.chat.completions.create(
+            model="m",
+            messages=[user(str(options))],
+            tools=[CALCULATOR],
+            tool_choice="required",
+            extra_body={"chat_template_kwargs": options},
+        )
+        prompt = world.tokenizer.decode(world.engine.requests[-1]["input_ids"])
+        assert prompt.endswith(end)
+
+
+async def test_a_prescribed_call_that_fails_is_content_and_still_extended(world: Any) -> None:
+    client = await world.client()
+    world.say("no call at all")
+    options: dict[str, Any] = {"tools": [CALCULATOR], "tool_choice": "required"}
+    reply = await client.chat.completions.create(model="m", messages=[user("hi")], **options)
+    choice = reply.choices[0]
+    assert choice.message.content == '<tool_call>\n{"name": "no call at all'
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+    # The same prompt again, with a call prescribed and without: the prompts share their turn.
+    await client.chat.completions.create(model="m", messages=[user("hi")], tools=[CALCULATOR])
+    await client.chat.completions.create(model="m", messages=[user("hi")], **options)
+    sent = [r["input_ids"] for r in world.engine.requests]
+    assert sent[0] == sent[2]
+    assert sent[0][: len(sent[1])] == sent[1] != sent[0]
+    messages = [user("hi"), choice.message.model_dump(), user("call it")]
+    await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
+    steps = world.pool.stored()
+    assert [s.parent_index for s in steps] == [None, None, None, 0]
+    assert [s.metadata.get("branch") for s in steps] == [None, "resampled", "resampled", None]
+    world.check_exact()
+
+
+async def test_calls_cannot_be_prescribed_where_the_template_shows_none(worlds: Any) -> None:
+    world: World = await worlds("no_tools")
+    client = await world.client()
+    for options, param in (({"tool_choice": "required"}, "tools"), ({}, "tools")):
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await client.chat.completions.create(
+                model="m", messages=[user("hi")], tools=[CALCULATOR], **options
+            )
+        assert refusal.value.param == param
+    unread: World = await worlds("llama3", tool_parser="hermes")
+    client = await unread.client()
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.chat.completions.create(
+            model="m", messages=[user("hi")], tools=[CALCULATOR], tool_choice="required"
+        )
+    assert refusal.value.param == "tool_choice"
+
+
+async def test_only_allowed_tools_are_shown(world: Any) -> None:
+    client = await world.client()
+    others = [
+        {"type": "function", "function": {"name": n, "description": n, "parameters": {}}}
+        for n in ("search", "browse")
+    ]
+    tools = [CALCULATOR, *others]
+
+    async def ask(names: list[str], mode: str) -> str:
+        listed = [{"type": "function", "function": {"name": n}} for n in names]
+        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
+        await client.chat.completions.create(
+            model="m", messages=[user("hi")], tools=tools, tool_choice=allowed
+        )
+        return world.tokenizer.decode(world.engine.requests[-1]["input_ids"])
+
+    prompt = await ask(["search", "calculator"], "auto")
+    assert ("calculator" in prompt, "search" in prompt, "browse" in prompt) == (True, True, False)
+    assert prompt.endswith("assistant\n")
+    assert (await ask(["search", "browse"], "required")).endswith('{"name": "')
+    assert (await ask(["search"], "required")).endswith('{"name": "search", "arguments":')
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await ask(["missing"], "auto")
+    assert refusal.value.param == "tool_choice.allowed_tools.tools[0]"
+
+
+@pytest.mark.parametrize("family", ["chatml", "coder", "llama3"])
+async def test_without_parallel_calls_generation_ends_with_the_first(
+    worlds: Any, family: str
+) -> None:
+    world: World = await worlds(family)
+    client = await world.client()
+    call = {
+        "chatml": CALL,
+        "coder": "<tool_call>\n<function=calculator>" + REST["coder"],
+        "llama3": '{"name": "calculator", "parameters": {"expression": "1 + 2"}}',
+    }[family]
+    ends = family != "llama3"  # one call at most, by its format
+    said = world.say(call, close=not ends, matched="</tool_call>" if ends else None)
+    reply = await client.chat.completions.create(
+        model="m",
+        messages=[user("hi")],
+        tools=[CALCULATOR],
+        stop=["\nObservation:"],
+        parallel_tool_calls=False,
+    )
+    stops = world.engine.requests[0]["sampling_params"]["stop"]
+    assert stops == ["\nObservation:", *["</tool_call>"] * ends]
+    choice = reply.choices[0]
+    [made] = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(made.function.arguments) == {"expression": "1 + 2"}
+    # The end of the call is no stop string of the agent's: its tokens and text are kept.
+    assert world.pool.stored()[0].response_ids.tolist() == said.ids
+    messages = [
+        user("hi"),
+        choice.message.model_dump(),
+        {"role": "tool", "tool_call_id": made.id, "content": "3"},
+    ]
+    await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
+    first, second = world.pool.stored()
+    assert second.parent_index == 0
+    added = second.prompt_ids.tolist()[first.n_tokens :]
+    assert (added[0] == world.tokenizer.hf.eos_token_id) == ends
+    world.check_exact()
+
+
+@pytest.mark.parametrize("family", ["coder", "llama3"])
+async def test_other_ways_to_write_a_call_are_read_and_extended(worlds: Any, family: str) -> None:
+    world: World = await worlds(family)
+    client = await world.client()
+    said = {
+        "coder": "Let me see.\n<tool_call>\n<function=calculator>" + REST["coder"],
+        "llama3": '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1 + 2"}}',
+    }[family]
+    for stream in (False, True):
+        uid = f"t-{stream}"
+        client = await world.client(uid)
+        world.say(said)
+        answer = await client.chat.completions.create(
+            model="m", messages=[user("1 + 2?")], tools=[CALCULATOR], stream=stream
+        )
+        if stream:
+            deltas = [c.choices[0].delta async for c in answer]
+            content = "".join(d.content or "" for d in deltas)
+            [made] = [c for d in deltas for c in d.tool_calls or ()]
+        else:
+            content = answer.choices[0].message.content or ""
+            [made] = answer.choices[0].message.tool_calls
+        assert content.strip() == ("Let me see." if family == "coder" else "")
+        assert made.function.name == "calculator"
+        assert json.loads(made.function.arguments) == {"expression": "1 + 2"}
+        function = {"name": "calculator", "arguments": made.function.arguments}
+        messages: list[Any] = [
+            user("1 + 2?"),
+            {
+                "role": "assistant",
+                "content": content,
+                "tool_calls": [{"id": made.id, "type": "function", "function": function}],
+            },
+            {"role": "tool", "tool_call_id": made.id, "content": "3"},
+        ]
+        await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
+        assert [s.parent_index for s in world.pool.stored(uid)] == [None, 0]
+    world.check_exact()
+
+
+# -- turns that end early --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [
+        ("<think>\nhm", {}),
+        ("<think>\nhm", {"close": False, "finish": "length"}),
+        ("<think>\nhm\nObservation:", {"close": False, "matched": "\nObservation:"}),
+        ("So\nObservation:", {"close": False, "matched": "\nObservation:"}),
+        ("naïve 🦊", {"close": False, "finish": "length"}),
+        (CALL[:-20], {"close": False, "finish": "length"}),
+        (CALL + "\nand", {"close": False, "finish": "length"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_however_a_turn_ends_the_next_one_extends_it(
+    worlds: Any, said: str, how: dict[str, Any], stream: bool
+) -> None:
+    world: World = await worlds("qwen3")
+    client = await world.client()
+    if said.endswith("🦊"):  # cut in the middle of a character
+        world.engine.script.append(Sampled(world.ids(said, close=False)[:-1], "length"))
+    else:
+        world.say(said, **how)
+    messages: list[Any] = [user("q")]
+    body: dict[str, Any] = {
+        "model": "m",
+        "tools": [CALCULATOR],
+        "stop": ["\nObservation:"],
+    }
+    if stream:
+        async with client.chat.completions.stream(messages=messages, **body) as events:
+            async for _ in events:
+                pass
+            reply = events.current_completion_snapshot
+    else:
+        reply = await client.chat.completions.create(messages=messages, **body)
+    [choice] = reply.choices
+    assert choice.finish_reason == ("length" if how.get("finish") else "stop")
+    messages.append(choice.message.model_dump(exclude_none=True))
+    for made in choice.message.tool_calls or ():
+        messages.append({"role": "tool", "tool_call_id": made.id, "content": "3"})
+    messages.append(user("go on"))
+    await client.chat.completions.create(messages=messages, **body)
+    first, second = world.pool.stored()
+    assert second.parent_index == 0
+    added = second.prompt_ids.tolist()[first.n_tokens :]
+    eos = world.tokenizer.hf.eos_token_id
+    ended = first.response_ids[-1] == eos
+    assert (added[0] == eos) != ended
+    assert world.tokenizer.decode(added).count("<|im_end|>") == (1 if ended else 2) + bool(
+        choice.message.tool_calls
+    )
+    world.check_exact()
+
+
+# -- what agents send ------------------------------------------------------------------------
+
+
+async def test_parts_refusals_and_thoughts_in_history_have_one_form(worlds: Any) -> None:
+    world: World = await worlds("qwen3")
+    client = await world.client()
+    world.say("<think>\nhm\n</think>\n\nNo.")
+    await client.chat.completions.create(model="m", messages=[user("q")])
+    for i, assistant in enumerate(
+        (
+            {"content": "No."},
+            {"content": " No.\n", "reasoning_content": "hm"},
+            {"content": "No.", "reasoning": "hm"},
+            {"content": "No.", "thinking": "hm"},
+            {"content": None, "refusal": "No."},
+            {"content": [{"type": "refusal", "refusal": "No."}]},
+            {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "No."}]},
+            {"content": "<think>\nhm\n</think>\n\nNo."},
+        )
+    ):
+        messages = [user("q"), {"role": "assistant", **assistant}, user(f"go on {i}")]
+        await client.chat.completions.create(model="m", messages=messages)
+    assert [s.parent_index for s in world.pool.stored()] == [None] + [0] * 8
+    world.check_exact()
+
+
+async def test_thoughts_that_are_sent_back_are_shown_where_nothing_was_sampled(
+    worlds: Any,
+) -> None:
+    world: World = await worlds("qwen3")
+    client = await world.client()
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        messages = [user(name), {"role": "assistant", "content": "No.", name: "because"}]
+        await client.chat.completions.create(model="m", messages=messages)
+        assert "<think>\nbecause\n" in world.tokenizer.decode(
+            world.engine.requests[-1]["input_ids"]
+        )
+
+
+async def test_min_p_is_passed_on_and_recorded(world: Any) -> None:
+    client = await world.client()
+    await client.chat.completions.create(
+        model="m", messages=[user("hi")], extra_body={"min_p": 0.1}
+    )
+    assert world.engine.requests[0]["sampling_params"]["min_p"] == 0.1
+    assert world.pool.stored()[0].metadata["sampling_params"]["min_p"] == 0.1
+
+
+async def test_chunks_are_valid_openai_objects(world: Any) -> None:
+    client = await world.client()
+    world.say("text" + CALL)
+    raw = await client.chat.completions.with_raw_response.create(
+        model="any",
+        messages=[user("hi")],
+        tools=[CALCULATOR],
+        logprobs=True,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    lines = [line async for line in raw.http_response.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    for line in lines[:-1]:
+        ChatCompletionChunk.model_validate(json.loads(line.removeprefix("data: ")), strict=True)
+
+
+async def test_generate_refuses_what_it_would_have_to_ignore(world: Any) -> None:
+    import aiohttp
+
+    chat = {"messages": [user("hi")]}
+    ids = {"prompt_ids": [5, 6]}
+    forced = {"tools": [CALCULATOR], "tool_choice": "required"}
+    async with aiohttp.ClientSession() as session:
+        for body, param in (({**chat, "n": 2}, "n"), ({**ids, **forced}, "tool_choice")):
+            async with session.post(f"{world.url}/generate", json=body) as response:
+                assert response.status == 400
+                assert (await response.json())["error"]["param"] == param
+        async with session.post(f"{world.url}/generate", json={**chat, **forced}) as response:
+            assert response.status == 200
+            prompt = (await response.json())["prompt_ids"]
+            assert world.tokenizer.decode(prompt).endswith('{"name": "')

@@ -16,6 +16,7 @@ from gateway.parsing import (
     StopCutter,
     held_back,
     parse_call,
+    parse_xml_call,
 )
 
 PIECES = st.lists(
@@ -33,6 +34,12 @@ PIECES = st.lists(
                 " ",
                 "<",
                 "<tool",
+                "<|python_tag|>",
+                '{"name": "g", "parameters": {"y": "}\\""}}',
+                "<function=f>",
+                "<parameter=x>",
+                "</parameter>",
+                "</function>",
             ]
         ),
     ),
@@ -55,22 +62,38 @@ def told(text: ReplyText) -> Any:
     return text.content, text.reasoning, [(c.name, c.arguments) for c in text.tool_calls]
 
 
-@settings(max_examples=300, deadline=None)
-@given(PIECES, st.booleans(), st.booleans(), st.booleans())
+STYLES = st.sampled_from(["hermes", "qwen3_coder", "llama3_json"])
+
+
+@settings(max_examples=500, deadline=None)
+@given(PIECES, st.booleans(), st.booleans(), st.booleans(), STYLES)
 def test_how_text_is_cut_into_pieces_does_not_matter(
-    pieces: list[str], tools: bool, reasoning: bool, inside: bool
+    pieces: list[str], tools: bool, reasoning: bool, inside: bool, style: str
 ) -> None:
-    options = {"tools": tools, "reasoning": reasoning, "starts_in_reasoning": inside}
+    options = {
+        "tools": tools,
+        "reasoning": reasoning,
+        "starts_in_reasoning": inside,
+        "style": style,
+    }
     whole = "".join(pieces)
     assert told(read(pieces, **options)) == told(read([whole], **options))
     assert told(read(list(whole), **options)) == told(read([whole], **options))
 
 
 @settings(max_examples=200, deadline=None)
-@given(PIECES)
-def test_without_markup_wanted_text_passes_unchanged(pieces: list[str]) -> None:
-    text = read(pieces, tools=False, reasoning=False)
+@given(PIECES, STYLES)
+def test_without_markup_wanted_text_passes_unchanged(pieces: list[str], style: str) -> None:
+    text = read(pieces, tools=False, reasoning=False, style=style)
     assert told(text) == ("".join(pieces), "", [])
+
+
+@settings(max_examples=300, deadline=None)
+@given(PIECES, STYLES)
+def test_what_makes_no_call_passes_unchanged(pieces: list[str], style: str) -> None:
+    text = read(pieces, reasoning=False, style=style)
+    if not text.tool_calls:
+        assert text.content == "".join(pieces)
 
 
 def test_thoughts_content_and_calls_are_told_apart() -> None:
@@ -101,6 +124,7 @@ def test_thoughts_content_and_calls_are_told_apart() -> None:
         '{"name": "", "arguments": {}}',
         '{"name": "f", "arguments": [1]}',
         '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": 1e999}}',
         '{"name": "f", "arguments": {"x": "\\ud800"}}',
         "[" * 100_000,
     ],
@@ -115,6 +139,112 @@ def test_numbers_beyond_64_bits_survive_in_a_call() -> None:
     call = parse_call('{"name": "f", "arguments": {"x": 123456789012345678901234567890}}')
     assert call is not None
     assert call.arguments == '{"x": 123456789012345678901234567890}'
+
+
+def test_a_bare_json_object_is_a_call_if_the_reply_begins_with_it() -> None:
+    call = '{"name": "f", "parameters": {"x": "{\\"a}", "y": [1]}}'
+    expected = [("f", '{"x": "{\\"a}", "y": [1]}')]
+    for text in (call, f"\n {call}\n", f"<|python_tag|>{call}", f" <|python_tag|> {call}"):
+        assert told(read([text], style="llama3_json")) == ("", "", expected)
+    arguments = call.replace("parameters", "arguments")
+    assert told(read([arguments], style="llama3_json")) == ("", "", expected)
+    thought = f"<think>hm</think>\n\n{call}"
+    assert told(read([thought], style="llama3_json")) == ("", "hm", expected)
+    # One call; the template could not show two.
+    assert told(read([f"{call}; {call}"], style="llama3_json")) == (f"; {call}", "", expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'See: {"name": "f", "parameters": {}}',
+        '{"name": "Ada", "age": 36}',
+        '{"name": "f", "parameters": {"x": 1}',
+        '{"name": "f", "parameters": [1]}',
+        "{not json}",
+        '<|python_tag|>print("hi")',
+        "<|python",
+        " {",
+    ],
+)
+def test_other_text_is_no_bare_call(text: str) -> None:
+    assert told(read([*text], style="llama3_json")) == (text, "", [])
+
+
+TYPED = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string"},
+                    "count": {"type": "integer"},
+                    "flag": {"type": "boolean"},
+                    "items": {"type": "array"},
+                    "maybe": {"type": ["string", "null"]},
+                    "any": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+                },
+            },
+        },
+    }
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        ("text", "3", "3"),
+        ("text", "a\n\n b ", "a\n\n b "),
+        ("text", "", ""),
+        ("text", "</function> <b>", "</function> <b>"),
+        ("count", "3", 3),
+        ("count", "three", "three"),
+        ("count", "NaN", "NaN"),
+        ("flag", "true", True),
+        ("flag", "True", True),
+        ("items", '["a", 1]', ["a", 1]),
+        ("items", "['a', None]", ["a", None]),
+        ("items", "{1, 2}", "{1, 2}"),
+        ("maybe", "null", None),
+        ("maybe", "text", "text"),
+        ("maybe", '"quoted"', '"quoted"'),
+        ("any", '{"x": 1}', {"x": 1}),
+        ("any", "plain", "plain"),
+        ("unknown", "3", "3"),
+    ],
+)
+def test_values_of_an_xml_call_are_what_the_schema_says(
+    name: str, written: str, value: Any
+) -> None:
+    body = f"\n<function=f>\n<parameter={name}>\n{written}\n</parameter>\n</function>\n"
+    call = parse_xml_call(body, TYPED)
+    assert call is not None
+    assert (call.name, json.loads(call.arguments)) == ("f", {name: value})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        '{"name": "f", "arguments": {}}',
+        "<function=f>",
+        "<function=>\n</function>",
+        "<function=f><parameter=x>1</function>",
+        "<function=f>1</function>",
+        "<function=f></function> more",
+    ],
+)
+def test_what_is_no_xml_call_stays_content(body: str) -> None:
+    marked = f"<tool_call>{body}</tool_call>"
+    assert told(read([marked], style="qwen3_coder")) == (marked, "", [])
+
+
+def test_several_xml_calls_with_several_values_are_read() -> None:
+    one = "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>2</parameter>\n</function>"
+    text = read([f"So:\n<tool_call>\n{one}\n</tool_call>\n" * 2], style="qwen3_coder")
+    assert [c.arguments for c in text.tool_calls] == ['{"a": "1", "b": "2"}'] * 2
 
 
 def test_a_call_that_is_cut_off_is_content() -> None:
@@ -180,6 +310,7 @@ def test_the_tokenizers_own_response_template_is_used(tokenizer_of: Any) -> None
     }
     tokenizer = ChatTokenizer(hf)
     reply_format = ReplyFormat(tokenizer, GatewayConfig())
+    assert reply_format.reads_calls
     prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n")
 
     def read(text: str) -> Any:

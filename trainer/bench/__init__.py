@@ -18,6 +18,7 @@ from trainer.errors import ConfigError
 
 BENCHES: Mapping[str, str] = MappingProxyType(
     {
+        "gateway": "trainer.bench.gateway",
         "overlap": "trainer.bench.overlap",
         "pool": "trainer.bench.pool",
         "pool-crash": "trainer.bench.crash",

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
@@ -13,8 +14,12 @@ OBJECT_STORE_BYTES = 512 << 20
 
 
 @contextmanager
-def bench_cluster() -> Iterator[None]:
-    """A local Ray for the body. Garbage collection, which benches turn down, is put back."""
+def bench_cluster(**options: Any) -> Iterator[None]:
+    """A local Ray for the body. Garbage collection, which benches turn down, is put back.
+
+    Args:
+        options: further arguments of `ray.init`.
+    """
     threshold = gc.get_threshold()
     ray.init(
         address="local",
@@ -24,6 +29,7 @@ def bench_cluster() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        **options,
     )
     try:
         yield

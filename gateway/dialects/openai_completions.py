@@ -1,0 +1,210 @@
+"""OpenAI completions: a prompt without a chat template, text or ids → text.
+
+    prompt "Q: …"       ──► ids: the tokenizer's beginning of text (Llama's BOS, as vLLM and SGLang
+                            add it), then the text; control tokens' text in it is control tokens
+    prompt [1, 2, 3]    ──► these ids
+    an earlier prompt and its whole reply (special tokens included), then more
+                        ──► the earlier ids, then those of what is new
+
+The reply is the text of the sampled ids without special tokens; nothing in it is a tool call or a
+thought. Owns this wire format; what it shares with chat completions is in `openai_chat.py`.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from starlette.datastructures import Headers
+
+from datapool.types import TokenIds
+from gateway.calls import ChatRequest, Reply, SampledToken
+from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
+from gateway.dialects.openai_chat import (
+    LEAST_LOGPROB,
+    MAX_TOP_LOGPROBS,
+    NEUTRAL,
+    NewTokens,
+    Options,
+    options,
+    refuse_unsupported,
+    sampling_fields,
+    usage,
+)
+from gateway.errors import ContextLengthError, GatewayError, RequestError
+from gateway.parsing import ContentDelta
+from gateway.tokenization import ChatTokenizer
+from gateway.web import error_body, number
+
+if TYPE_CHECKING:
+    from gateway.exchange import Exchange
+
+_KNOWN = frozenset(
+    {
+        "logprobs",
+        "max_tokens",
+        "min_p",
+        "model",
+        "n",
+        "prompt",
+        "seed",
+        "stop",
+        "stream",
+        "stream_options",
+        "temperature",
+        "top_k",
+        "top_p",
+    }
+)
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "add_special_tokens": (True,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, and so vLLM's and SGLang's."""
+
+
+class OpenAICompletions:
+    """`POST /v1/completions`."""
+
+    name = "openai_completions"
+
+    def parse(self, body: dict[str, Any], headers: Headers) -> Parsed:
+        """See `Dialect.parse`."""
+        refuse_unsupported(body, _KNOWN, _NEUTRAL)
+        n_logprobs = number(body, "logprobs", 0, MAX_TOP_LOGPROBS, integral=True)
+        text, ids = _prompt(body.get("prompt"))
+        limit = number(body, "max_tokens", 1, 2**31 - 1, integral=True)
+        call = ChatRequest(
+            messages=[],
+            prompt_text=text,
+            prompt_ids=ids,
+            is_completion=True,
+            parse_tools=False,
+            max_tokens=limit or DEFAULT_MAX_TOKENS,
+            n_logprobs=n_logprobs,
+            **sampling_fields(body),
+        )
+        shape = options(body, n_logprobs is not None)
+        return Parsed(call, shape, n=shape.n)
+
+    def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
+        """A `Completion`."""
+        choices = []
+        for i, (reply, call) in enumerate(zip(replies, exchange.calls, strict=True)):
+            entries = _Logprobs(exchange).of(call.tokens)
+            choices.append(_choice(i, reply.text.content, entries, reply.generation.finish_reason))
+        return {**_head(exchange), "choices": choices, "usage": usage(replies)}
+
+    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+        """`Completion`s with what is new, and `[DONE]`."""
+        shape: Options = exchange.parsed.options
+        head = _head(exchange)
+        no_usage = {"usage": None} if shape.include_usage else {}
+        new_tokens = NewTokens(exchange)
+        shown = [_Logprobs(exchange) for _ in range(exchange.parsed.n)]
+        replies: dict[int, Reply] = {}
+        try:
+            async for event in exchange.events():
+                if event is None:
+                    yield KEEP_ALIVE
+                    continue
+                i, item = event
+                text, finish_reason = "", None
+                if isinstance(item, Reply):
+                    replies[i] = item
+                    finish_reason = item.generation.finish_reason
+                elif isinstance(item, ContentDelta):
+                    text = item.text
+                entries = shown[i].of(new_tokens.of(i))
+                choice = _choice(i, text, entries, finish_reason)
+                yield sse({**head, "choices": [choice], **no_usage})
+        except GatewayError as e:
+            yield sse(self.error(e))
+            return
+        if shape.include_usage:
+            yield sse({**head, "choices": [], "usage": usage([*replies.values()])})
+        yield b"data: [DONE]\n\n"
+        exchange.delivered()
+
+    def error(self, e: GatewayError) -> dict[str, Any]:
+        """OpenAI's error object; the conversation is called `prompt` here."""
+        body = error_body(e)
+        if isinstance(e, ContextLengthError):
+            body["error"]["param"] = "prompt"
+        return body
+
+
+class _Logprobs:
+    """The legacy object of a reply's tokens, in one piece or several."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        options: Options = exchange.parsed.options
+        self._wanted = options.logprobs
+        self._tokenizer: ChatTokenizer = exchange.tokenizer
+        self._special = frozenset(exchange.tokenizer.special.values())
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        """Characters of the reply before the next token."""
+
+    def of(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        """None: they are not wanted, or there are none."""
+        if not self._wanted or not tokens:
+            return None
+        offsets, tops = [], []
+        for token in tokens:
+            offsets.append(self._offset)
+            if token.token_id not in self._special:  # those are no text
+                raw = self._tokenizer.token_bytes(token.token_id)
+                self._offset += len(self._decoder.decode(raw))
+            # The sampled token is always among them; of tokens that read alike, the likeliest is.
+            sampled = (token.token_id, token.log_prob)
+            top: dict[str, float] = {}
+            for token_id, log_prob in (*token.alternatives, sampled):
+                text = self._tokenizer.token_text(token_id)
+                top[text] = max(top.get(text, LEAST_LOGPROB), log_prob)
+            tops.append(top)
+        return {
+            "tokens": [self._tokenizer.token_text(t.token_id) for t in tokens],
+            "token_logprobs": [max(t.log_prob, LEAST_LOGPROB) for t in tokens],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+
+def _head(exchange: Exchange) -> dict[str, Any]:
+    return {
+        "id": f"cmpl-{exchange.uid}",
+        "object": "text_completion",
+        "created": exchange.created,
+        "model": exchange.model,
+    }
+
+
+def _choice(
+    index: int, text: str, entries: dict[str, Any] | None, finish_reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": entries, "finish_reason": finish_reason}
+
+
+def _prompt(prompt: Any) -> tuple[str | None, TokenIds | None]:
+    """The prompt as text or as ids, whichever it is."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, list) or not prompt or not all(type(i) is int for i in prompt):
+        if isinstance(prompt, list) and all(isinstance(p, str | list) for p in prompt[:2]):
+            remedy = "send one request for each prompt" if prompt else "send one"
+            raise RequestError(f"prompt holds {len(prompt)} prompts; {remedy}", "prompt")
+        raise RequestError(f"prompt is {prompt!r:.80}; send text or a list of token ids", "prompt")
+    if min(prompt) < 0 or max(prompt) >= 2**31:
+        raise RequestError("prompt holds ids outside [0, 2**31)", "prompt")
+    ids = np.asarray(prompt, np.int32)
+    ids.flags.writeable = False
+    return None, ids

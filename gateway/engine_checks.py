@@ -1,0 +1,293 @@
+"""Asks engines how they are, and a router which there are, in the background.
+
+Of each engine, every `engine_health_interval_s`, and at once when a call broke on it:
+
+    /model_info   it answers, and has this weight version       (older servers: /get_model_info)
+    /health       it can generate
+
+The first decides whether the engine is there, because a real SGLang generates a token for `/health`
+and so fails it while it is paused. An engine that knows neither form of `/model_info` is judged by
+`/health` alone and not held to a version.
+
+`engine_router_url` names an SGLang router as the list of engines: its `/workers` (older:
+`/list_workers`) are asked for again and again, and calls go to the workers directly. Through the
+router they would lose what is exact: it drops fields of `/generate` that it does not know, has no
+`/model_info`, and moves a resumed call to another worker's cold cache.
+
+Owns these tasks. Does not own: what follows from an answer (`fleet.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import orjson
+
+from gateway.config import GatewayConfig
+from gateway.errors import EngineError, EngineUnavailableError
+from gateway.fleet import Engine, Fleet
+
+log = logging.getLogger(__name__)
+
+_RECHECK_S = 1.0
+"""Between checks of an engine that is not up."""
+_AT_ONCE_S = 0.01
+_NOT_FOUND = frozenset({404, 405, 501})
+
+
+class EngineChecks:
+    """The checks of one fleet. Owned by the `EngineClient`; `session` is not closed here."""
+
+    def __init__(self, session: aiohttp.ClientSession, config: GatewayConfig, fleet: Fleet) -> None:
+        self._session = session
+        self._config = config
+        self._fleet = fleet
+        self._watchers: dict[Engine, asyncio.Task[None]] = {}
+        self._wake: dict[Engine, asyncio.Event] = {}
+        self._router: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._running = False
+
+    async def start(self) -> None:
+        """Begin; a router that answers has been asked once. Idempotent."""
+        if self._running:
+            return
+        self._running = True
+        if self._config.engine_router_url is not None:
+            await self._ask_router()
+            self._router = asyncio.create_task(self._follow_router())
+        self._watch_all()
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._running = False
+        tasks = [*self._watchers.values(), *([self._router] if self._router else [])]
+        self._watchers, self._router = {}, None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def look_at(self, engine: Engine) -> None:
+        """Check `engine` now."""
+        if engine in self._wake:
+            self._wake[engine].set()
+
+    async def wait_for_candidate(self, seconds: float) -> None:
+        """Until some engine may be used, at most so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._fleet.has_candidate(_now()):
+                    await self._news.wait()
+        except TimeoutError:
+            return
+
+    async def first_healthy(self) -> None:
+        """Raises EngineUnavailableError unless some engine answers `/health` with 200."""
+        await self._first("/health", _is_ok, "no engine is healthy")
+
+    async def context_length(self) -> int:
+        """Tokens that fit in prompt and response, as the first engine says that says it."""
+        length: int = await self._first(
+            "/v1/models",
+            _context_length,
+            "the context length is unknown",
+            "start the engine or set gateway.context_length",
+        )
+        return length
+
+    # -- the router ---------------------------------------------------------------------------
+
+    async def _follow_router(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.engine_health_interval_s if len(self._fleet) else 0.5)
+            try:
+                await self._ask_router()
+            except Exception:
+                # A task that ended would leave the list as it is for good.
+                log.exception("asking %s for its workers failed", self._config.engine_router_url)
+
+    async def _ask_router(self) -> None:
+        router = self._config.engine_router_url
+        try:
+            status, body = await self._get(f"{router}/workers")
+            if status in _NOT_FOUND:
+                status, body = await self._get(f"{router}/list_workers")
+            if status != 200:
+                raise ValueError(f"answered {status}")
+            urls = _worker_urls(orjson.loads(body))
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as e:
+            # Workers live on without their router.
+            log.warning(
+                "gateway.engine_router_url %s has no list of workers: %s", router, _words(e)
+            )
+            return
+        self._fleet.set_urls((*self._config.engine_urls, *urls))
+        self._watch_all()
+
+    # -- engines ------------------------------------------------------------------------------
+
+    def _watch_all(self) -> None:
+        for engine in self._fleet:
+            if engine not in self._watchers:
+                self._wake[engine] = asyncio.Event()
+                self._watchers[engine] = asyncio.create_task(self._watch(engine))
+
+    async def _watch(self, engine: Engine) -> None:
+        wake = self._wake[engine]
+        try:
+            while not engine.removed:
+                wake.clear()
+                try:
+                    await self._check(engine)
+                except Exception:
+                    # A task that ended would leave the engine as it is for good.
+                    log.exception("checking %s failed", engine.url)
+                interval = self._config.engine_health_interval_s
+                if self._fleet.state(engine) != "up":
+                    probe_in = max(engine.circuit.probe_in(_now()), _AT_ONCE_S)
+                    interval = min(interval, _RECHECK_S, probe_in)
+                try:
+                    async with asyncio.timeout(interval):
+                        await wake.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            self._watchers.pop(engine, None)
+            self._wake.pop(engine, None)
+
+    async def _check(self, engine: Engine) -> None:
+        fleet = self._fleet
+        asked, state = engine.asked(), fleet.state(engine)
+        try:
+            version = await self._version(engine.url)
+        except aiohttp.ClientConnectorError as e:
+            fleet.check_failed(engine, _now(), _words(e), refused=True)
+        except (aiohttp.ClientError, TimeoutError, EngineError) as e:
+            fleet.check_failed(engine, _now(), _words(e), refused=False)
+        else:
+            if not fleet.check_passed(engine, _now(), asked=asked, version=version):
+                return
+            self._tell()
+            well, why = await self._health(engine.url)
+            fleet.health(engine, _now(), well=well, why=why)
+            self._tell()
+        after = fleet.state(engine)
+        if after != state:
+            why = engine.why if after != "up" else ""
+            log.warning("engine %s is %s (was %s) %s", engine.url, after, state, why)
+
+    async def _version(self, url: str) -> int | None:
+        for path in ("/model_info", "/get_model_info"):
+            status, body = await self._get(url + path)
+            if status == 200:
+                try:
+                    return version_number(orjson.loads(body)["weight_version"])
+                except (ValueError, KeyError, TypeError):
+                    return None  # the calls' own answers are refused with a clear error
+            if status not in _NOT_FOUND:
+                raise EngineError(f"{path} answered {status}")
+        return None
+
+    async def _health(self, url: str) -> tuple[bool, str]:
+        try:
+            status, _ = await self._get(url + "/health")
+        except (aiohttp.ClientError, TimeoutError) as e:
+            return False, f"/health: {_words(e)}"
+        return status == 200, "" if status == 200 else f"/health answered {status}"
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=self._config.engine_health_timeout_s)
+        async with self._session.get(url, timeout=timeout) as response:
+            return response.status, await response.read()
+
+    async def _first(
+        self, path: str, read: Callable[[int, bytes], Any], what: str, remedy: str = ""
+    ) -> Any:
+        """The first engine's answer to `path` that `read` accepts, all asked at once."""
+
+        async def ask(url: str) -> Any:
+            try:
+                return read(*await self._get(url + path))
+            except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+                raise EngineError(f"{url}: {_words(e)}") from e
+
+        answer, failures = await _first_result([ask(e.url) for e in self._fleet])
+        if answer is not None:
+            return answer
+        why = "; ".join(map(str, failures)) or self._fleet.why_none()
+        raise EngineUnavailableError(f"{what}: {why}" + (f". To help: {remedy}" if remedy else ""))
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+async def _first_result(asking: list[Awaitable[Any]]) -> tuple[Any, list[Exception]]:
+    failures: list[Exception] = []
+    tasks = [asyncio.ensure_future(a) for a in asking]
+    try:
+        for done in asyncio.as_completed(tasks):
+            try:
+                return await done, failures
+            except EngineError as e:
+                failures.append(e)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return None, failures
+
+
+def _is_ok(status: int, body: bytes) -> bool:
+    if status != 200:
+        raise ValueError(f"/health answered {status}")
+    return True
+
+
+def _context_length(status: int, body: bytes) -> int:
+    models = orjson.loads(body).get("data") if status == 200 else None
+    length = models[0].get("max_model_len") if models else None
+    if not isinstance(length, int) or length < 2:
+        raise ValueError(f"/v1/models answered {status} and names no max_model_len")
+    return length
+
+
+def _worker_urls(listed: Any) -> list[str]:
+    """Urls in an answer of `/workers` or `/list_workers`.
+
+    Raises:
+        ValueError: a worker cannot be called directly.
+    """
+    if "urls" in listed:
+        return [str(url).rstrip("/") for url in listed["urls"]]
+    urls = []
+    for worker in listed["workers"]:
+        url, kind = str(worker["url"]).rstrip("/"), worker.get("worker_type") or "regular"
+        if kind != "regular" or not url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"worker {url} is of type {kind!r}; only regular HTTP workers can be called "
+                "directly. Put the router's own address into gateway.engine_urls (no version gate)"
+            )
+        urls.append(url)
+    return urls
+
+
+def version_number(version: Any) -> int:
+    """SGLang's version strings; Stepwell publishes decimal integers, an unpublished engine says
+    "default".
+
+    Raises:
+        ValueError: neither.
+    """
+    return 0 if version == "default" else int(version)
+
+
+def _words(e: BaseException) -> str:
+    return str(e) or type(e).__name__
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,196 @@
+"""Who may call: bearer keys of two scopes, and the keys of single trajectories.
+
+    request ──► needed_by(method, path) ──► KeyRing.authorize(headers, access, url) ──► Principal
+                     open                        no key needed                  401 │ 403
+                     agent                       agent, admin or trajectory key
+                     admin                       admin key
+
+An admin key may do everything. An agent key makes LLM calls and opens or closes trajectories by
+their URL. A trajectory key, which `/init_trajectory` hands out, does the same for its trajectory
+alone; it also names that trajectory, for agents whose base URL has no path::
+
+    sw.<trajectory_uid>.<prompt_uid>.<mac>      both in base64url; without keys there is no mac
+
+The mac's secret comes from the configured keys, so every replica and every restart with the same
+configuration reads it. Keys are renewed by putting the new one first and removing the old one when
+nobody uses it any more: the first one signs, all of them verify.
+
+Without configured keys everybody may do everything (and `GatewayConfig` allows only loopback).
+Owns: these rules. Does not own: HTTP (`protection.py`), which trajectory a call belongs to
+(`identity.py`). Keys are kept as digests and are in no message, log line or repr.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, TypeAlias
+
+from pydantic import SecretStr
+from starlette.datastructures import Headers
+
+from gateway.errors import AuthenticationError, PermissionDeniedError
+
+Access: TypeAlias = Literal["open", "agent", "admin"]
+Named: TypeAlias = tuple[str, str]
+"""(trajectory_uid, prompt_uid)"""
+
+_PREFIX = "sw"
+_RANK: dict[Access, int] = {"open": 0, "agent": 1, "admin": 2}
+
+
+class Principal(NamedTuple):
+    """Who calls."""
+
+    access: Access
+    """The most it may do."""
+    trajectory: Named | None = None
+    """Of the trajectory key that it sent."""
+
+
+def needed_by(method: str, path: str) -> tuple[Access, Named | None]:
+    """What a request needs, and the trajectory that its URL names. Unknown paths need the most."""
+    if path == "/health":
+        return "open", None
+    parts = path.split("/", 4)[1:]
+    if len(parts) == 4 and parts[0] and parts[1] and parts[2] == "v1":
+        return "agent", (parts[0], parts[1])
+    if path == "/ready" or path.startswith("/v1/"):
+        return "agent", None
+    # Some clients look whether the base URL can be reached before they send their key.
+    if method == "HEAD" and (path == "/" or len(parts) == 2):
+        return "open", None
+    return "admin", None
+
+
+def presented(headers: Headers) -> list[str]:
+    """Every key that a request carries, as OpenAI's and as Anthropic's clients send them."""
+    keys = []
+    for name, value in headers.raw:  # once, for all names
+        if name == b"authorization":
+            scheme, _, key = value.decode("latin-1").partition(" ")
+            if scheme.lower() == "bearer":
+                keys.append(key.strip())
+        elif name == b"x-api-key":
+            keys.append(value.decode("latin-1").strip())
+    return [key for key in keys if key]
+
+
+class KeyRing:
+    """Judges requests by their keys; makes and reads trajectory keys. Holds no state."""
+
+    def __init__(self, admin_keys: Iterable[SecretStr], agent_keys: Iterable[SecretStr]) -> None:
+        secrets: list[tuple[Access, bytes]] = [
+            ("admin", key.get_secret_value().encode()) for key in admin_keys
+        ]
+        secrets += [("agent", key.get_secret_value().encode()) for key in agent_keys]
+        # Of equal length: a comparison tells not even that of a key.
+        self._known = [(access, hashlib.sha256(secret).digest()) for access, secret in secrets]
+        self._signing = [
+            hmac.digest(secret, b"stepwell trajectory key", "sha256") for _, secret in secrets
+        ]
+
+    @property
+    def required(self) -> bool:
+        """There are keys, so requests need one."""
+        return bool(self._known)
+
+    def authorize(self, headers: Headers, needed: Access, url: Named | None = None) -> Principal:
+        """Who sent these headers, if that may do what is `needed`.
+
+        Args:
+            url: the trajectory that the request's URL names.
+
+        Raises:
+            AuthenticationError: no key, or none that is known.
+            PermissionDeniedError: the key's scope or trajectory is another.
+        """
+        if needed == "open":
+            return Principal("open")
+        sent = presented(headers)
+        granted: Access = "open" if self.required else "admin"
+        for key in sent if self.required else ():
+            access = self._access_of(key)
+            if _RANK[access] > _RANK[granted]:
+                granted = access
+        trajectory = next((named for key in sent if (named := self.read(key)) is not None), None)
+        # What allows the call is the trajectory key, or nothing was asked for and it is a claim.
+        if trajectory is not None and (granted == "open" or not self.required):
+            if url is not None and url != trajectory:
+                raise PermissionDeniedError(
+                    f"this API key is for /{trajectory[0]}/{trajectory[1]}; it cannot be used "
+                    f"under /{url[0]}/{url[1]}"
+                )
+            if granted == "open":
+                granted = "agent"
+        if granted == "open":
+            raise AuthenticationError(
+                "the API key is not valid for this gateway; use a configured key, or the api_key "
+                "that /init_trajectory returned"
+                if sent
+                else "this gateway needs an API key; send it as 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'"
+            )
+        if _RANK[granted] < _RANK[needed]:
+            raise PermissionDeniedError(
+                "this needs an admin key (gateway.admin_keys); the key that was sent may only make "
+                "LLM calls and open or close trajectories by their URL"
+            )
+        return Principal(granted, trajectory)
+
+    def issue(self, trajectory_uid: str, prompt_uid: str) -> str:
+        """The API key of a trajectory; the same each time."""
+        name = _name(trajectory_uid, prompt_uid)
+        return f"{name}.{_mac(self._signing[0], name)}" if self._signing else name
+
+    def read(self, key: str) -> Named | None:
+        """The trajectory of a trajectory key; None for any other text."""
+        parts = key.split(".")
+        if parts[0] != _PREFIX or len(parts) not in (3, 4):
+            return None
+        name = ".".join(parts[:3])
+        if self._signing:
+            mac = parts[3].encode() if len(parts) == 4 else b""
+            valid = False
+            for secret in self._signing:
+                valid |= hmac.compare_digest(_mac(secret, name).encode(), mac)
+            if not valid:
+                return None
+        try:
+            named = _decoded(parts[1]), _decoded(parts[2])
+        except ValueError:
+            return None
+        # Base64 has many spellings of the same; only ours counts. No id is empty or has a slash.
+        is_ours = _name(*named) == name and all(named) and "/" not in f"{named[0]}{named[1]}"
+        return named if is_ours else None
+
+    def _access_of(self, key: str) -> Access:
+        """Takes equally long whichever key it is, and if it is none."""
+        digest = hashlib.sha256(key.encode()).digest()
+        granted: Access = "open"
+        for access, known in self._known:
+            if hmac.compare_digest(digest, known):
+                granted = access
+        return granted
+
+
+def _name(trajectory_uid: str, prompt_uid: str) -> str:
+    return ".".join((_PREFIX, _encoded(trajectory_uid), _encoded(prompt_uid)))
+
+
+def _mac(secret: bytes, name: str) -> str:
+    return _base64(hmac.digest(secret, name.encode(), "sha256"))
+
+
+def _encoded(text: str) -> str:
+    return _base64(text.encode())
+
+
+def _base64(data: bytes) -> str:
+    return urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def _decoded(text: str) -> str:
+    return urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()

@@ -1,0 +1,197 @@
+"""Several gateways that share the work: Ray actors, each on a port of its own.
+
+    POST /init_trajectory  at any of them ──► base_url of one of them: every call goes there
+
+    replica dies ──► its trajectories go on at the others (same path, another origin)
+        └──► Ray starts it again on the same machine and port ──► or there, as before
+
+The address is the routing, so there is no front door. What a replica acknowledged is in the pool,
+and one that takes over rebuilds the turn graph from there (`rebuild.py`): replicas share nothing
+else, and need not find each other for that. Handing out addresses, they leave out the one that does
+not answer. Conversations without an address of their own stay with the replica that they talk to.
+
+Owns: starting replicas, their ports, and which address is handed out. Does not own: serving
+(`server.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+from zlib import crc32
+
+import aiohttp
+
+from gateway.config import GatewayConfig
+from gateway.errors import PortInUseError
+from gateway.pool_port import PoolPort
+from gateway.server import GatewayServer, absolute_paths, bind
+
+CHECK_S = 1.0
+"""How old the last look at another replica may be, and how long it is waited for."""
+RESTART_BIND_S = 30.0
+PORTS = range(20000, 32768)
+"""Where free ports are taken: below those that outgoing connections get, one of which could
+otherwise have a replica's port when it starts again."""
+
+
+class Replicas:
+    """The replicas as one of them sees them: whose address to hand out. Owned by the app."""
+
+    def __init__(self, config: GatewayConfig, session: aiohttp.ClientSession) -> None:
+        self.index = config.replica
+        self.urls = config.replica_urls
+        self._public_url = config.public_url
+        self._session = session
+        self._turns = itertools.count(self.index)
+        self._looks = [_Look() for _ in self.urls]
+
+    async def place(self, trajectory_uid: str | None = None) -> int | None:
+        """The replica that is to serve a new trajectory; None: there is only this one.
+
+        Args:
+            trajectory_uid: if the client chose it. The same one gets the same replica, whoever
+                is asked, while that answers.
+        """
+        n = len(self.urls)
+        if n <= 1:
+            return None
+        first = next(self._turns) if trajectory_uid is None else crc32(trajectory_uid.encode())
+        for k in range(n):
+            if await self._is_up((first + k) % n):
+                return (first + k) % n
+        return self.index
+
+    def origin(self, replica: int) -> str:
+        """As handed out."""
+        if self._public_url is None:
+            return self.urls[replica]
+        return self._public_url.replace("{replica}", str(replica))
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "replica": self.index,
+            "replicas": [
+                {"url": url, "up": i == self.index or look.is_up}
+                for i, (url, look) in enumerate(zip(self.urls, self._looks, strict=True))
+            ],
+        }
+
+    async def _is_up(self, replica: int) -> bool:
+        if replica == self.index:
+            return True
+        look = self._looks[replica]
+        async with look.lock:
+            if time.monotonic() - look.at > CHECK_S:
+                look.is_up = await self._answers(self.urls[replica])
+                look.at = time.monotonic()
+        return look.is_up
+
+    async def _answers(self, url: str) -> bool:
+        try:
+            async with self._session.get(
+                f"{url}/health", timeout=aiohttp.ClientTimeout(total=CHECK_S)
+            ) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+class _Look:
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.at = float("-inf")
+        """`time.monotonic()`"""
+        self.is_up = True
+
+
+class GatewayReplica(GatewayServer):
+    """A gateway actor that serves again, by itself, when Ray has restarted it."""
+
+    def __init__(self, config: GatewayConfig, pool: PoolPort | str) -> None:
+        import ray
+
+        super().__init__(config, pool)
+        self._url = config.replica_urls[config.replica]
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._serve_again()
+
+    def _begin(self) -> str:
+        super()._begin()
+        self._origin = self._url  # its host may be an address to listen on only
+        return self._url
+
+    def _serve_again(self) -> None:
+        end = time.monotonic() + RESTART_BIND_S
+        while True:
+            try:
+                self._begin()
+                return
+            except PortInUseError:  # the process before this one may not be quite gone
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+
+def start_replicas(config: GatewayConfig, pool: PoolPort | str, **ray_options: Any) -> list[Any]:
+    """Handles of `config.replicas` new actors; each serves after `await handle.start.remote()`,
+    which returns its origin, and is restarted by Ray until it is killed by its handle.
+
+    On a loopback address all are on this machine, otherwise spread over those that Ray has. One
+    that is restarted comes back where it was. Needs an initialised Ray.
+
+    Args:
+        pool: the name of the pool's actor in the current namespace, or a `DataPoolClient`.
+        ray_options: over the default `num_cpus=0`, `max_restarts=-1`.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    config = absolute_paths(config)
+    nodes = _nodes(config.host)
+    ports = _ports(config)
+    homes = [nodes[i % len(nodes)] for i in range(config.replicas)]
+    urls = tuple(f"http://{host}:{port}" for (_, host), port in zip(homes, ports, strict=True))
+    options = {"num_cpus": 0, "max_restarts": -1, **ray_options}
+    actor = ray.remote(GatewayReplica)
+    return [
+        actor.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options
+        ).remote(config.model_copy(update={"port": port, "replica": i, "replica_urls": urls}), pool)
+        for i, ((node, _), port) in enumerate(zip(homes, ports, strict=True))
+    ]
+
+
+def _nodes(host: str) -> list[tuple[str, str]]:
+    """(Ray's node id, the host of its URLs) of every machine that can listen on `host`."""
+    import ray
+
+    here: str = ray.get_runtime_context().get_node_id()
+    if host == "localhost" or not ipaddress.ip_address(host).is_unspecified:
+        return [(here, f"[{host}]" if ":" in host else host)]
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    alive = [(n["NodeID"], n["NodeManagerAddress"]) for n in nodes if n["Alive"]]
+    return sorted(alive, key=lambda node: node[0] != here)
+
+
+def _ports(config: GatewayConfig) -> Sequence[int]:
+    """A port for each replica, known before it starts, so that it can have it again."""
+    if config.port:
+        return range(config.port, config.port + config.replicas)
+    found: list[int] = []
+    with ExitStack() as taken:
+        for port in random.sample(PORTS, len(PORTS)):
+            try:
+                taken.enter_context(bind(config.host, port))
+            except PortInUseError:
+                continue
+            found.append(port)
+            if len(found) == config.replicas:
+                return found
+    raise PortInUseError(f"no port of {PORTS} is free on {config.host}; set gateway.port")

@@ -1,0 +1,213 @@
+"""What `/buffer/write` stores: rollouts from outside, as Steps in the pool.
+
+    {trajectory_uid, reward}      its calls came through the gateway ──► completed with the reward
+    {tokens, response_length, …}  sampled elsewhere ──► Steps of a new trajectory, completed
+    text alone                    refused: text is never tokenised as if it had been sampled
+
+Items of one `instance_id` fill one group after the other: `17`, `17#1`, `17#2`, … with
+`num_repeat_per_sample` each. Writing an item again (the same uid) is harmless.
+
+Owns: which group an item belongs to. Does not own: the shape of items (`rollout_items.py`), what is
+served (`rollout_buffer.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from datapool.errors import StepConflictError, UnknownTrajectoryError
+from datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
+from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from datapool.listing import TrajectoryRow
+from datapool.records import SubmitOutcome
+from gateway.config import GatewayConfig
+from gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
+from gateway.pool_port import PoolPort, ask
+from gateway.rollout_items import Written, steps_of
+from gateway.trajectories import TrajectoryStore
+
+
+class _Home(NamedTuple):
+    """Where a written item is stored."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    is_open: bool
+    """The pool has said so."""
+
+
+class RolloutWriter:
+    """Stores written items. Owned by the `RolloutBuffer`."""
+
+    def __init__(
+        self, config: GatewayConfig, pool: PoolPort, trajectories: TrajectoryStore
+    ) -> None:
+        self.repeats: int | None = None
+        """Items per group; None: an instance's group fills up until it is served."""
+        self._config = config
+        self._pool = pool
+        self._trajectories = trajectories
+        self._filling: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """By instance id: (number of its group that is filling up, items in it)."""
+        self._homes: OrderedDict[str, _Home] = OrderedDict()
+        """By uid: a repeated write is the same rollout."""
+
+    async def write(self, item: Mapping[str, Any]) -> None:
+        """Store a rollout that came from outside, or complete one whose calls were recorded here.
+        Repeating it is harmless.
+
+        Raises:
+            RequestError, TrajectoryConflictError, TrajectoryClosedError, PoolUnavailableError
+        """
+        written = Written.parse(item)
+        if written.trajectory_uid is not None:
+            await self._complete(written, written.trajectory_uid)
+        else:
+            await self._store(written, item)
+
+    async def _complete(self, written: Written, uid: str) -> None:
+        """The trajectory's agent is done: close it with its reward."""
+        live = self._trajectories.known(uid)
+        row = None
+        if live is None and (row := await self._row(uid)) is not None:
+            live = self._trajectories.find(uid, row.prompt_uid)
+        try:
+            if live is not None:
+                outcome = await live.complete(written.reward, written.metadata)
+            else:
+                # Served or dropped before: the pool remembers how.
+                outcome = await self._ask(
+                    self._pool.complete_trajectory(
+                        uid, written.reward, written.metadata, channel=self._config.channel
+                    )
+                )
+        except UnknownTrajectoryError as e:
+            raise RequestError(
+                f"trajectory_uid is {uid!r}, which no call was recorded for in channel "
+                f"{self._config.channel!r}",
+                "trajectory_uid",
+            ) from e
+        except (TrajectoryClosedError, PoolTrajectoryClosedError) as e:
+            if not await self._score(written, row or await self._row(uid)):
+                raise TrajectoryClosedError(str(e)) from e
+            return
+        if outcome == "aborted":
+            raise TrajectoryConflictError(
+                f"trajectory {uid!r} has no recorded call and cannot be served; let its agent call "
+                "through the base_url that /init_trajectory returns"
+            )
+        if outcome == "late":
+            raise TrajectoryClosedError(
+                f"trajectory {uid!r} came too late: its group was served or dropped without it"
+            )
+
+    async def _score(self, written: Written, row: TrajectoryRow | None) -> bool:
+        """Give a trajectory that was completed without a reward the one it was written with."""
+        if row is None or row.state != "complete" or row.reward is not None:
+            return False
+        if written.reward is None:
+            return False
+        outcome: SubmitOutcome = await self._ask(
+            self._pool.set_reward(row.trajectory_uid, written.reward, channel=self._config.channel)
+        )
+        return outcome == "accepted"
+
+    async def _store(self, written: Written, item: Mapping[str, Any]) -> None:
+        uid = written.uid or uuid.uuid4().hex
+        # All that can be wrong with the item is found before anything is opened.
+        found = await asyncio.to_thread(steps_of, item)
+        trajectory_uid, prompt_uid, _ = await self._home(written, uid)
+        steps = [replace(s, trajectory_uid=trajectory_uid, prompt_uid=prompt_uid) for s in found]
+        channel = self._config.channel
+        try:
+            outcomes = await self._ask(self._pool.submit_steps(steps, channel=channel))
+            outcome = await self._ask(
+                self._pool.complete_trajectory(
+                    trajectory_uid, written.reward, written.metadata, channel=channel
+                )
+            )
+        except (StepConflictError, PoolTrajectoryConflictError) as e:
+            raise TrajectoryConflictError(
+                f"uid {uid!r} was written before with other content ({e})"
+            ) from e
+        except PoolTrajectoryClosedError as e:
+            raise TrajectoryClosedError(str(e)) from e
+        if outcome == "late" or ("late" in outcomes and outcome != "complete"):
+            raise TrajectoryClosedError(
+                f"item {uid!r} came too late: its group was served or dropped without it"
+            )
+
+    async def _home(self, written: Written, uid: str) -> _Home:
+        """The trajectory and the group of a written item: the instance's group that is filling up,
+        or its next one. An instance that comes again has groups `17`, `17#1`, `17#2`, ….
+        """
+        limit = self._config.remembered_trajectories
+        home = self._homes.get(uid)
+        if home is None and (row := await self._row(uid)) is not None:
+            return _Home(uid, row.prompt_uid, is_open=True)
+        trajectory_uid = uid
+        while home is None or not home.is_open:
+            if home is None:
+                # Taken before waiting: items that are written at once do not overfill a group, and
+                # a write that fails and comes again has its place.
+                prompt_uid = self._place(str(written.instance_id))
+                home = _Home(trajectory_uid, prompt_uid, is_open=False)
+                remember(self._homes, uid, home, limit)
+            try:
+                outcome = await self._ask(
+                    self._pool.open_trajectory(
+                        home.trajectory_uid, home.prompt_uid, channel=self._config.channel
+                    )
+                )
+            except PoolTrajectoryConflictError as e:
+                raise TrajectoryConflictError(
+                    f"uid is {uid!r}, which another trajectory has; send a uid of its own ({e})"
+                ) from e
+            if outcome == "late":
+                # That group was served, and the pool remembers the uid as its latecomer's.
+                self._next_group(str(written.instance_id), home.prompt_uid)
+                trajectory_uid = f"{home.trajectory_uid}+"
+                home = None
+            else:
+                home = home._replace(is_open=True)
+                remember(self._homes, uid, home, limit)
+        return home
+
+    def _place(self, name: str) -> str:
+        """A place in the instance's group that is filling up: its prompt_uid."""
+        k, n = self._filling.get(name, (0, 0))
+        if self.repeats is not None and n >= self.repeats:
+            k, n = k + 1, 0
+        remember(self._filling, name, (k, n + 1), self._config.remembered_trajectories)
+        return _group_name(name, k)
+
+    def _next_group(self, name: str, served: str) -> None:
+        k, _ = self._filling.get(name, (0, 0))
+        if _group_name(name, k) == served:
+            self._filling[name] = k + 1, 0
+
+    async def _row(self, uid: str) -> TrajectoryRow | None:
+        """A trajectory of a live group."""
+        page = await self._ask(
+            self._pool.list_trajectories(channel=self._config.channel, limit=1, trajectory_uid=uid)
+        )
+        return page.items[0] if page.items else None
+
+    async def _ask(self, answer: Awaitable[Any]) -> Any:
+        return await ask(answer, self._config.pool_timeout_s)
+
+
+def _group_name(name: str, k: int) -> str:
+    return f"{name}#{k}" if k else name
+
+
+def remember(memory: OrderedDict[str, Any], key: str, value: Any, limit: int) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    while len(memory) > limit:
+        memory.popitem(last=False)

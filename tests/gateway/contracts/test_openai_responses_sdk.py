@@ -1,0 +1,170 @@
+"""The Responses API through the unmodified OpenAI SDK, over HTTP, several turns with tools."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "name": name,
+        "description": about,
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    }
+    for name, about in (("calculator", "Adds."), ("lookup", "Looks it up."))
+]
+THOUGHT = "<think>\nWhich one?\n</think>\n\n"
+
+
+def call(name: str, expression: str) -> str:
+    body = json.dumps({"name": name, "arguments": {"expression": expression}})
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+REPLIES = [
+    THOUGHT + "I need both.\n" + call("calculator", "1 + 2") + "\n" + call("lookup", "three"),
+    THOUGHT + call("calculator", "3 * 3"),
+    THOUGHT + "It is 9.",
+    THOUGHT + "You are welcome 🙂",
+]
+
+
+def outputs(response: Response) -> list[Any]:
+    return [
+        {"type": "function_call_output", "call_id": item.call_id, "output": f"{item.name} says 3"}
+        for item in response.output
+        if item.type == "function_call"
+    ]
+
+
+async def ask(client: openai.AsyncOpenAI, stream: bool, **body: Any) -> Response:
+    if not stream:
+        response: Response = await client.responses.create(model="m", **body)
+        return response
+    async with client.responses.stream(model="m", **body) as events:
+        seen = ""
+        async for event in events:
+            if event.type == "response.output_text.delta":
+                seen += event.delta
+                assert event.snapshot == seen[-len(event.snapshot) :]
+        final: Response = await events.get_final_response()
+    assert seen == final.output_text
+    return final
+
+
+def check_one_branch(world: Any, n: int) -> None:
+    world.check_exact()
+    steps = world.pool.stored()
+    assert [s.parent_index for s in steps] == [None, *range(n - 1)]
+    assert {s.trajectory_uid for s in steps} == {"t1"}
+    assert all("branch" not in s.metadata for s in steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("mode", ["stateless", "previous_response_id"])
+async def test_a_conversation_with_tools_is_one_branch(
+    worlds: Any, mode: str, stream: bool
+) -> None:
+    world = await worlds("qwen3")
+    client = await world.client()
+    history: list[Any] = [
+        {"role": "developer", "content": "Use tools."},
+        {"role": "user", "content": "What is it?"},
+    ]
+    new, previous = list(history), None
+    for text in REPLIES:
+        world.say(text)
+        if mode == "stateless":
+            asked: Any = {
+                "input": history,
+                "store": False,
+                "include": ["reasoning.encrypted_content"],
+            }
+        else:
+            asked = {"input": new, "previous_response_id": previous}
+        response = await ask(client, stream, tools=TOOLS, **asked)
+        assert response.output[0].type == "reasoning"
+        previous = response.id
+        new = outputs(response) or [{"role": "user", "content": "Thanks!"}]
+        history += [*response.output, *new]
+    assert response.output_text == "You are welcome 🙂"
+    check_one_branch(world, 4)
+
+
+async def test_structured_output_is_parsed(world: Any) -> None:
+    class Answer(BaseModel):
+        value: int
+        why: str
+
+    client = await world.client()
+    world.say('{"value": 3, "why": "1 + 2"}')
+    got = await client.responses.parse(model="m", input="1 + 2?", text_format=Answer)
+    assert got.output_parsed == Answer(value=3, why="1 + 2")
+    sent = world.engine.requests[0]["sampling_params"]["json_schema"]
+    assert json.loads(sent)["required"] == ["value", "why"]
+    world.say('{"value": 4, "why": "2 + 2"}')
+    async with client.responses.stream(model="m", input="2 + 2?", text_format=Answer) as stream:
+        final = await stream.get_final_response()
+    assert final.output_parsed == Answer(value=4, why="2 + 2")
+
+
+async def test_arguments_of_strict_tools_are_parsed(world: Any) -> None:
+    class Calculator(BaseModel):
+        expression: str
+
+    client = await world.client()
+    world.say(call("Calculator", "1"))
+    tool: Any = openai.pydantic_function_tool(Calculator)
+    got = await client.responses.parse(model="m", input="1?", tools=[tool])
+    assert got.output[0].parsed_arguments == Calculator(expression="1")
+
+
+async def test_stored_responses_are_read_listed_and_deleted(world: Any) -> None:
+    client = await world.client()
+    made = await client.responses.create(
+        model="m", input=[{"role": "user", "content": f"word {i}"} for i in range(30)]
+    )
+    got = await client.responses.retrieve(made.id)
+    assert got == made
+    items = [item async for item in client.responses.input_items.list(made.id, limit=7)]
+    assert [i.content[0].text for i in items] == [f"word {i}" for i in reversed(range(30))]
+    await client.responses.delete(made.id)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(made.id)
+    with pytest.raises(openai.BadRequestError) as e:
+        await client.responses.create(model="m", input="x", previous_response_id=made.id)
+    assert e.value.code == "previous_response_not_found"
+
+
+async def test_a_stream_that_fails_raises(worlds: Any) -> None:
+    world = await worlds(engine_retries=0)
+    client = await world.client()
+    world.say("one two three four", drop_after=2)
+    stream = await client.responses.create(model="m", input="hi", stream=True)
+    with pytest.raises(openai.APIError) as e:
+        [event async for event in stream]
+    assert e.value.code in ("engine_unavailable", "engine_error")
+    assert not world.pool.stored()
+
+
+async def test_what_cannot_be_honoured_is_a_bad_request(world: Any) -> None:
+    client = await world.client()
+    with pytest.raises(openai.BadRequestError) as e:
+        await client.responses.create(model="m", input="hi", background=True)
+    assert e.value.param == "background"
+    raw = await client.responses.with_raw_response.create(
+        model="m", input="hi", tools=[{"type": "web_search"}]
+    )
+    assert raw.headers["x-stepwell-ignored"] == "tools[0]=web_search"

@@ -1,0 +1,621 @@
+"""One call's life over several engines, by real HTTP: what is sent, resumption, loss, recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+from gateway.config import GatewayConfig
+from gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
+from gateway.errors import EngineError, EngineUnavailableError, RequestError
+from tests.gateway.conftest import Sampled, log_prob
+
+PROMPT = np.arange(10, 15, dtype=np.int32)
+FAST: dict[str, Any] = {
+    "retry_backoff_s": 0.02,
+    "engine_health_interval_s": 0.05,
+    "engine_health_timeout_s": 5.0,
+    "engine_circuit_open_s": 0.05,
+    "engine_version_grace_s": 60.0,
+}
+
+
+@dataclass
+class Machine:
+    """An engine that can be told what to say, be cut off, stopped and started again."""
+
+    version: str | None = "1"
+    """What `/model_info` says; None: it has no such endpoint."""
+    script: list[Sampled] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+    healthy: bool = True
+    mute: asyncio.Event | None = None
+    """Nothing but what is under way is answered until it is set."""
+    cut: bool = False
+    """Every `/generate` breaks off without an answer."""
+    tops: int = 0
+    incremental: bool = False
+    urls: list[str] | None = None
+    """A router's workers."""
+    checks: int = 0
+    port: int = 0
+    _runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def default(self) -> Sampled:
+        return Sampled([7, 8, 9], version=self.version or "0")
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        self.requests.append(body)
+        assert request.transport is not None
+        if self.cut:
+            request.transport.abort()
+            raise ConnectionResetError("scripted")
+        said = self.script.pop(0) if self.script else self.default()
+        if said.status != 200:
+            return web.json_response({"error": {"message": "scripted"}}, status=said.status)
+        if said.gate is not None and not body["stream"]:
+            await said.gate.wait()
+        if not body["stream"]:
+            if said.drop_after is not None:
+                request.transport.abort()
+                raise ConnectionResetError("scripted")
+            return web.json_response(self._chunk(said, len(said.ids), 0))
+        out = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await out.prepare(request)
+        for n in range(1, len(said.ids) + 1):
+            if said.drop_after is not None and n > said.drop_after:
+                await asyncio.sleep(0.02)  # so that what was sent is read before the reset
+                request.transport.abort()
+                raise ConnectionResetError("scripted")
+            if said.gate is not None and n == len(said.ids):
+                await said.gate.wait()
+            chunk = self._chunk(said, n, n - 1 if self.incremental else 0)
+            await out.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        await out.write(b"data: [DONE]\n\n")
+        return out
+
+    def _chunk(self, said: Sampled, n: int, start: int) -> dict[str, Any]:
+        chunk = said.chunk(n, final=n == len(said.ids), n_prompt=5)
+        meta = chunk["meta_info"]
+        if said.versions is not None:  # as of the moment, as SGLang reports it in a stream
+            meta["weight_version"] = next(v for v, _, end in said.versions if n <= end)
+        if self.tops:
+            meta["output_top_logprobs"] = [tops(i, self.tops) for i in chunk["output_ids"]]
+            meta["output_top_logprobs"] = meta["output_top_logprobs"][start:]
+        chunk["output_ids"] = chunk["output_ids"][start:]
+        meta["output_token_logprobs"] = meta["output_token_logprobs"][start:]
+        return chunk
+
+    async def abort(self, request: web.Request) -> web.Response:
+        self.aborts.append((await request.json())["rid"])
+        return web.Response()
+
+    async def other(self, request: web.Request) -> web.Response:
+        if self.mute is not None:
+            await self.mute.wait()
+        if request.path == "/health":
+            return web.Response(status=200 if self.healthy else 503)
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"max_model_len": 4096}]})
+        if request.path == "/model_info" and self.version is not None:
+            self.checks += 1
+            return web.json_response({"weight_version": self.version})
+        if request.path == "/workers" and self.urls is not None:
+            workers = [{"id": u, "url": u, "worker_type": "regular"} for u in self.urls]
+            return web.json_response({"workers": workers, "total": len(workers)})
+        return web.Response(status=404)
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 26)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.abort)
+        app.router.add_get("/{path:.*}", self.other)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+
+def tops(token_id: int, n: int) -> list[list[Any]]:
+    return [[-0.1 * k, token_id + k, None] for k in range(n)]
+
+
+@dataclass
+class Rig:
+    client: EngineClient
+    machines: list[Machine]
+
+    async def generate(
+        self, *, affinity: str = "t", n: int = 50, stream: bool = False, **sampling: Any
+    ) -> Generation:
+        self.seen: list[int] = []
+        self.seen_log_probs: list[float] = []
+        self.seen_tops: list[TopLogProbs] = []
+
+        def on_tokens(
+            ids: Sequence[int], log_probs: Sequence[float], tops: Sequence[TopLogProbs]
+        ) -> None:
+            self.seen += ids
+            self.seen_log_probs += log_probs
+            self.seen_tops += tops
+
+        return await self.client.generate(
+            PROMPT,
+            Sampling(n, 1.0, **sampling),
+            affinity=affinity,
+            on_tokens=on_tokens if stream else None,
+        )
+
+    async def home(self, affinity: str = "t") -> tuple[Machine, Machine]:
+        """The trajectory's engine, and another one."""
+        await self.generate(affinity=affinity)
+        home = next(m for m in self.machines if m.requests)
+        home.requests.clear()
+        return home, next(m for m in self.machines if m is not home)
+
+    def state(self, machine: Machine) -> str:
+        engines = {e["url"]: e for e in self.client.statistics()["engines"]}
+        return str(engines[machine.url]["state"])
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110 - the condition is another component's
+                await asyncio.sleep(0.005)
+
+    async def checked(self) -> None:
+        """Every engine has been asked for its version since."""
+        before = {id(m): m.checks for m in self.machines}
+        await self.until(lambda: all(m.checks >= before[id(m)] + 2 for m in self.machines))
+
+
+@pytest.fixture
+async def rigs() -> AsyncIterator[Callable[..., Any]]:
+    """Makes rigs: `await rigs(2, versions of the engines…, **gateway options)`."""
+    async with AsyncExitStack() as stack:
+
+        async def make(n: int = 1, **options: Any) -> Rig:
+            machines = [Machine() for _ in range(n)]
+            for machine in machines:
+                await stack.enter_async_context(running(machine))
+            urls = [m.url for m in machines]
+            config = GatewayConfig(**{"engine_urls": urls, **FAST, **options})
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            client = EngineClient(session, config)
+            await client.start()
+            stack.push_async_callback(client.close)
+            return Rig(client, machines)
+
+        yield make
+
+
+@asynccontextmanager
+async def running(machine: Machine) -> AsyncIterator[Machine]:
+    await machine.start()
+    try:
+        yield machine
+    finally:
+        await machine.stop()
+
+
+def check_whole(got: Generation, ids: list[int]) -> None:
+    """These ids, each with its log-prob, and spans that cover them without a gap."""
+    assert got.response_ids.tolist() == ids
+    assert got.log_probs.tolist() == pytest.approx([log_prob(i) for i in ids], abs=1e-6)
+    starts = [s.start for s in got.spans]
+    ends = [s.end for s in got.spans]
+    assert starts == [0, *ends[:-1]]
+    assert ends[-1] == len(ids)
+
+
+# -- what is sent and what comes back --------------------------------------------------------
+
+
+async def test_sampling_options_are_sent_under_the_engines_names_and_only_if_set(
+    rigs: Any,
+) -> None:
+    rig = await rigs()
+    await rig.generate()
+    await rig.generate(
+        min_p=0.1,
+        constraint=("json_schema", '{"type": "object"}'),
+        no_stop_trim=True,
+        n_top_logprobs=3,
+        stop=("\n",),
+        seed=5,
+    )
+    plain, full = rig.machines[0].requests
+    assert set(plain) == {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
+    assert set(plain["sampling_params"]) == {"max_new_tokens", "temperature", "top_p", "top_k"}
+    assert full["top_logprobs_num"] == 3
+    params = full["sampling_params"]
+    assert params["min_p"] == 0.1
+    assert params["json_schema"] == '{"type": "object"}'
+    assert params["no_stop_trim"] is True
+    assert (params["stop"], params["sampling_seed"]) == (["\n"], 5)
+    assert full["input_ids"] == PROMPT.tolist()
+    assert full["rid"] != plain["rid"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_alternatives_come_with_the_tokens_across_a_weight_update_and_are_cut_with_them(
+    rigs: Any, stream: bool, incremental: bool
+) -> None:
+    rig = await rigs()
+    [machine] = rig.machines
+    machine.tops, machine.incremental = 2, incremental
+    machine.script = [Sampled([7, 8], "abort", version="1"), Sampled([9, 10, 11], version="2")]
+    got = await rig.generate(stream=stream, n_top_logprobs=2)
+    check_whole(got, [7, 8, 9, 10, 11])
+    expected = [tuple((t, v) for v, t, _ in tops(i, 2)) for i in (7, 8, 9, 10, 11)]
+    assert list(got.top_log_probs) == expected
+    assert got.cut(3).top_log_probs == tuple(expected[:3])
+    if stream:
+        assert (rig.seen, rig.seen_tops) == ([7, 8, 9, 10, 11], expected)
+        assert rig.seen_log_probs == pytest.approx([log_prob(i) for i in rig.seen])
+
+
+async def test_without_being_asked_for_there_are_no_alternatives(rigs: Any) -> None:
+    rig = await rigs()
+    got = await rig.generate(stream=True)
+    assert got.top_log_probs == ()
+    assert rig.seen_tops == []
+    assert got.cut(1).top_log_probs == ()
+
+
+# -- an engine is lost -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+async def test_a_stream_goes_on_elsewhere_from_what_a_lost_engine_had_streamed(
+    rigs: Any, engines: int
+) -> None:
+    rig = await rigs(engines)
+    home, *_ = await rig.home() if engines == 2 else (rig.machines[0], None)
+    await rig.checked()
+    other = next((m for m in rig.machines if m is not home), home)
+    home.script = [Sampled([7, 8, 9, 10], drop_after=2)]
+    home.script[0].version = "1"
+    other.script.append(Sampled([9, 10, 11], version="2"))
+    got = await rig.generate(stream=True, n=30)
+    check_whole(got, [7, 8, 9, 10, 11])
+    assert rig.seen == [7, 8, 9, 10, 11]
+    assert [(s.version, s.start, s.end) for s in got.spans] == [(1, 0, 2), (2, 2, 5)]
+    last = other.requests[-1]
+    assert last["input_ids"] == [*PROMPT.tolist(), 7, 8]
+    assert last["sampling_params"]["max_new_tokens"] == 28
+    assert rig.client.recoveries == 1
+    assert got.finish_reason == "stop"
+
+
+async def test_a_stream_whose_version_changed_before_the_loss_is_not_guessed_at(
+    rigs: Any,
+) -> None:
+    rig = await rigs()
+    await rig.checked()
+    said = Sampled([7, 8, 9, 10], drop_after=3, versions=[("1", 0, 2), ("2", 2, 4)])
+    rig.machines[0].script = [said]
+    with pytest.raises(EngineUnavailableError, match="broke off after 3 streamed tokens"):
+        await rig.generate(stream=True)
+    assert rig.client.recoveries == 0
+
+
+async def test_a_stream_of_an_engine_that_was_updated_unseen_is_not_guessed_at(rigs: Any) -> None:
+    rig = await rigs(engine_health_interval_s=60.0)
+    await rig.until(lambda: rig.machines[0].checks == 1)
+    # Its first token may be from before the update to 2 that the first event reports.
+    rig.machines[0].script = [Sampled([7, 8, 9], drop_after=2, version="2")]
+    with pytest.raises(EngineUnavailableError, match="not certain"):
+        await rig.generate(stream=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_got_no_token_is_made_again_elsewhere(rigs: Any, stream: bool) -> None:
+    rig = await rigs(2)
+    home, other = await rig.home()
+    home.cut = True
+    got = await rig.generate(stream=stream)
+    check_whole(got, [7, 8, 9])
+    assert other.requests[-1]["input_ids"] == PROMPT.tolist()
+    assert other.requests[-1]["sampling_params"]["max_new_tokens"] == 50
+    assert rig.client.retries == 1
+
+
+async def test_tries_are_bounded_over_the_whole_call(rigs: Any) -> None:
+    rig = await rigs(2, engine_retries=3, engine_circuit_failures=100)
+    for machine in rig.machines:
+        machine.cut = True
+    with pytest.raises(EngineUnavailableError, match="no engine answered in 4 tries"):
+        await rig.generate()
+    assert sum(len(m.requests) for m in rig.machines) <= 4
+
+
+async def test_calls_wait_for_an_engine_that_is_restarted(rigs: Any) -> None:
+    rig = await rigs()
+    [machine] = rig.machines
+    await machine.stop()
+    calls = [asyncio.create_task(rig.generate(affinity=str(i))) for i in range(8)]
+    await rig.until(lambda: rig.state(machine) == "down")
+    await machine.start()
+    for got in await asyncio.gather(*calls):
+        check_whole(got, [7, 8, 9])
+
+
+async def test_a_call_on_an_engine_that_went_silent_is_given_up_and_made_elsewhere(
+    rigs: Any,
+) -> None:
+    rig = await rigs(2, engine_health_timeout_s=0.2)
+    home, other = await rig.home()
+    gate = asyncio.Event()
+    home.script = [Sampled([7, 8], gate=gate)]
+    call = asyncio.create_task(rig.generate())
+    await rig.until(lambda: len(home.requests) == 1)
+    home.mute = asyncio.Event()
+    check_whole(await asyncio.wait_for(call, 10), [7, 8, 9])
+    assert len(other.requests) == 1
+    assert rig.state(home) == "down"
+    home.mute.set()
+    gate.set()
+    await rig.until(lambda: rig.state(home) == "up")
+
+
+async def test_a_cancelled_call_is_aborted_on_the_engine_that_has_it(rigs: Any) -> None:
+    rig = await rigs(2)
+    home, other = await rig.home()
+    home.script = [Sampled([7, 8], gate=asyncio.Event())]
+    call = asyncio.create_task(rig.generate())
+    await rig.until(lambda: len(home.requests) == 1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await rig.until(lambda: len(home.aborts) == 1)
+    assert home.aborts == [home.requests[0]["rid"]]
+    assert other.aborts == []
+    assert [e["in_flight"] for e in rig.client.statistics()["engines"]] == [0, 0]
+
+
+# -- bad answers -----------------------------------------------------------------------------
+
+
+async def test_an_engine_that_fails_calls_several_times_in_a_row_gets_no_more(rigs: Any) -> None:
+    rig = await rigs(2, engine_circuit_open_s=60.0)
+    home, other = await rig.home()
+    home.script = [Sampled([], status=500) for _ in range(3)]
+    for _ in range(3):
+        with pytest.raises(EngineError, match="answered 500"):
+            await rig.generate()
+    assert rig.state(home) == "open"
+    await rig.generate()
+    assert len(home.requests) == 3
+    assert len(other.requests) == 1
+
+
+async def test_calls_wait_for_the_probe_of_the_only_engine(rigs: Any) -> None:
+    rig = await rigs(engine_health_interval_s=60.0, engine_circuit_failures=1)
+    [machine] = rig.machines
+    machine.script = [Sampled([], status=500), Sampled([], status=503)]
+    with pytest.raises(EngineError, match="answered 500"):
+        await rig.generate()
+    check_whole(await rig.generate(), [7, 8, 9])
+    assert rig.state(machine) == "up"
+
+
+async def test_a_refused_request_is_not_the_engines_failure(rigs: Any) -> None:
+    rig = await rigs(engine_circuit_failures=1)
+    [machine] = rig.machines
+    machine.script = [Sampled([], status=400) for _ in range(3)]
+    for _ in range(3):
+        with pytest.raises(RequestError, match="refuses the request"):
+            await rig.generate()
+    assert rig.state(machine) == "up"
+
+
+async def test_a_full_queue_that_aborts_the_call_is_a_reason_to_try_elsewhere(rigs: Any) -> None:
+    rig = await rigs(2)
+    home, other = await rig.home()
+    full = Sampled([7], "abort")
+    honest = full.chunk
+
+    def refused(n: int, **how: Any) -> Any:
+        chunk = honest(n, **how)
+        chunk["output_ids"], chunk["meta_info"]["output_token_logprobs"] = [], []
+        chunk["meta_info"]["finish_reason"].update(status_code=503, message="The queue is full")
+        return chunk
+
+    full.chunk = refused  # type: ignore[method-assign]
+    home.script = [full]
+    check_whole(await rig.generate(stream=True), [7, 8, 9])
+    assert len(other.requests) == 1
+
+
+async def test_a_paused_engine_that_fails_health_still_gets_its_calls(rigs: Any) -> None:
+    rig = await rigs()
+    [machine] = rig.machines
+    machine.healthy = False
+    await rig.until(lambda: rig.state(machine) == "ailing")
+    check_whole(await rig.generate(), [7, 8, 9])
+
+
+# -- weight versions -------------------------------------------------------------------------
+
+
+async def test_an_engine_that_comes_back_with_old_weights_gets_traffic_when_it_has_the_new(
+    rigs: Any,
+) -> None:
+    rig = await rigs(2)
+    home, other = await rig.home()
+    home.version = other.version = "5"
+    await rig.checked()
+    await home.stop()
+    home.version = "0"
+    await rig.until(lambda: rig.state(home) == "down")
+    await home.start()
+    await rig.until(lambda: rig.state(home) == "behind")
+    for i in range(20):
+        await rig.generate(affinity=f"new {i}")
+    assert home.requests == []
+    home.version = "5"
+    await rig.until(lambda: rig.state(home) == "up")
+    for i in range(20):
+        await rig.generate(affinity=f"newer {i}")
+    assert home.requests != []
+
+
+async def test_a_restart_between_two_checks_is_found_by_its_first_reply(rigs: Any) -> None:
+    rig = await rigs(engine_health_interval_s=60.0)
+    [machine] = rig.machines
+    machine.script = [Sampled([7], version="5"), Sampled([7], version="4")]
+    await rig.generate()
+    machine.version = "4"
+    got = await rig.generate()
+    assert got.policy_version == 4  # it is what sampled it
+    await rig.until(lambda: rig.state(machine) == "behind")
+
+
+async def test_when_the_only_engine_lost_its_weights_calls_wait_and_then_use_it(rigs: Any) -> None:
+    rig = await rigs(engine_version_grace_s=0.3, engine_retries=50)
+    [machine] = rig.machines
+    machine.version = "5"
+    await rig.checked()
+    await machine.stop()
+    machine.version = "0"
+    await rig.until(lambda: rig.state(machine) == "down")
+    await machine.start()
+    got = await rig.generate()
+    assert got.policy_version == 0
+    assert rig.client.statistics()["used_behind"] == 1
+    assert rig.client.statistics()["version"] == 5
+
+
+async def test_beyond_its_patience_a_call_says_which_versions_are_missing(rigs: Any) -> None:
+    rig = await rigs(engine_retries=1)
+    [machine] = rig.machines
+    machine.version = "5"
+    await rig.checked()
+    await machine.stop()
+    machine.version = "3"
+    await rig.until(lambda: rig.state(machine) == "down")
+    await machine.start()
+    await rig.until(lambda: rig.state(machine) == "behind")
+    with pytest.raises(EngineUnavailableError, match="weight version 3 while others had 5"):
+        await rig.generate()
+
+
+async def test_engines_that_differ_during_a_rolling_update_are_all_used(rigs: Any) -> None:
+    rig = await rigs(2)
+    first, second = rig.machines
+    first.version = "2"
+    await rig.checked()
+    versions = {(await rig.generate(affinity=str(i))).policy_version for i in range(20)}
+    assert versions == {1, 2}
+    assert rig.state(second) == "up"
+
+
+# -- a router --------------------------------------------------------------------------------
+
+
+async def test_the_workers_of_a_router_are_called_directly_as_they_come_and_go(rigs: Any) -> None:
+    rig = await rigs(2)
+    first, second = rig.machines
+    async with running(Machine(urls=[first.url])) as router, aiohttp.ClientSession() as session:
+        config = GatewayConfig(engine_router_url=router.url, **FAST)
+        routed = Rig(EngineClient(session, config), rig.machines)
+        await routed.client.start()
+        check_whole(await routed.generate(), [7, 8, 9])
+        router.urls = [second.url]
+        urls = [second.url]
+        await routed.until(
+            lambda: [e["url"] for e in routed.client.statistics()["engines"]] == urls
+        )
+        await routed.until(lambda: routed.client.statistics()["engines"][0]["version"] == 1)
+        check_whole(await routed.generate(), [7, 8, 9])
+        assert router.requests == []
+        assert (len(first.requests), len(second.requests)) == (1, 1)
+        await router.stop()  # workers outlive it
+        await asyncio.sleep(0.2)
+        check_whole(await routed.generate(), [7, 8, 9])
+        await routed.client.close()
+
+
+async def test_a_router_that_only_knows_list_workers_is_understood(rigs: Any) -> None:
+    rig = await rigs(1)
+
+    async def listed(request: web.Request) -> web.Response:
+        return web.json_response({"urls": [rig.machines[0].url + "/"]})
+
+    app = web.Application()
+    app.router.add_get("/list_workers", listed)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    async with aiohttp.ClientSession() as session:
+        client = EngineClient(session, GatewayConfig(engine_router_url=url, **FAST))
+        await client.start()
+        check_whole(await Rig(client, rig.machines).generate(), [7, 8, 9])
+        await client.close()
+    await runner.cleanup()
+
+
+async def test_workers_that_cannot_be_called_directly_are_refused_with_the_remedy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def listed(request: web.Request) -> web.Response:
+        worker = {"url": "http://127.0.0.1:1", "worker_type": "prefill"}
+        return web.json_response({"workers": [worker]})
+
+    app = web.Application()
+    app.router.add_get("/workers", listed)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with aiohttp.ClientSession() as session:
+        config = GatewayConfig(engine_router_url=url, engine_retries=0, **FAST)
+        client = EngineClient(session, config)
+        await client.start()
+        with pytest.raises(EngineUnavailableError, match=r"gateway\.engine_router_url"):
+            await Rig(client, []).generate()
+        await client.close()
+    await runner.cleanup()
+    assert "is of type 'prefill'" in caplog.text
+
+
+def test_a_router_url_is_an_http_url() -> None:
+    with pytest.raises(ValueError, match="http://host:port"):
+        GatewayConfig(engine_router_url="localhost:1")
+
+
+# -- questions to any engine -----------------------------------------------------------------
+
+
+async def test_the_context_length_is_asked_of_whichever_engine_answers(rigs: Any) -> None:
+    rig = await rigs(2)
+    await rig.machines[0].stop()
+    assert await rig.client.context_length() == 4096
+    await rig.client.ready()
+    await rig.machines[1].stop()
+    with pytest.raises(EngineUnavailableError) as failure:
+        await rig.client.ready()
+    assert all(m.url in str(failure.value) for m in rig.machines)

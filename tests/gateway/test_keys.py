@@ -1,0 +1,426 @@
+"""Who may call: bearer keys of two scopes, keys of trajectories, and that none is ever shown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import pickle
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr, ValidationError
+from starlette.datastructures import Headers
+
+from gateway.app import Gateway
+from gateway.config import GatewayConfig
+from gateway.keys import KeyRing, Named, needed_by, presented
+from gateway.server import HttpServer
+
+ADMIN = "the-admin's-key-of-this-test"
+AGENT = "the-agents'-key-of-this-test"
+KEYS = {"admin_keys": [ADMIN], "agent_keys": [AGENT]}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def ring(*admin: str, agent: tuple[str, ...] = ()) -> KeyRing:
+    return KeyRing([SecretStr(k) for k in admin], [SecretStr(k) for k in agent])
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def x_api_key(key: str) -> dict[str, str]:
+    return {"x-api-key": key}
+
+
+class Http:
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.session = session
+        self.url = url
+
+    async def __call__(
+        self, method: str, path: str, headers: dict[str, str] | None = None, body: Any = None
+    ) -> tuple[int, Any]:
+        async with self.session.request(
+            method, self.url + path, headers=headers, json=body
+        ) as response:
+            return response.status, await response.json(content_type=None)
+
+
+@pytest.fixture
+async def locked(worlds: Any) -> Any:
+    """A gateway with an admin's and an agents' key."""
+    return await worlds(**KEYS)
+
+
+@pytest.fixture
+async def http(locked: Any) -> AsyncIterator[Http]:
+    async with aiohttp.ClientSession() as session:
+        yield Http(session, locked.url)
+
+
+# -- what needs which key --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "needed"),
+    [
+        ("GET", "/health", ("open", None)),
+        ("HEAD", "/", ("open", None)),
+        ("HEAD", "/t/p", ("open", None)),
+        ("GET", "/ready", ("agent", None)),
+        ("POST", "/v1/chat/completions", ("agent", None)),
+        ("GET", "/v1/models", ("agent", None)),
+        ("POST", "/t/p/v1/messages/count_tokens", ("agent", ("t", "p"))),
+        ("POST", "/t/p/v1/complete_trajectory", ("agent", ("t", "p"))),
+        ("POST", "/v1/p/v1/responses", ("agent", ("v1", "p"))),
+        ("POST", "/init_trajectory", ("admin", None)),
+        ("POST", "/generate", ("admin", None)),
+        ("POST", "/submit_steps", ("admin", None)),
+        ("GET", "/statistics", ("admin", None)),
+        ("POST", "/buffer/write", ("admin", None)),
+        ("POST", "/get_rollout_data", ("admin", None)),
+        ("GET", "/openapi.json", ("admin", None)),
+        ("GET", "/", ("admin", None)),
+        ("GET", "/health/", ("admin", None)),
+        ("POST", "//p/v1/responses", ("admin", None)),
+        ("POST", "/a/b/c/v1/responses", ("admin", None)),
+        ("GET", "", ("admin", None)),
+    ],
+)
+def test_a_path_decides_what_is_needed(method: str, path: str, needed: Any) -> None:
+    assert needed_by(method, path) == needed
+
+
+async def test_no_route_answers_without_a_key_but_health_and_probes(
+    locked: Any, http: Http
+) -> None:
+    served = locked.app.openapi()["paths"]
+    assert len(served) > 15
+    tried = [("HEAD", "/"), ("HEAD", "/t/p"), ("HEAD", "/health")]
+    for template, methods in served.items():
+        path = re.sub(r"\{\w+\}", "x", template)
+        tried += [(m.upper(), path) for m in methods if m in ("get", "post", "delete")]
+    for method, path in tried:
+        status, _ = await http(method, path)
+        is_open = path == "/health" or (method, path) in (("HEAD", "/"), ("HEAD", "/t/p"))
+        assert (status == 401) != is_open, (method, path, status)
+    assert not locked.pool.stored()
+
+
+async def test_paths_that_do_not_exist_tell_nothing(http: Http) -> None:
+    for path in ("/", "/openapi.json", "/no/such/path", "/v1/nothing", "/t/p/v1/nothing"):
+        assert (await http("GET", path))[0] == 401
+    assert (await http("GET", "/no/such/path", bearer(ADMIN)))[0] == 404
+    assert (await http("GET", "/v1/nothing", bearer(AGENT)))[0] == 404
+
+
+@pytest.mark.parametrize("header", [bearer, x_api_key])
+async def test_an_admin_may_do_everything_in_either_header(http: Http, header: Any) -> None:
+    key = header(ADMIN)
+    assert (await http("POST", "/init_trajectory", key, {"trajectory_uid": "t"}))[0] == 200
+    assert (await http("POST", "/t/prompt-t/v1/chat/completions", key, CHAT))[0] == 200
+    assert (await http("POST", "/generate", key, CHAT))[0] == 200
+    assert (await http("POST", "/t/prompt-t/v1/complete_trajectory", key, {}))[0] == 200
+    assert (await http("GET", "/statistics", key))[0] == 200
+    assert (await http("GET", "/ready", key))[0] == 200
+
+
+@pytest.mark.parametrize("header", [bearer, x_api_key])
+async def test_an_agent_may_call_and_close_but_nothing_else(http: Http, header: Any) -> None:
+    key = header(AGENT)
+    assert (await http("POST", "/t/p/v1/register_trajectory", key, {}))[0] == 200
+    assert (await http("POST", "/t/p/v1/chat/completions", key, CHAT))[0] == 200
+    assert (await http("POST", "/v1/chat/completions", key, CHAT))[0] == 200
+    assert (await http("POST", "/t/p/v1/complete_trajectory", key, {"reward": 1.0}))[0] == 200
+    for method, path in [
+        ("POST", "/init_trajectory"),
+        ("POST", "/generate"),
+        ("POST", "/submit_steps"),
+        ("POST", "/compute_reward"),
+        ("POST", "/start_rollout"),
+        ("POST", "/get_rollout_data"),
+        ("GET", "/statistics"),
+    ]:
+        status, got = await http(method, path, key)
+        assert status == 403, path
+        assert "admin_keys" in got["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        bearer("wrong"),
+        bearer(ADMIN[:-1]),
+        bearer(ADMIN + "x"),
+        bearer("ümlaut"),
+        {"authorization": f"Basic {ADMIN}"},
+        {"authorization": ADMIN},
+        {"authorization": "Bearer "},
+        x_api_key("sw.dA.cA"),
+        {"cookie": f"key={ADMIN}"},
+    ],
+)
+async def test_anything_but_a_key_is_refused(
+    locked: Any, http: Http, headers: dict[str, str]
+) -> None:
+    status, got = await http("POST", "/v1/chat/completions", headers, CHAT)
+    assert status == 401
+    assert got["error"]["code"] == "invalid_api_key"
+    assert not locked.engine.requests
+
+
+async def test_of_two_headers_the_one_that_is_known_counts(http: Http) -> None:
+    both = {**bearer(AGENT), **x_api_key("dummy")}
+    assert (await http("POST", "/v1/chat/completions", both, CHAT))[0] == 200
+    assert presented(Headers({"authorization": "bearer  k ", "x-api-key": ""})) == ["k"]
+
+
+async def test_the_sdks_raise_their_own_errors(locked: Any) -> None:
+    def sdks(key: str) -> Any:
+        return (
+            openai.AsyncOpenAI(base_url=f"{locked.url}/v1", api_key=key, max_retries=0),
+            anthropic.AsyncAnthropic(base_url=locked.url, api_key=key, max_retries=0),
+        )
+
+    message: Any = {"model": "m", "max_tokens": 9, "messages": CHAT["messages"]}
+    gpt, claude = sdks("wrong")
+    async with gpt, claude:
+        with pytest.raises(openai.AuthenticationError, match="not valid for this gateway"):
+            await gpt.chat.completions.create(**CHAT)
+        with pytest.raises(openai.AuthenticationError, match="not valid for this gateway"):
+            await gpt.responses.create(model="m", input="hi")
+        with pytest.raises(anthropic.AuthenticationError) as refused:
+            await claude.messages.create(**message)
+    body: Any = refused.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "authentication_error")
+    other = locked.gateway.keys.issue("t", "p")
+    gpt, claude = sdks(other)
+    async with gpt, claude:
+        elsewhere = claude.with_options(base_url=f"{locked.url}/t2/p")
+        with pytest.raises(anthropic.PermissionDeniedError, match="is for /t/p"):
+            await elsewhere.messages.create(**message)
+        with pytest.raises(openai.PermissionDeniedError, match="is for /t/p"):
+            await gpt.with_options(base_url=f"{locked.url}/t2/p/v1").responses.create(
+                model="m", input="hi"
+            )
+
+
+async def test_without_keys_everything_is_open(world: Any) -> None:
+    async with aiohttp.ClientSession() as session:
+        http = Http(session, world.url)
+        assert (await http("POST", "/init_trajectory", body={}))[0] == 200
+        assert (await http("GET", "/statistics", bearer("whatever")))[0] == 200
+        assert (await http("POST", "/t/p/v1/chat/completions", bearer("x"), CHAT))[0] == 200
+
+
+# -- keys of trajectories --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, KEYS])
+async def test_a_trajectory_key_names_its_trajectory_where_the_url_has_none(
+    worlds: Any, options: Any
+) -> None:
+    world = await worlds(**options)
+    key = world.gateway.keys.issue("t ü", "p.1")
+    async with (
+        openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0) as gpt,
+        anthropic.AsyncAnthropic(base_url=world.url, api_key=key, max_retries=0) as claude,
+    ):
+        await gpt.chat.completions.create(**CHAT)
+        await claude.messages.create(
+            model="m", max_tokens=9, messages=[{"role": "user", "content": "hello"}]
+        )
+    assert [(s.trajectory_uid, s.prompt_uid) for s in world.pool.stored()] == [("t ü", "p.1")] * 2
+
+
+async def test_a_trajectory_key_works_for_its_trajectory_alone(locked: Any, http: Http) -> None:
+    key = bearer(locked.gateway.keys.issue("t", "p"))
+    assert (await http("POST", "/t/p/v1/chat/completions", key, CHAT))[0] == 200
+    for path in ("/u/p/v1/chat/completions", "/t/q/v1/abort_trajectory", "/v1/p/v1/models"):
+        status, got = await http("POST", path, key, CHAT)
+        assert status == 403
+        assert "is for /t/p" in got["error"]["message"]
+    for path in ("/init_trajectory", "/generate", "/statistics"):
+        assert (await http("POST", path, key))[0] == 403
+    assert (await http("POST", "/t/p/v1/complete_trajectory", key, {}))[0] == 200
+    assert {s.trajectory_uid for s in locked.pool.stored()} == {"t"}
+
+
+async def test_without_keys_a_trajectory_key_is_still_held_to_its_url(world: Any) -> None:
+    key = bearer(world.gateway.keys.issue("t", "p"))
+    async with aiohttp.ClientSession() as session:
+        http = Http(session, world.url)
+        assert (await http("POST", "/u/p/v1/chat/completions", key, CHAT))[0] == 403
+        assert (await http("POST", "/t/p/v1/chat/completions", key, CHAT))[0] == 200
+
+
+async def test_an_admins_key_beside_a_trajectory_key_goes_anywhere(locked: Any, http: Http) -> None:
+    both = {**bearer(locked.gateway.keys.issue("t", "p")), **x_api_key(ADMIN)}
+    assert (await http("POST", "/u/p/v1/chat/completions", both, CHAT))[0] == 200
+
+
+uids = st.text(min_size=1).filter(lambda s: "/" not in s and s.isprintable())
+
+
+@given(uids, uids, st.booleans())
+def test_a_trajectory_key_reads_back_as_what_it_was_made_for(
+    uid: str, prompt_uid: str, has_keys: bool
+) -> None:
+    keys = ring(*[ADMIN] * has_keys)
+    key = keys.issue(uid, prompt_uid)
+    assert keys.read(key) == (uid, prompt_uid)
+    assert key == keys.issue(uid, prompt_uid)
+    assert key.isascii()
+    assert not set(key) & set(" ,;/\"'\n")
+
+
+@given(st.text() | st.from_regex(r"sw(\.[A-Za-z0-9_=-]*){1,4}", fullmatch=True))
+def test_other_text_is_no_trajectory_key(text: str) -> None:
+    assert ring(ADMIN).read(text) is None
+    named = ring().read(text)
+    # Without keys there is nothing to forge: what reads is exactly what would have been issued.
+    assert named is None or text.startswith(ring().issue(*named))
+
+
+@given(uids, uids, st.data())
+def test_a_trajectory_key_cannot_be_altered(uid: str, prompt_uid: str, data: st.DataObject) -> None:
+    keys = ring(ADMIN)
+    key = keys.issue(uid, prompt_uid)
+    at = data.draw(st.integers(0, len(key) - 1))
+    char = data.draw(st.sampled_from("Aa0_-.=").filter(lambda c: c != key[at]))
+    assert keys.read(key[:at] + char + key[at + 1 :]) is None
+    assert keys.read(ring("another-admin's-key").issue(uid, prompt_uid)) is None
+    assert keys.read(ring().issue(uid, prompt_uid)) is None
+
+
+def test_trajectory_keys_outlive_the_renewal_of_keys() -> None:
+    old = ring("the-first-admin's-key").issue("t", "p")
+    both = ring("the-second-admin's-key", "the-first-admin's-key")
+    assert both.read(old) == ("t", "p")
+    new = both.issue("t", "p")
+    after = ring("the-second-admin's-key")
+    assert after.read(new) == ("t", "p")
+    assert after.read(old) is None
+    only_agents = ring(agent=("the-only-agents'-key",))
+    assert only_agents.read(only_agents.issue("t", "p")) == ("t", "p")
+
+
+def test_every_configured_key_is_compared() -> None:
+    keys = ring("admin-1", "admin-2", agent=("agent-1", "agent-2"))
+    url: Named = ("t", "p")
+    for key, access in [("admin-2", "admin"), ("agent-1", "agent"), ("agent-2", "agent")]:
+        assert keys.authorize(Headers(bearer(key)), "agent", url).access == access
+
+
+# -- configuration, and what is never shown --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"host": "0.0.0.0"}, "which other machines reach"),
+        ({"host": "::"}, "STEPWELL_ADMIN_KEY"),
+        ({"admin_keys": ["short-hushed"]}, "key 0 has 12 characters; use at least 16"),
+        ({"admin_keys": [""]}, "key 0 has 0 characters"),
+        ({"agent_keys": [AGENT, "with a space, hushed"]}, "key 1 has 20 characters"),
+        ({"agent_keys": [12345678901234567890]}, "list of strings in quotes"),
+        ({"admin_keys": {"hushed": 1}}, "list of strings in quotes"),
+        ({"admin_keys": ["sw.hushed-hushed-hushed"]}, "begins with 'sw.'"),
+        ({"admin_keys": [ADMIN], "agent_keys": [ADMIN]}, "hold a key twice"),
+        ({"engine_urls": ["http://me:hushed@10.0.0.1:1"]}, "user name or password"),
+        ({"engine_urls": ["me:hushed@10.0.0.1:1"]}, "user name or password"),
+        ({"engine_router_url": "http://me:hushed@10.0.0.1:1"}, "user name or password"),
+    ],
+)
+def test_a_wrong_key_option_is_refused_without_showing_it(options: Any, named: str) -> None:
+    with pytest.raises(ValidationError, match=named) as refused:
+        GatewayConfig(**options)
+    for hidden in ("hushed", "1234567890", ADMIN, AGENT):
+        assert hidden not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2"])
+def test_with_a_key_any_address_may_be_listened_on(host: str) -> None:
+    assert GatewayConfig(host=host, agent_keys=[AGENT]).host == host
+
+
+def test_no_key_is_in_a_repr_or_a_saved_configuration() -> None:
+    config = GatewayConfig(**KEYS)
+    assert GatewayConfig(admin_keys=ADMIN).admin_keys == (SecretStr(ADMIN),)
+    for shown in (repr(config), str(config), str(config.model_dump()), config.model_dump_json()):
+        assert ADMIN not in shown
+        assert AGENT not in shown
+    keys = KeyRing(config.admin_keys, config.agent_keys)
+    assert ADMIN not in f"{keys!r} {vars(keys)}"
+    again: GatewayConfig = pickle.loads(pickle.dumps(config))  # as on its way to a replica
+    assert again.admin_keys[0].get_secret_value() == ADMIN
+    # A printed configuration cannot be mistaken for one.
+    with pytest.raises(ValidationError, match="10 characters"):
+        GatewayConfig(**config.model_dump(mode="json"))
+
+
+async def test_no_key_is_in_a_log_or_an_error(
+    worlds: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: Gateway) -> Any:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Gateway, "statistics", fail)
+    caplog.set_level(logging.DEBUG)
+    world = await worlds()
+    world.tokenizer.hf.save_pretrained(tmp_path)
+    config = GatewayConfig(
+        port=0,
+        tokenizer_path=str(tmp_path),
+        engine_urls=[world.engine.url],
+        engine_retries=0,
+        log_level="debug",
+        **KEYS,
+    )
+    server = HttpServer(config, world.pool)
+    url = await asyncio.to_thread(server.start)
+    forged = ring("another-admin's-key").issue("t", "p")
+    world.say("x", status=400)
+    world.say("x", status=400)
+    answers = []
+    try:
+        # uvicorn closes a connection after a bug without saying so.
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True)
+        ) as session:
+            for wanted, method, path, sent in [
+                (400, "POST", "/t/p/v1/chat/completions", AGENT),
+                (500, "GET", "/statistics", ADMIN),
+                (403, "POST", "/init_trajectory", AGENT),
+                (404, "GET", "/no/such/path", ADMIN),
+                (401, "POST", "/v1/responses", "wrong-key-that-somebody-mistyped"),
+                (401, "POST", "/v1/messages", forged),
+            ]:
+                for header in (bearer(sent), x_api_key(sent)):
+                    body = CHAT if method == "POST" else None
+                    async with session.request(
+                        method, url + path, headers=header, json=body
+                    ) as response:
+                        answers.append(f"{await response.text()} {response.headers}")
+                        assert response.status == wanted, (path, answers[-1])
+    finally:
+        await asyncio.to_thread(server.stop)
+    printed = capfd.readouterr()
+    shown = f"{printed.out} {printed.err} {caplog.text} {answers}"
+    assert "a bug" in shown  # the traceback of the failure was logged
+    for hidden in (ADMIN, AGENT, "wrong-key", forged):
+        assert hidden not in shown

@@ -1,0 +1,318 @@
+"""How much: calls at once in turn, turns and tokens of a trajectory, bodies that stay within time
+and size."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gateway.config import GatewayConfig
+from gateway.errors import RateLimitedError, TrajectoryLimitError
+from gateway.limits import CallLimits
+
+TIMEOUT_S = 10.0
+
+
+def limits(total: int | None = None, each: int | None = None, **options: Any) -> CallLimits:
+    return CallLimits(
+        GatewayConfig(
+            max_concurrent_calls=total,
+            max_concurrent_calls_per_trajectory=each,
+            **{"queue_timeout_s": TIMEOUT_S, **options},
+        )
+    )
+
+
+class Crowd:
+    """Calls on real limits, by number in order of arrival, on a clock that only the test moves."""
+
+    def __init__(self, of: CallLimits) -> None:
+        self.limits = of
+        self.running: list[int] = []
+        self.refused: list[int] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self._ends: list[asyncio.Event] = []
+        self.now = 1000.0
+        asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
+
+    def come(self, uid: str) -> None:
+        self._ends.append(asyncio.Event())
+        self.tasks.append(asyncio.create_task(self._call(uid, len(self.tasks))))
+
+    def end(self, number: int) -> None:
+        self._ends[number].set()
+
+    def leave(self, number: int) -> None:
+        self.tasks[number].cancel()
+
+    async def pass_time(self, seconds: float) -> None:
+        await self.settle()
+        self.now += seconds
+        await self.settle()
+
+    def waiting(self) -> list[int]:
+        """Those that wait, or have not noticed yet that they no longer do."""
+        not_running = [n for n in range(len(self.tasks)) if n not in self.running]
+        return [n for n in not_running if not self.tasks[n].done()]
+
+    async def settle(self) -> None:
+        for _ in range(8):
+            await asyncio.sleep(0)
+
+    async def _call(self, uid: str, number: int) -> None:
+        try:
+            async with self.limits.admit(uid):
+                self.running.append(number)
+                try:
+                    await self._ends[number].wait()
+                finally:
+                    self.running.remove(number)
+        except RateLimitedError:
+            self.refused.append(number)
+
+
+class Rules:
+    """The same by the book: after every event the first that may run does."""
+
+    def __init__(self, total: int | None, each: int | None) -> None:
+        self.total, self.each = total, each
+        self.calls: list[tuple[str, float]] = []
+        self.running: list[int] = []
+        self.waiting: list[int] = []
+        self.refused: list[int] = []
+        self.now = 0.0
+
+    def come(self, uid: str) -> None:
+        self.waiting.append(len(self.calls))
+        self.calls.append((uid, self.now))
+        self._admit()
+
+    def remove(self, number: int) -> None:
+        for members in (self.running, self.waiting):
+            if number in members:
+                members.remove(number)
+        self._admit()
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        late = [n for n in self.waiting if self.now - self.calls[n][1] >= TIMEOUT_S]
+        self.refused += late
+        self.waiting = [n for n in self.waiting if n not in late]
+
+    def _admit(self) -> None:
+        for n in list(self.waiting):
+            same = [r for r in self.running if self.calls[r][0] == self.calls[n][0]]
+            if self.total is not None and len(self.running) >= self.total:
+                return
+            if self.each is None or len(same) < self.each:
+                self.waiting.remove(n)
+                self.running.append(n)
+
+
+Event = tuple[Literal["come", "end", "leave", "wait", "turn"], int]
+events = st.lists(
+    st.tuples(st.sampled_from(["come", "come", "end", "leave", "wait"]), st.integers(0, 30)),
+    max_size=40,
+)
+bounds = st.none() | st.integers(1, 3)
+
+
+@given(bounds, bounds, events)
+@example(1, None, [("come", 0), ("come", 1), ("come", 2), ("leave", 1), ("end", 0)])
+# The third waits for its trajectory and the fourth for the gateway: the third came first.
+@example(2, 1, [("come", 0), ("come", 1), ("come", 0), ("come", 2), ("end", 0), ("end", 0)])
+def test_calls_run_first_come_first_served_within_both_limits(
+    total: int | None, each: int | None, happened: list[Event]
+) -> None:
+    async def run() -> None:
+        crowd, rules = Crowd(limits(total, each)), Rules(total, each)
+        for what, n in happened:
+            if what == "come":
+                crowd.come("abc"[n % 3])
+                rules.come("abc"[n % 3])
+            elif what == "wait":
+                await crowd.pass_time(n % 8)
+                rules.pass_time(n % 8)
+            elif what == "end" and rules.running:
+                number = rules.running[n % len(rules.running)]
+                crowd.end(number)
+                rules.remove(number)
+            elif what == "leave" and crowd.tasks:
+                number = n % len(crowd.tasks)
+                crowd.leave(number)
+                rules.remove(number)
+            await crowd.settle()
+            assert crowd.running == rules.running
+            assert sorted(crowd.refused) == sorted(rules.refused)
+            assert crowd.limits.statistics() == {
+                "running": len(rules.running),
+                "waiting": len(rules.waiting),
+                "refused": len(rules.refused),
+            }
+        await check_nothing_is_lost(crowd)
+
+    asyncio.run(run())
+
+
+racing = st.lists(
+    st.tuples(
+        st.sampled_from(["come", "come", "end", "end", "leave", "leave", "wait", "turn", "turn"]),
+        st.integers(0, 30),
+    ),
+    max_size=60,
+)
+
+
+@given(bounds, bounds, racing)
+# Granted and cancelled in one turn; cancelled, and its turn comes before it has noticed.
+@example(1, None, [("come", 0), ("come", 0), ("turn", 0), ("end", 0), ("turn", 0), ("leave", 0)])
+@example(1, None, [("come", 0), ("come", 0), ("turn", 0), ("end", 0), ("leave", 0)])
+@example(2, 1, [("come", 0), ("come", 1), ("come", 2), ("turn", 0), ("end", 0), ("leave", 0)])
+def test_no_permit_is_lost_whatever_happens_in_one_turn_of_the_loop(
+    total: int | None, each: int | None, happened: list[Event]
+) -> None:
+    async def run() -> None:
+        crowd = Crowd(limits(total, each))
+        for what, n in happened:
+            waiting = crowd.waiting()
+            if what == "come":
+                crowd.come("abc"[n % 3])
+            elif what == "turn":
+                await asyncio.sleep(0)
+            elif what == "wait":
+                crowd.now += n % 8
+            elif what == "end" and crowd.running:
+                crowd.end(crowd.running[n % len(crowd.running)])
+            elif what == "leave" and waiting:
+                crowd.leave(waiting[n % len(waiting)])
+            assert total is None or len(crowd.running) <= total
+            assert total is None or crowd.limits.statistics()["running"] <= total
+        await check_nothing_is_lost(crowd)
+
+    asyncio.run(run())
+
+
+async def check_nothing_is_lost(crowd: Crowd) -> None:
+    for number in range(len(crowd.tasks)):
+        crowd.end(number)
+    for _ in range(len(crowd.tasks) + 1):
+        await crowd.settle()
+    assert all(task.done() for task in crowd.tasks)
+    assert not [t for t in crowd.tasks if not t.cancelled() and t.exception()]
+    figures = crowd.limits.statistics()
+    assert (figures["running"], figures["waiting"]) == (0, 0)
+    assert not crowd.limits._trajectories
+    assert not crowd.limits._ready
+
+
+async def test_a_call_with_room_is_admitted_without_a_turn_of_the_loop() -> None:
+    of = limits(total=1, each=1)
+    entering = of.admit("a").__aenter__()
+    with pytest.raises(StopIteration):
+        entering.send(None)
+    assert of.statistics()["running"] == 1
+    waiting = of.admit("a").__aenter__()
+    waiting.send(None)  # it yielded: it waits
+    waiting.close()
+    assert of.statistics() == {"running": 1, "waiting": 0, "refused": 0}
+
+
+async def test_a_refusal_names_the_limit_that_was_full() -> None:
+    for options, option in [
+        ({"total": 1}, "max_concurrent_calls)"),
+        ({"each": 1}, "max_concurrent_calls_per_trajectory)"),
+    ]:
+        of = limits(**options, queue_timeout_s=0.001)
+        async with of.admit("t"):
+            with pytest.raises(RateLimitedError) as refused:
+                async with of.admit("t"):
+                    raise AssertionError("two at once")
+        assert option in str(refused.value)
+        assert "queue_timeout_s" in str(refused.value)
+        assert refused.value.headers() == {"retry-after": "1"}
+
+
+def test_a_trajectory_at_its_limit_is_told_which_and_how_many() -> None:
+    of = limits(max_turns=3, max_tokens_per_trajectory=100)
+    of.check_trajectory(2, 99)
+    with pytest.raises(TrajectoryLimitError, match=r"has 3 turns and may have 3 .*max_turns"):
+        of.check_trajectory(3, 0)
+    with pytest.raises(TrajectoryLimitError, match=r"120 tokens and may have 100 .*max_tokens_per"):
+        of.check_trajectory(0, 120)
+    limits().check_trajectory(10**9, 10**12)
+    assert TrajectoryLimitError.status == 400
+
+
+# -- bodies ----------------------------------------------------------------------------------
+
+
+async def raw(url: str, head: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    """Send so much and no more; the status and JSON of the answer, once the server closes."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        async with asyncio.timeout(20):
+            answer = await reader.read()
+    finally:
+        writer.close()
+    top, _, content = answer.partition(b"\r\n\r\n")
+    return int(top.split()[1]), orjson.loads(content)
+
+
+@pytest.mark.parametrize(
+    "path", ["/t/p/v1/chat/completions", "/init_trajectory", "/submit_steps", "/buffer/write"]
+)
+async def test_a_body_that_does_not_arrive_is_answered_408_and_the_connection_closed(
+    worlds: Any, path: str
+) -> None:
+    world = await worlds(body_timeout_s=0.05)
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000"
+    )
+    status, got = await raw(world.url, head, b'{"model": ')
+    assert status == 408
+    assert "gateway.body_timeout_s" in got["error"]["message"]
+    assert not world.engine.requests
+
+
+async def test_the_time_for_the_body_does_not_bound_the_call(worlds: Any) -> None:
+    world = await worlds(body_timeout_s=0.05)
+    gate = asyncio.Event()
+    world.say("at last", gate=gate)
+    client = await world.client()
+    call = asyncio.create_task(
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    )
+    await world.engine.arrived.wait()
+    await asyncio.sleep(0.1)
+    gate.set()
+    assert (await call).choices[0].message.content == "at last"
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        ("/t/p/v1/chat/completions", {"type": "invalid_request_error"}),
+        ("/t/p/v1/messages", {"type": "request_too_large"}),
+        ("/init_trajectory", {"type": "invalid_request_error"}),
+    ],
+)
+async def test_every_endpoint_refuses_a_body_beyond_the_limit_in_its_shape(
+    worlds: Any, path: str, named: dict[str, str]
+) -> None:
+    world = await worlds(max_body_bytes=1024)
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(world.url + path, json={"metadata": {"text": "x" * 2000}}) as response,
+    ):
+        got = await response.json()
+        assert response.status == 413
+    assert "gateway.max_body_bytes" in got["error"]["message"]
+    assert got["error"].items() >= named.items()

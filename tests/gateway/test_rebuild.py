@@ -1,0 +1,577 @@
+"""A trajectory goes on at another gateway (a replica, or the same one after a restart) as if it had
+never moved: same branch, same retries, same channel."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from openai import AsyncOpenAI
+from pydantic import ValidationError
+
+from datapool.config import PoolConfig
+from datapool.export import read, write
+from datapool.pool import DataPool
+from datapool.types import Step
+from gateway.app import create_app
+from gateway.calls import ChatRequest, RetryKey
+from gateway.config import GatewayConfig
+from gateway.graph import Turn, TurnGraph
+from gateway.parsing import ToolCall
+from gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
+from gateway.replicas import Replicas
+from tests.gateway.conftest import LocalPool, World, serving
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Add.",
+            "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 2"}}\n</tool_call>'
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+@dataclass
+class Fleet:
+    """Gateways over one pool and one engine, begun one after the other."""
+
+    world: World
+    stack: AsyncExitStack
+    options: dict[str, Any]
+
+    async def another(self) -> World:
+        config = GatewayConfig(port=0, engine_urls=[self.world.engine.url], **self.options)
+        app = create_app(config, self.world.pool, self.world.tokenizer)
+        url = await self.stack.enter_async_context(serving(app))
+        return replace(self.world, url=url, app=app)
+
+    @property
+    def pool(self) -> LocalPool:
+        return self.world.pool
+
+
+@pytest.fixture
+async def fleets(worlds: Callable[..., Any]) -> AsyncIterator[Callable[..., Any]]:
+    async with AsyncExitStack() as stack:
+
+        async def make(family: str = "chatml", **options: Any) -> Fleet:
+            return Fleet(await worlds(family=family, **options), stack, options)
+
+        yield make
+
+
+@pytest.fixture
+async def fleet(fleets: Callable[..., Any]) -> Fleet:
+    made: Fleet = await fleets()
+    return made
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+async def ask(client: AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
+    """One call; the conversation with its reply is left in `messages`."""
+    reply = await client.chat.completions.create(model="m", messages=messages, **options)
+    messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+    return reply
+
+
+def check_one_branch(steps: list[Step]) -> None:
+    assert [s.step_index for s in steps] == list(range(len(steps)))
+    assert [s.parent_index for s in steps] == [None, *range(len(steps) - 1)]
+
+
+def turns(graph: TurnGraph) -> dict[bytes, Any]:
+    """What a graph holds, by key, in values that compare."""
+
+    def shown(turn: Turn) -> Any:
+        return (
+            turn.parent.key if turn.parent is not None else None,
+            turn.new_prompt_ids.tolist(),
+            turn.response_ids.tolist(),
+            turn.n_tokens,
+            turn.prompt_key,
+            turn.reply.get("tool_calls"),
+            turn.n_forced,
+            turn.has_reasoning,
+            turn.step_index,
+        )
+
+    return {
+        **{b"k" + key: shown(turn) for key, turn in graph._by_key.items()},
+        **{b"p" + key: shown(turn) for key, turn in graph._by_prompt.items()},
+        b"roots": sorted(graph._roots),
+        b"lengths": sorted(graph._text_lengths),
+    }
+
+
+# -- a conversation goes on ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "no_tools"])
+async def test_a_conversation_that_moves_before_every_turn_is_one_branch(
+    fleets: Callable[..., Any], family: str
+) -> None:
+    fleet = await fleets(family)
+    with_tools = {"tools": TOOLS} if family in ("chatml", "qwen3") else {}
+    messages: list[Any] = [{"role": "system", "content": "be exact"}, user("1 + 2?")]
+    for turn in range(4):
+        here = await fleet.another()
+        if with_tools and turn == 0:
+            here.say(CALL)
+        reply = await ask(await here.client(), messages, **with_tools)
+        if calls := reply.choices[0].message.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": calls[0].id, "content": "3"})
+        else:
+            messages.append(user(f"and {turn}?"))
+    check_one_branch(fleet.pool.stored("t1"))
+    fleet.world.check_exact()
+    assert not any("branch" in s.metadata for s in fleet.pool.stored())
+
+
+async def test_a_truncated_turn_and_one_with_a_thought_are_extended_elsewhere(
+    fleets: Callable[..., Any],
+) -> None:
+    fleet = await fleets("qwen3")
+    messages: list[Any] = [user("hi")]
+    here = await fleet.another()
+    here.say("<think>\nhm\n</think>\n\nwell")
+    await ask(await here.client(), messages)
+    messages.append(user("go on"))
+    here = await fleet.another()
+    here.say("this is cut", close=False, finish="length")
+    await ask(await here.client(), messages, max_tokens=100)
+    messages.append(user("and then"))
+    await ask(await (await fleet.another()).client(), messages)
+    check_one_branch(fleet.pool.stored("t1"))
+    fleet.world.check_exact()
+
+
+async def test_the_rebuilt_graph_is_the_one_that_made_the_steps(
+    fleets: Callable[..., Any],
+) -> None:
+    fleet = await fleets("qwen3")
+    client = await fleet.world.client()
+    say = fleet.world.say
+    main: list[Any] = [user("hi")]
+    say(CALL)
+    await ask(client, main, tools=TOOLS)
+    say("<think>\nso\n</think>\n\n" + CALL + "\n" + CALL)
+    main.append({"role": "tool", "tool_call_id": main[-1]["tool_calls"][0]["id"], "content": "3"})
+    fork = list(main)
+    await ask(client, main, tools=TOOLS)
+    await ask(client, fork, tools=TOOLS)  # the same prompt again
+    await ask(client, [user("a title, please")])
+    await ask(client, [*fork[:-1], user("edited")])
+    say('{"expression": "2"}}\n</tool_call>')
+    await begin(fleet.world, ChatRequest([user("now")], tools=TOOLS, forced_tool=""))
+    for prompt in ("Once upon", "Once upona time<|im_end|> there"):
+        say("a time")
+        await begin(fleet.world, ChatRequest([], prompt_text=prompt))
+    assert fleet.pool.stored()[-1].parent_index == 6
+    made = fleet.world.gateway.trajectories.known("t1").graph
+    rebuilt = TurnGraph()
+    recorded = restore(rebuilt, fleet.pool.core.resume_trajectory("t1", "p1", now=0.0).steps)
+    assert turns(rebuilt) == turns(made)
+    assert len(recorded) == len(fleet.pool.stored("t1")) == 8
+    assert [call.is_extended for call in recorded] == [i in (0, 6) for i in range(8)]
+
+
+async def test_steps_of_a_white_box_agent_are_only_counted(fleet: Fleet) -> None:
+    step = {"prompt_ids": [5, 6], "response_ids": [7], "trajectory_uid": "t1", "prompt_uid": "p1"}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{fleet.world.url}/submit_steps", json={"steps": [step]}) as response,
+    ):
+        assert response.status == 200
+    await ask(await (await fleet.another()).client(), [user("hi")])
+    assert [s.step_index for s in fleet.pool.stored("t1")] == [0, 1]
+    assert fleet.pool.stored("t1")[1].parent_index is None
+
+
+async def test_a_gateway_catches_up_with_what_another_one_stored_meanwhile(
+    fleets: Callable[..., Any],
+) -> None:
+    fleet = await fleets(replicas=2)
+    a, b = await fleet.another(), await fleet.another()
+    messages: list[Any] = [user("hi")]
+    for here in (a, b, b, a, b):
+        await ask(await here.client(), messages)
+        messages.append(user("more"))
+    check_one_branch(fleet.pool.stored("t1"))
+    fleet.world.check_exact()
+
+
+async def test_steps_of_two_gateways_at_once_get_their_own_indices_and_both_know_them(
+    fleet: Fleet,
+) -> None:
+    a, b = await fleet.another(), await fleet.another()
+    messages: list[Any] = [user("hi")]
+    await ask(await a.client(), messages)
+    messages.append(user("more"))
+    at_a, at_b = list(messages), list(messages)
+    gate = asyncio.Event()
+    a.say("slow", gate=gate)
+    a.engine.arrived.clear()
+    slow = asyncio.create_task(ask(await a.client(), at_a))
+    await a.engine.arrived.wait()
+    for _ in range(2):
+        await ask(await b.client(), at_b)
+        at_b.append(user("again"))
+    gate.set()
+    await slow
+    steps = fleet.pool.stored("t1")
+    assert [(s.step_index, s.parent_index) for s in steps] == [(0, None), (1, 0), (2, 1), (3, 0)]
+    # `a` met the conflict: it read what `b` had stored, and goes on from there.
+    graph = a.gateway.trajectories.known("t1").graph
+    assert [graph.holds(i) for i in range(5)] == [True, True, True, True, False]
+    await ask(await a.client(), at_b)
+    assert fleet.pool.stored("t1")[4].parent_index == 2
+    fleet.world.check_exact()
+
+
+# -- retries ---------------------------------------------------------------------------------
+
+
+def shown(reply: Any) -> Any:
+    """A reply without what is told of the cache only."""
+    whole = reply.model_dump()
+    whole["usage"].pop("prompt_tokens_details", None)
+    return whole
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tools": TOOLS},
+        {"logprobs": True},
+        {"stop": ["stop here"]},
+    ],
+    ids=str,
+)
+async def test_a_retry_elsewhere_gets_the_recorded_reply(
+    fleet: Fleet, options: dict[str, Any]
+) -> None:
+    messages: Any = [user("hi")]
+    fleet.world.say(f"so {CALL}{CALL} it is, stop here")
+    client = await fleet.world.client()
+    first = await client.chat.completions.create(model="m", messages=messages, **options)
+    asked, stored = len(fleet.world.engine.requests), len(fleet.pool.stored())
+    other = await (await fleet.another()).client()
+    for _ in range(2):
+        again = await other.chat.completions.create(
+            model="m", messages=messages, extra_headers=RETRY, **options
+        )
+        assert shown(again) == shown(first)
+    assert (len(fleet.world.engine.requests), len(fleet.pool.stored())) == (asked, stored)
+
+
+@pytest.mark.parametrize(
+    ("options", "n"),
+    [({}, 2), ({"forced_tool": "calculator"}, 1), ({"prefill": "I say"}, 1)],
+    ids=str,
+)
+async def test_a_recalled_call_is_the_one_that_was_made(
+    fleet: Fleet, options: dict[str, Any], n: int
+) -> None:
+    rest = '{"expression": "2"}}\n</tool_call>' if "forced_tool" in options else " so"
+    for _ in range(n):
+        fleet.world.say(rest)
+    request = ChatRequest([user("hi")], tools=TOOLS, **options)
+    made = await begin(fleet.world, request, n)
+    again = await begin(await fleet.another(), request, n, is_retry=True)
+    for one, other in zip(made, again, strict=True):
+        assert (one.uid, one.created, one.step_index) == (
+            other.uid,
+            other.created,
+            other.step_index,
+        )
+        assert other.reply.text == one.reply.text
+        assert other.reply.finish_reason == one.reply.finish_reason
+        assert other.n_prompt == one.n_prompt
+    assert len({call.uid for call in again}) == n
+    assert len(fleet.pool.stored()) == len(fleet.world.engine.requests) == n
+
+
+async def begin(
+    world: World, request: ChatRequest, n: int = 1, *, is_retry: bool = False
+) -> list[Any]:
+    """Calls without a dialect, finished."""
+    retry = RetryKey("test/key", "body", is_retry)
+    trajectory = world.gateway.trajectories.get("t1", "p1")
+    listeners = await world.gateway.calls.start(trajectory, request, retry, "test", n)
+    for listener in listeners:
+        await listener.result()
+    return [listener.call for listener in listeners]
+
+
+async def test_a_streamed_retry_elsewhere_says_the_same(fleet: Fleet) -> None:
+    fleet.world.say("it is " + CALL)
+    options: Any = {"model": "m", "messages": [user("hi")], "tools": TOOLS, "stream": True}
+
+    async def read_all(world: World, **more: Any) -> tuple[str, list[str], str]:
+        client = await world.client()
+        text, calls, chunk = "", [], None
+        async for chunk in await client.chat.completions.create(**options, **more):
+            delta = chunk.choices[0].delta
+            text += delta.content or ""
+            for call in delta.tool_calls or ():
+                calls.append(call.model_dump_json())
+        return text, calls, chunk.id if chunk is not None else ""
+
+    first = await read_all(fleet.world)
+    assert await read_all(await fleet.another(), extra_headers=RETRY) == first
+    assert len(fleet.pool.stored()) == 1
+
+
+async def test_a_reply_that_may_not_have_arrived_is_given_once_without_a_retry_mark(
+    fleet: Fleet,
+) -> None:
+    messages: list[Any] = [user("hi")]
+    client = await fleet.world.client()
+    await ask(client, messages)
+    second: list[Any] = [*messages, user("more")]
+    fleet.world.say("the second")
+    await ask(client, second)
+    other = await (await fleet.another()).client()
+    assert (await ask(other, second[:-1])).choices[0].message.content == "the second"
+    assert len(fleet.pool.stored()) == 2
+    # The first has been gone on from: it has arrived, so this is another sample.
+    await ask(other, messages[:1])
+    await ask(other, second[:-1])
+    assert len(fleet.pool.stored()) == 4
+
+
+async def test_an_idempotency_key_with_another_body_is_refused_elsewhere_too(fleet: Fleet) -> None:
+    key = {"Idempotency-Key": "k"}
+    first = await ask(await fleet.world.client(), [user("hi")], extra_headers=key)
+    other = await (await fleet.another()).client()
+    with pytest.raises(openai.BadRequestError, match="another request body"):
+        await ask(other, [user("not that")], extra_headers=key)
+    again = await ask(other, [user("hi")], extra_headers=key)
+    assert again.id == first.id
+    assert len(fleet.pool.stored()) == 1
+
+
+# -- the pool --------------------------------------------------------------------------------
+
+
+async def post(url: str, **body: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as http, http.post(url, json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_a_new_trajectory_costs_one_question_to_the_pool_beside_its_steps(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    for name in ("open_trajectory", "resume_trajectory", "submit_steps", "list_trajectories"):
+
+        def counted(*args: Any, _name: str = name, **options: Any) -> Any:
+            asked.append(_name)
+            return getattr(LocalPool, _name)(fleet.pool, *args, **options)
+
+        monkeypatch.setattr(fleet.pool, name, counted)
+    messages: list[Any] = [user("hi")]
+    client = await fleet.world.client()
+    for _ in range(3):
+        await ask(client, messages)
+        messages.append(user("more"))
+    assert asked == ["resume_trajectory", *["submit_steps"] * 3]
+
+
+async def test_a_trajectory_stays_in_the_channel_that_it_was_opened_in(fleet: Fleet) -> None:
+    _, begun = await post(
+        f"{fleet.world.url}/init_trajectory",
+        trajectory_uid="t1",
+        prompt_uid="p1",
+        channel="val",
+        metadata={"a": 1},
+    )
+    assert begun["base_url"].endswith("/t1/p1")
+    messages: list[Any] = [user("hi")]
+    await ask(await fleet.world.client(), messages)
+    await ask(await (await fleet.another()).client(), [*messages, user("more")])
+    assert [channel for _, channel in fleet.pool.steps] == ["val", "val"]
+    last = await fleet.another()
+    url = f"{last.base_url()}/v1/complete_trajectory"
+    assert await post(url, reward=1.0) == (200, {"trajectory_uid": "t1", "outcome": "complete"})
+    (trajectory,) = fleet.pool.core.list_trajectories("val", now=0.0).items
+    assert (trajectory.state, trajectory.reward, trajectory.n_steps) == ("complete", 1.0, 2)
+    assert trajectory.metadata == {"a": 1}
+    assert fleet.pool.core.list_trajectories("train", now=0.0).items == ()
+
+
+async def test_a_trajectory_that_is_complete_takes_no_call_elsewhere(fleet: Fleet) -> None:
+    await ask(await fleet.world.client(), [user("hi")])
+    await post(f"{fleet.world.base_url()}/v1/complete_trajectory", reward=1.0)
+    other = await fleet.another()
+    again = await post(f"{other.base_url()}/v1/complete_trajectory", reward=1.0)
+    assert again == (200, {"trajectory_uid": "t1", "outcome": "complete"})
+    other = await fleet.another()
+    with pytest.raises(openai.APIStatusError) as closed:
+        await ask(await other.client(), [user("more")])
+    assert closed.value.status_code == 410
+    assert len(fleet.world.engine.requests) == 1
+
+
+def test_a_pool_finds_a_trajectory_in_the_channel_where_it_is_open() -> None:
+    pool = DataPool(PoolConfig())
+    pool.open_trajectory("t", "p", 1, {"m": 1}, "val", now=0.0)
+    step = Step(prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid="p")
+    pool.submit_step(step, "val", now=0.0)
+    found = pool.resume_trajectory("t", "p", elsewhere=True, now=0.0)
+    assert (found.outcome, found.channel, found.is_open) == ("duplicate", "val", True)
+    assert found.steps == [replace(step, is_last=True)]
+    new = pool.resume_trajectory("t", "p", now=0.0)
+    assert (new.outcome, new.channel, new.steps) == ("accepted", "train", [])
+    assert pool.resume_trajectory("t", "p", elsewhere=True, now=0.0).channel == "train"
+    pool.complete_trajectory("t", 0.0, channel="val", now=0.0)
+    pool.abort_trajectory("t", "gone", now=0.0)
+    closed = pool.resume_trajectory("t", "p", elsewhere=True, now=0.0)
+    assert (closed.outcome, closed.channel, closed.is_open) == ("late", "train", False)
+    complete = pool.resume_trajectory("t", "p", channel="val", now=0.0)
+    assert (complete.outcome, complete.is_open, complete.steps) == ("duplicate", False, [])
+
+
+# -- the note --------------------------------------------------------------------------------
+
+
+def noted(text: Any) -> Step:
+    return Step(
+        prompt_ids=[1],
+        response_ids=[2],
+        trajectory_uid="t",
+        prompt_uid="p",
+        metadata={NOTE: text, "call_id": "c"},
+    )
+
+
+_key = st.binary(min_size=16, max_size=16)
+_notes = st.builds(
+    TurnNote,
+    retry=st.binary(min_size=8, max_size=8),
+    created=st.integers(0, 2**32 - 1),
+    keys=st.none() | st.builds(TurnKeys, _key, _key, _key),
+    has_reasoning=st.booleans(),
+    n_forced=st.integers(0, 2**32 - 1),
+    text_length=st.none() | st.integers(0, 2**32 - 1),
+    body=st.none() | st.binary(min_size=8, max_size=8),
+    tool_calls=st.lists(st.builds(ToolCall, st.text(), st.text(), st.text())).map(tuple),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(_notes)
+def test_a_note_reads_back_as_it_was(note: TurnNote) -> None:
+    text = note.text()
+    assert json.loads(json.dumps(text)) == text
+    assert read_note(noted(text)) == note
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(st.text() | st.binary() | st.integers() | _notes.map(lambda n: n.text()[:-4]))
+def test_what_is_no_note_is_ignored(text: Any) -> None:
+    graph = TurnGraph()
+    for call in restore(graph, [noted(text)]):  # a note without its end may be a shorter one
+        assert len(call.note.text()) <= len(text)
+
+
+def test_a_note_takes_84_characters() -> None:
+    keys = TurnKeys(b"r" * 16, b"p" * 16, b"k" * 16)
+    assert len(TurnNote(b"12345678", 1_700_000_000, keys).text()) == 84
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+async def test_notes_survive_an_export(fleet: Fleet, tmp_path: Path, suffix: str) -> None:
+    fleet.world.say(CALL)
+    await ask(await fleet.world.client(), [user("hi")], tools=TOOLS)
+    path = tmp_path / f"x.{suffix}"
+    write(path, fleet.pool.core.read_trajectories(now=0.0).unpack())
+    (back,) = read(path)
+    (step,) = back.trajectory.steps
+    made, again = TurnGraph(), TurnGraph()
+    restore(made, fleet.pool.stored())
+    restore(again, [step])
+    assert turns(again) == turns(made)
+    assert np.array_equal(step.prompt_ids, fleet.pool.stored()[0].prompt_ids)
+
+
+# -- whose address is handed out -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": 2, "public_url": "https://gateway.example"}, "write {replica}"),
+        ({"replicas": 3, "port": 65534}, "would end at 65536"),
+    ],
+)
+def test_replicas_without_an_address_each_are_refused(options: Any, named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        GatewayConfig(**options)
+
+
+async def test_public_addresses_of_replicas_hold_their_number() -> None:
+    config = GatewayConfig(
+        replicas=2,
+        replica_urls=("http://127.0.0.1:1", "http://127.0.0.1:2"),
+        public_url="https://g{replica}.example",
+    )
+    async with aiohttp.ClientSession() as http:
+        assert Replicas(config, http).origin(1) == "https://g1.example"
+
+
+async def test_any_replica_hands_out_the_addresses_of_all_that_answer(
+    fleets: Callable[..., Any],
+) -> None:
+    fleet = await fleets(replicas=3)
+    a, b = await fleet.another(), await fleet.another()
+    gone = "http://127.0.0.1:9"
+    urls = (a.url, b.url, gone)
+    for index, here in enumerate((a, b)):
+        # The ports are known only now.
+        config = here.gateway.config.model_copy(update={"replica": index, "replica_urls": urls})
+        here.gateway.replicas = Replicas(config, here.gateway.replicas._session)
+    handed = [await post(f"{a.url}/init_trajectory") for _ in range(12)]
+    origins = [body["base_url"].rpartition("/")[0].rpartition("/")[0] for _, body in handed]
+    assert {origin: origins.count(origin) > 2 for origin in origins} == {a.url: True, b.url: True}
+    # One that the client named is at the same place, whoever is asked, and keeps its channel.
+    for uid in ("x", "y", "z"):
+        named = {"trajectory_uid": uid, "prompt_uid": "p", "channel": "val"}
+        answers = [await post(f"{w.url}/init_trajectory", **named) for w in (a, b)]
+        assert answers[0] == answers[1]
+        base_url = answers[0][1]["base_url"]
+        async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key="x") as client:
+            await ask(client, [user("hi")])
+    assert [channel for _, channel in fleet.pool.steps] == ["val"] * 3
+    # Who hands an address out does not keep what is served elsewhere.
+    assert len(a.gateway.trajectories) + len(b.gateway.trajectories) <= 12 + 3
+    async with (
+        aiohttp.ClientSession() as http,
+        http.get(f"{b.url}/statistics") as statistics,
+        http.get(f"{b.url}/ready") as ready,
+    ):
+        told = await statistics.json()
+        assert (await ready.json())["replica"] == 1
+    assert told["replica"] == 1
+    assert [r["up"] for r in told["replicas"]] == [True, True, False]

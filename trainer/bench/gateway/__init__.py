@@ -1,0 +1,223 @@
+"""`stepwell bench gateway`: the gateway beside its engine, rllm-model-gateway and sglang-router.
+
+    throughput   requests/s, latency and CPU at 1, 16 and 64 connections      measure.py
+    delayed      the same at 64 connections with an engine that takes 50 ms    measure.py
+    long         gateway CPU of each turn of a 64,000-token conversation       shapes.py
+    stream       first token, and whether any chunk waits for the next         shapes.py
+    many         512 agents with long prompts at once                          shapes.py
+
+Everything runs on the cores of this machine: the client (`client.py`) and the engine (`engine.py`)
+in processes of their own, made to cost next to nothing, the gateway in its Ray actor, and the
+DataPool with durability "process". What the pool holds afterwards is checked to be exactly what the
+engine said. A quick run has the same parts on little data and no bounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.bench.checks import BenchResult, Check
+from trainer.bench.gateway.measure import CONNECTIONS, Bench, delayed, paired, table, throughput
+from trainer.bench.gateway.process import Client, Engine
+from trainer.bench.gateway.shapes import long_conversations, streams, wave
+from trainer.bench.gateway.systems import (
+    INSTALL,
+    Direct,
+    Rllm,
+    SglangRouter,
+    Stepwell,
+    System,
+    is_installed,
+)
+from trainer.bench.gateway.workload import TURNS, make_workload
+from trainer.bench.pool.cluster import bench_cluster
+from trainer.errors import ConfigError
+
+SECTIONS = ("throughput", "delayed", "long", "stream", "many")
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """How much is measured."""
+
+    rounds: int
+    connections: Sequence[int]
+    groups: int
+    """Prompts of the slowest system's jobs, each with 8 rollouts of 8 turns."""
+    delayed_rounds: int
+    conversations: int
+    stream_rounds: int
+    agents: int
+
+
+FULL = _Size(
+    rounds=5,
+    connections=CONNECTIONS,
+    groups=8,
+    delayed_rounds=3,
+    conversations=7,
+    stream_rounds=5,
+    agents=512,
+)
+QUICK = _Size(
+    rounds=1,
+    connections=(1, 4),
+    groups=1,
+    delayed_rounds=1,
+    conversations=1,
+    stream_rounds=1,
+    agents=16,
+)
+
+
+@dataclass(slots=True)
+class _Report:
+    figures: dict[str, Any] = field(default_factory=dict)
+    checks: dict[str, Check] = field(default_factory=dict)
+
+
+async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
+    """All sections, or those named in `only`.
+
+    Raises:
+        ConfigError: `only` names no section.
+        RuntimeError: a system failed to answer, or stored other content than the engine's.
+    """
+    for name in only:
+        if name not in SECTIONS:
+            raise ConfigError(f"only is {name!r}; choose from {', '.join(SECTIONS)}")
+    wanted = set(only or SECTIONS)
+    size = QUICK if quick else FULL
+    report = _Report()
+    async with _running() as (bench, ours):
+        if "throughput" in wanted:
+            await _throughput(bench, ours, size, report)
+        if "delayed" in wanted:
+            await _delayed(bench, ours, size, report)
+        if "long" in wanted:
+            await _long(bench, ours, size, report)
+        if "stream" in wanted:
+            await _stream(bench, ours, size, report)
+        if "many" in wanted:
+            await _many(bench, ours, size, report)
+    for other in (Rllm, SglangRouter):
+        if not is_installed(other):
+            report.figures[f"{other.package}, not installed"] = INSTALL
+    if quick:
+        report.figures |= {name: check.value for name, check in report.checks.items()}
+        report.checks.clear()
+    return BenchResult(report.checks, report.figures)
+
+
+@asynccontextmanager
+async def _running() -> AsyncIterator[tuple[Bench, Stepwell]]:
+    """Engine, client and all systems that are installed, at once."""
+    ours = Stepwell()
+    systems: list[System] = [Direct(), ours]
+    systems += [other() for other in (Rllm, SglangRouter) if is_installed(other)]
+    # The others run at normal priority; Ray's processes would be nice by default.
+    with (
+        tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder,
+        bench_cluster(_system_config={"worker_niceness": 0}),
+    ):
+        workload = make_workload(Path(folder))
+        async with AsyncExitStack() as stack:
+            engine, client = Engine(workload), Client(workload)
+            stack.push_async_callback(engine.stop)
+            stack.push_async_callback(client.stop)
+            await engine.serve()
+            await client.start(talks=True)
+            for system in systems:
+                await system.start(engine, workload)
+                stack.push_async_callback(system.stop)
+            yield Bench(workload, engine, client, systems), ours
+
+
+async def _throughput(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+    samples = await throughput(bench, size.connections, rounds=size.rounds, groups=size.groups)
+    report.figures["systems"] = table(samples, Direct.name)
+    few, most = min(size.connections), max(size.connections)
+    mine, direct = samples[ours.name, most], samples[Direct.name, few]
+    alone = samples[ours.name, few]
+    if (Rllm.name, most) in samples:
+        by_rllm = paired(
+            mine, samples[Rllm.name, most], lambda a, b: a.requests_per_s / b.requests_per_s
+        )
+        report.checks[f"requests_by_rllm_at_{most}"] = Check(by_rllm, 4.0, upper=False)
+    flat = paired(mine, alone, lambda a, b: a.cpu_ms / b.cpu_ms)
+    report.checks[f"cpu_at_{most}_by_{few}"] = Check(flat, 1.3)
+    added = paired(alone, direct, lambda a, b: a.p50_ms - b.p50_ms)
+    report.checks[f"p50_added_ms_at_{few}"] = Check(added, 3.0)
+
+
+async def _delayed(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+    most = max(size.connections)
+    samples = await delayed(bench, most, rounds=size.delayed_rounds, groups=2 * size.groups)
+    report.figures["engine_of_50_ms"] = table(samples, Direct.name)
+    added = paired(
+        samples[ours.name, most], samples[Direct.name, most], lambda a, b: a.p99_ms - b.p99_ms
+    )
+    report.checks[f"p99_added_ms_at_{most}_of_50_ms"] = Check(added, 40.0)
+
+
+async def _long(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+    await long_conversations(bench, ours, 1)
+    cpu_s = await long_conversations(bench, ours, size.conversations)
+    by_turn = [1e3 * statistics.median(turn) for turn in zip(*cpu_s, strict=True)]
+    ratio = statistics.median(turns[-1] / turns[1] for turns in cpu_s)
+    report.checks["last_turn_by_second_cpu"] = Check(ratio, 2.0)
+    shown = (1, 2, 5, 10, 15, len(by_turn))
+    report.figures["turns_of_3200_tokens"] = [
+        {"turn": turn, "gateway_cpu_ms": by_turn[turn - 1]} for turn in shown
+    ]
+
+
+async def _stream(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+    measured = await streams(bench, rounds=size.stream_rounds, turns=TURNS)
+    direct = statistics.median(measured[Direct.name].first_ms)
+    rows = []
+    for name, stream in measured.items():
+        first = statistics.median(stream.first_ms)
+        rows.append(
+            {
+                "system": name,
+                "first_token_ms": first,
+                "first_token_added_ms": first - direct,
+                "chunk_lag_p99_ms": stream.lag_p99_ms,
+                "seen_before_the_next": stream.prompt_share,
+            }
+        )
+    report.figures["streams_of_an_event_every_5_ms"] = rows
+    mine = measured[ours.name]
+    added = statistics.median(mine.first_ms) - direct
+    report.checks["first_token_added_ms"] = Check(added, 3.0)
+    report.checks["chunks_seen_before_the_next"] = Check(mine.prompt_share, 0.99, upper=False)
+
+
+async def _many(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+    waves = [await wave(bench, ours, size.agents) for _ in range(3)]
+    report.figures[f"waves_of_{size.agents}_agents"] = [
+        {
+            "wave": k + 1,
+            "requests_per_s": each.requests_per_s,
+            "p99_ms": each.p99_ms,
+            "errors": len(each.errors),
+            "loop_delay_p99_ms": each.late_p99_ms,
+            "loop_delay_max_ms": each.late_max_ms,
+            "gateway_rss_mb": each.rss_mb,
+        }
+        for k, each in enumerate(waves)
+    ]
+    if errors := [error for each in waves for error in each.errors]:
+        report.figures["first_error"] = errors[0]
+    report.checks["errors"] = Check(len(errors), 0)
+    delay = max(each.late_p99_ms for each in waves)
+    report.checks["loop_delay_p99_ms"] = Check(delay, 50.0)
+    # What the first one left is caches and heap; another of the same kind must find it enough.
+    report.checks["rss_of_another_wave"] = Check(waves[-1].rss_mb / waves[-2].rss_mb, 1.1)

@@ -1,0 +1,275 @@
+"""The fixed-answer engine, a process of its own: every prompt gets the same 64 tokens.
+
+    python -P engine.py ANSWER.json        prints its port; ends when its standard input ends
+
+It speaks SGLang's `/generate` (whole, or as a stream of cumulative events), and chat completions as
+SGLang and vLLM answer them: with ids and log-probs for those who ask by `return_token_ids`. Every
+answer is bytes made at the start; a request costs its parsing. `POST /control` sets the delay
+before an answer (`delay_s`) and between the events of a stream (`interval_s`); `GET /emitted` tells
+when the events of each stream were written (seconds of the monotonic clock, which all processes
+share).
+
+Imports nothing of ours: it starts at once, and what it costs is the same for all systems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import httptools
+import orjson
+import uvloop
+
+VERSION = "1"
+"""`weight_version` of every answer."""
+CONTEXT_LENGTH = 131_072
+
+Events: TypeAlias = list[bytes]
+
+
+class Answers:
+    """All that is ever answered, as whole HTTP responses.
+
+    Args:
+        answer: `ids` and `log_probs` of the response with its end token, `pieces` (the text of each
+            id, "" for the end token), `prompt_ids`, which stand for any prompt's, and
+            `tokenizer_path`.
+    """
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        self._ids: list[int] = answer["ids"]
+        self._log_probs: list[float] = answer["log_probs"]
+        self._pieces: list[str] = answer["pieces"]
+        self._prompt_ids: list[int] = answer["prompt_ids"]
+        self.tokenizer_path: str = answer["tokenizer_path"]
+        n = len(self._ids)
+        self.generate = _response(self._generated(n))
+        self.generate_events = [_event(self._generated(k)) for k in range(1, n + 1)]
+        self.chat = _response(self._completion(with_ids=False))
+        self.chat_with_ids = _response(self._completion(with_ids=True))
+        self.chat_events = self._chunks(with_ids=False)
+        self.chat_events_with_ids = self._chunks(with_ids=True)
+
+    def _generated(self, n: int) -> dict[str, Any]:
+        ended = n == len(self._ids)
+        pairs = zip(self._log_probs[:n], self._ids[:n], strict=True)
+        return {
+            "text": "".join(self._pieces[:n]),
+            "output_ids": self._ids[:n],
+            "meta_info": {
+                "id": "fixed",
+                "finish_reason": {"type": "stop", "matched": self._ids[-1]} if ended else None,
+                "prompt_tokens": len(self._prompt_ids),
+                "completion_tokens": n,
+                "cached_tokens": 0,
+                "weight_version": VERSION,
+                "output_token_logprobs": [[log_prob, i, None] for log_prob, i in pairs],
+            },
+        }
+
+    def _completion(self, *, with_ids: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "".join(self._pieces)},
+            "finish_reason": "stop",
+        }
+        n, n_prompt = len(self._ids), len(self._prompt_ids)
+        answer = {
+            "id": "chatcmpl-fixed",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "bench",
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": n_prompt,
+                "completion_tokens": n,
+                "total_tokens": n_prompt + n,
+            },
+        }
+        if with_ids:
+            answer["prompt_token_ids"] = self._prompt_ids
+            choice["token_ids"] = self._ids
+            choice["logprobs"] = {"content": [self._log_prob(k) for k in range(n)]}
+        return answer
+
+    def _chunks(self, *, with_ids: bool) -> Events:
+        events = []
+        for k, piece in enumerate(self._pieces):
+            choice: dict[str, Any] = {
+                "index": 0,
+                "delta": {"content": piece} if piece else {},
+                "finish_reason": None if piece else "stop",
+            }
+            chunk = {
+                "id": "chatcmpl-fixed",
+                "object": "chat.completion.chunk",
+                "created": 1,
+                "model": "bench",
+                "choices": [choice],
+            }
+            if with_ids:
+                choice["token_ids"] = [self._ids[k]]
+                choice["logprobs"] = {"content": [self._log_prob(k)]}
+                if k == 0:
+                    chunk["prompt_token_ids"] = self._prompt_ids
+            events.append(_event(chunk))
+        return events
+
+    def _log_prob(self, k: int) -> dict[str, Any]:
+        return {
+            "token": self._pieces[k],
+            "logprob": self._log_probs[k],
+            "bytes": list(self._pieces[k].encode()),
+            "top_logprobs": [],
+        }
+
+
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+
+def _response(payload: Any) -> bytes:
+    body = orjson.dumps(payload)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+def _event(payload: Any) -> bytes:
+    """One server-sent event as one chunk of a chunked body."""
+    data = b"data: " + orjson.dumps(payload) + b"\n\n"
+    return b"%x\r\n" % len(data) + data + b"\r\n"
+
+
+@dataclass(slots=True)
+class Server:
+    """What the connections share."""
+
+    answers: Answers
+    delay_s: float = 0.0
+    interval_s: float = 0.0
+    emitted: list[list[float]] = field(default_factory=list)
+    other: dict[bytes, bytes] = field(default_factory=dict)
+    """Answers to GET by path."""
+
+    def __post_init__(self) -> None:
+        model = {"id": "bench", "object": "model", "owned_by": "sglang", "root": "bench"}
+        self.other[b"/v1/models"] = _response(
+            {"object": "list", "data": [{**model, "max_model_len": CONTEXT_LENGTH}]}
+        )
+        info = {
+            "model_path": "bench",
+            "served_model_name": "bench",
+            "tokenizer_path": self.answers.tokenizer_path,
+            "is_generation": True,
+            "weight_version": VERSION,
+            "dp_size": 1,
+            "tp_size": 1,
+        }
+        for path in (b"/model_info", b"/get_model_info", b"/server_info", b"/get_server_info"):
+            self.other[path] = _response(info)
+
+
+class Connection(asyncio.Protocol):
+    """One client. Headers are not looked at: all that ask here keep their connections."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._transport: Any = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._path = b""
+        self._body: list[bytes] = []
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:  # the router asks first whether this speaks HTTP/2
+            self._transport.close()
+
+    def on_url(self, url: bytes) -> None:
+        self._path = url
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        server, path = self._server, self._path
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body.clear()
+        if path == b"/generate":
+            self._answer(body, server.answers.generate, server.answers.generate_events)
+        elif path == b"/v1/chat/completions":
+            answers = server.answers
+            if b'"return_token_ids"' in body:
+                self._answer(body, answers.chat_with_ids, answers.chat_events_with_ids)
+            else:
+                self._answer(body, answers.chat, answers.chat_events)
+        elif path == b"/control":
+            for name, value in orjson.loads(body).items():
+                setattr(server, name, value)
+            server.emitted.clear()
+            self._transport.write(_response({}))
+        elif path == b"/emitted":
+            self._transport.write(_response(server.emitted))
+        else:
+            self._transport.write(server.other.get(path) or _response({}))
+
+    def _answer(self, body: bytes, whole: bytes, events: Events) -> None:
+        loop = asyncio.get_running_loop()
+        if b'"stream":true' in body or b'"stream": true' in body:
+            self._transport.write(STREAM_HEAD)
+            times: list[float] = []
+            self._server.emitted.append(times)
+            self._timer = loop.call_later(self._server.interval_s, self._emit, events, 0, times)
+        elif self._server.delay_s:
+            answer = partial(self._transport.write, whole)
+            self._timer = loop.call_later(self._server.delay_s, answer)
+        else:
+            self._transport.write(whole)
+
+    def _emit(self, events: Events, k: int, times: list[float]) -> None:
+        times.append(time.perf_counter())
+        if k + 1 == len(events):
+            self._transport.write(events[k] + DONE)
+            return
+        self._transport.write(events[k])
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._server.interval_s, self._emit, events, k + 1, times)
+
+
+async def main(answers: Answers) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    server = Server(answers)
+    listening = await loop.create_server(lambda: Connection(server), "127.0.0.1", 0, backlog=2048)
+    print(listening.sockets[0].getsockname()[1], flush=True)
+
+    def watch() -> None:
+        sys.stdin.read()
+        loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=watch, daemon=True).start()
+    gc.freeze()
+    gc.disable()  # nothing here is cyclic
+    await ended.wait()
+
+
+if __name__ == "__main__":
+    uvloop.run(main(Answers(orjson.loads(Path(sys.argv[1]).read_bytes()))))

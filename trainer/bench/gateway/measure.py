@@ -1,0 +1,171 @@
+"""Requests/s, latency and CPU of every system, by number of connections.
+
+    client ──1 | 16 | 64 connections──► system ──► engine      all on the same cores
+                                          └──► pool            (Stepwell)
+
+The systems take turns on the same conversations in every round; differences and ratios are taken
+within a round: what else the machine does meets all of them. Medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from trainer.bench.gateway.client import Job, cpu_seconds
+from trainer.bench.gateway.process import Client, Engine, resident_bytes
+from trainer.bench.gateway.systems import System
+from trainer.bench.gateway.workload import ROLLOUTS, TURNS, Workload
+
+CONNECTIONS = (1, 16, 64)
+DELAY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One system's run of one job."""
+
+    requests_per_s: float
+    p50_ms: float
+    p99_ms: float
+    cpu_ms: float
+    """Of the gateway's process, per request."""
+    pool_cpu_ms: float
+    rss_mb: float
+
+
+Samples = dict[tuple[str, int], list[Sample]]
+"""(system, connections) -> one per round."""
+
+
+@dataclass(slots=True)
+class Bench:
+    """The processes that all sections use."""
+
+    workload: Workload
+    engine: Engine
+    client: Client
+    systems: Sequence[System]
+    _names: itertools.count[int] = field(default_factory=itertools.count)
+
+    def job(self, system: System, kind: str, **options: int | float | bool | None) -> Job:
+        """A job for `system` with a name of its own."""
+        return Job(
+            kind=kind,
+            port=system.port,
+            path=system.path,
+            complete_path=system.complete_path,
+            name=f"{kind}-{next(self._names)}",
+            **options,  # type: ignore[arg-type]  # Job's own fields
+        )
+
+
+async def sample(
+    bench: Bench, system: System, connections: int, prompts: int, first_prompt: int = 0
+) -> Sample:
+    """One measurement; what was stored is checked afterwards."""
+    job = bench.job(
+        system,
+        "chat",
+        connections=connections,
+        prompts=prompts,
+        rollouts=ROLLOUTS,
+        turns=TURNS,
+        first_prompt=first_prompt,
+    )
+    cpu, pool_cpu = _cpu(system.pid), _cpu(system.pool_pid)
+    result = await bench.client.run(job)
+    cpu, pool_cpu = _cpu(system.pid) - cpu, _cpu(system.pool_pid) - pool_cpu
+    rss = resident_bytes(system.pid) if system.pid is not None else 0
+    await system.settle([job])
+    n = len(result.latencies_s)
+    if n != prompts * ROLLOUTS * TURNS:
+        raise RuntimeError(f"{system.name} answered {n} of {prompts * ROLLOUTS * TURNS} requests")
+    p50, p99 = np.percentile(result.latencies_s, (50, 99)) * 1e3
+    return Sample(
+        requests_per_s=n / (result.ended - result.began),
+        p50_ms=float(p50),
+        p99_ms=float(p99),
+        cpu_ms=1e3 * cpu / n,
+        pool_cpu_ms=1e3 * pool_cpu / n,
+        rss_mb=rss / 2**20,
+    )
+
+
+async def throughput(
+    bench: Bench, connections: Sequence[int], *, rounds: int, groups: int
+) -> Samples:
+    """Every system at every number of connections, from an engine that answers at once.
+
+    Args:
+        groups: prompts of the slowest system's jobs; the others get `scale` times as many.
+    """
+    samples: Samples = {}
+    for system in bench.systems:
+        await sample(bench, system, max(connections), max(connections) // ROLLOUTS or 1)
+    first_prompt = 0
+    for _ in range(rounds):
+        for n in connections:
+            for system in bench.systems:
+                prompts = groups * system.scale
+                measured = await sample(bench, system, n, prompts, first_prompt)
+                samples.setdefault((system.name, n), []).append(measured)
+            first_prompt += groups * max(system.scale for system in bench.systems)
+    return samples
+
+
+async def delayed(bench: Bench, connections: int, *, rounds: int, groups: int) -> Samples:
+    """The same with an engine that takes 50 ms."""
+    samples: Samples = {}
+    await bench.engine.control(delay_s=DELAY_S)
+    try:
+        for turn in range(rounds):
+            for system in bench.systems:
+                measured = await sample(bench, system, connections, groups, turn * groups)
+                samples.setdefault((system.name, connections), []).append(measured)
+    finally:
+        await bench.engine.control()
+    return samples
+
+
+def table(samples: Samples, reference: str) -> list[dict[str, str | int | float]]:
+    """One row a system and number of connections; `added` is over `reference`, CPU per request."""
+    rows = []
+    for (name, connections), measured in samples.items():
+        against = samples[reference, connections]
+        row: dict[str, str | int | float] = {"system": name, "connections": connections}
+        row |= {
+            "requests_per_s": _median(measured, lambda s: s.requests_per_s),
+            "p50_ms": _median(measured, lambda s: s.p50_ms),
+            "p99_ms": _median(measured, lambda s: s.p99_ms),
+        }
+        if name != reference:
+            row |= {
+                "p50_added_ms": paired(measured, against, lambda a, b: a.p50_ms - b.p50_ms),
+                "p99_added_ms": paired(measured, against, lambda a, b: a.p99_ms - b.p99_ms),
+                "cpu_ms": _median(measured, lambda s: s.cpu_ms),
+            }
+            if any(s.pool_cpu_ms for s in measured):
+                row["pool_cpu_ms"] = _median(measured, lambda s: s.pool_cpu_ms)
+            row["rss_mb"] = measured[-1].rss_mb
+        rows.append(row)
+    return sorted(rows, key=lambda row: row["connections"])
+
+
+def paired(
+    of: Sequence[Sample], to: Sequence[Sample], compare: Callable[[Sample, Sample], float]
+) -> float:
+    """Median over the rounds of `compare`, of two samples of the same round."""
+    return statistics.median(compare(a, b) for a, b in zip(of, to, strict=True))
+
+
+def _median(measured: Sequence[Sample], value: Callable[[Sample], float]) -> float:
+    return statistics.median(map(value, measured))
+
+
+def _cpu(pid: int | None) -> float:
+    return 0.0 if pid is None else cpu_seconds(pid)
