@@ -81,7 +81,7 @@ class Gateway:
                 "of a conversation becomes a branch"
             )
         self.calls = CallService(
-            config, renderer, ReplyFormat(tokenizer, config), self.engine, threads
+            config, renderer, ReplyFormat(tokenizer, config), self.engine, threads, self.limits
         )
         self.trajectories = TrajectoryStore(
             pool,

@@ -48,7 +48,9 @@ from gateway.errors import (
     TrajectoryConflictError,
 )
 from gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
+from gateway.limits import CallLimits
 from gateway.messages import Key, Message, Normalizer, Tool, extend_key, root_key, text_key
+from gateway.pace import Pace
 from gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, ToolCall
 from gateway.rebuild import NOTE, Recorded, TurnKeys, TurnNote, retry_digest
 from gateway.render import ChatRenderer, CutError
@@ -247,7 +249,8 @@ class Call:
                 await self._recall(self._recorded)
                 return
             if self.reply is None:
-                self.reply = await self._generate()
+                async with self._service.limits.admit(self._trajectory.uid):
+                    self.reply = await self._generate()
             self.state = "committing"
             if self.request.stores_step:
                 await self._trajectory.commit(Commit(self._step, self._stored))
@@ -584,14 +587,17 @@ class CallService:
         reply_format: ReplyFormat,
         engine: EngineClient,
         threads: ThreadPoolExecutor,
+        limits: CallLimits,
     ) -> None:
         self.config = config
+        self.limits = limits
         self.renderer = renderer
         self.format = reply_format
         self.engine = engine
         self.counts: Counter[str] = Counter()
         self.branches: Counter[str] = Counter()
         self._threads = threads
+        self.pace = Pace()
         self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
         """Whole prompts under way, by the key of their conversation."""
         self._normalize = Normalizer(config.normalize)
@@ -670,6 +676,8 @@ class CallService:
             ]
         if (call := self._repeated(trajectory, retry)) is not None:
             return call.listen()
+        n_turns = trajectory.steps + len(trajectory.in_flight)
+        self.limits.check_trajectory(n_turns, trajectory.graph.n_tokens)
         self.counts["calls"] += 1
         call = Call(self, trajectory, request, retry, dialect)
         same = records.setdefault(retry.key, [])

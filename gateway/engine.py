@@ -40,6 +40,7 @@ from gateway.errors import (
 )
 from gateway.fleet import Engine, Fleet, backoff_s
 from gateway.kept import KeptConnections
+from gateway.pace import Pace
 
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their log-probs, best first."""
@@ -177,6 +178,7 @@ class EngineClient:
         self._fleet.set_urls(config.engine_urls)
         self._checks = EngineChecks(session, config, self._fleet)
         self._kept = KeptConnections(config.engine_connect_timeout_s)
+        self._pace = Pace()
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=config.engine_connect_timeout_s
         )
@@ -385,7 +387,9 @@ class EngineClient:
                 if answer.status != 200:
                     _refuse(url, answer.status, await answer.read())
                 if on_tokens is None:
-                    _take(url, part, _loads(url, await answer.read()), incremental=False)
+                    whole = await answer.read()
+                    await self._pace.keep()
+                    _take(url, part, _loads(url, whole), incremental=False)
                 else:
                     await _follow(url, answer.chunks(), part, on_tokens)
             return

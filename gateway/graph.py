@@ -99,6 +99,8 @@ class TurnGraph:
         self._by_prompt: dict[Key, Turn] = {}
         self._by_step: dict[int, Turn] = {}
         self._roots: dict[Key, None] = {}
+        self.n_tokens = 0
+        """Of all turns; what turns share counts once."""
         self._text_lengths: set[int] = set()
 
     def attach(self, root: Key, messages: Sequence[Mapping[str, Any]]) -> Attachment:
@@ -210,6 +212,7 @@ class TurnGraph:
         return Attachment(deepest, n_known, key, cause, twin)
 
     def _enter(self, root: Key, turn: Turn, text_length: int | None) -> None:
+        self.n_tokens += len(turn.new_prompt_ids) + len(turn.response_ids)
         self._by_key[turn.key] = turn
         self._by_prompt[turn.prompt_key] = turn
         self._roots[root] = None

@@ -111,6 +111,7 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
             "trajectory_uid": uid,
             "prompt_uid": prompt_uid,
             "base_url": f"{origin.rstrip('/')}/{uid}/{prompt_uid}",
+            "api_key": gateway.keys.issue(uid, prompt_uid),
         }
     )
 

@@ -88,7 +88,8 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         gateway_urls = await _start_gateways(
             config.gateway.model_copy(update={"engine_urls": tuple(urls)}), stack
         )
-        workers = start_workers(config.rollout, gateway_urls[0])
+        keys = config.gateway.admin_keys
+        workers = start_workers(config.rollout, gateway_urls, keys[0] if keys else None)
         settle_heap()
         yield Cluster(pool, engines, gateway_urls, workers)
 

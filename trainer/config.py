@@ -79,7 +79,6 @@ class RolloutConfig(Section):
     """Tries per rollout; the last failure aborts the rollout for good."""
     reward: str | None = None
     """Dotted path of a reward function for rollouts whose agent returned None."""
-    api_key: str = "stepwell"
 
     @model_validator(mode="after")
     def _bounds(self) -> RolloutConfig:

@@ -20,15 +20,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from itertools import count
+from itertools import count, cycle
 from typing import Any, Protocol, TypeAlias, cast
 
 import aiohttp
 import ray
+from pydantic import SecretStr
 
 from datapool.client import DataPoolClient
 from datapool.dotted import resolve
@@ -40,6 +42,9 @@ from trainer.data import DataExhaustedError, PromptSource, Task
 from trainer.errors import RolloutError
 
 log = logging.getLogger(__name__)
+
+GATEWAY_RESTART_S = 30.0
+GATEWAY_RETRY_S = 0.25
 
 Agent: TypeAlias = Callable[[Mapping[str, Any], str, str], Awaitable[float | None]]
 
@@ -66,11 +71,19 @@ def load_agent(path: str) -> Agent:
 
 
 class RolloutWorker:
-    """Runs groups of rollouts; one per process (see `start_workers`)."""
+    """Runs groups of rollouts; one per process (see `start_workers`).
 
-    def __init__(self, config: RolloutConfig, gateway_url: str) -> None:
+    Args:
+        gateway_urls: of the gateway's replicas.
+        key: the gateway's admin key; None: it has no keys.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, gateway_urls: Sequence[str], key: SecretStr | None = None
+    ) -> None:
         self._config = config
-        self._gateway = gateway_url
+        self._gateways = tuple(gateway_urls)
+        self._key = key
         self._agent = load_agent(config.agent)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._session: aiohttp.ClientSession | None = None
@@ -103,8 +116,10 @@ class RolloutWorker:
         self, task: Task, prompt_uid: str, index: int, attempt: int, final: bool, channel: str
     ) -> str:
         started = await self._post(
-            f"{self._gateway}/init_trajectory",
+            [f"{gateway}/init_trajectory" for gateway in self._gateways],
             {
+                # Chosen here, so that asking again opens no second one.
+                "trajectory_uid": uuid.uuid4().hex,
                 "prompt_uid": prompt_uid,
                 "channel": channel,
                 "attempt": attempt,
@@ -114,12 +129,13 @@ class RolloutWorker:
         base_url = started["base_url"]
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                reward = await self._agent(task, base_url, self._config.api_key)
-            await self._post(f"{base_url}/v1/complete_trajectory", {"reward": reward})
+                reward = await self._agent(task, base_url, started.get("api_key", "none"))
+            await self._post([f"{base_url}/v1/complete_trajectory"], {"reward": reward})
         except TimeoutError:
             reason = "timeout"
         except asyncio.CancelledError:
-            await self._post(f"{base_url}/v1/abort_trajectory", {"reason": "cancelled"})
+            # At the end of a run the gateway may be gone already.
+            await self._post([f"{base_url}/v1/abort_trajectory"], {"reason": "cancelled"}, 0)
             raise
         except Exception as e:  # noqa: BLE001 - an agent is foreign code: any failure ends its rollout
             reason = f"{type(e).__name__}: {e}"[:200]
@@ -129,17 +145,39 @@ class RolloutWorker:
         else:
             return "complete"
         await self._post(
-            f"{base_url}/v1/abort_trajectory", {"reason": reason, "will_retry": not final}
+            [f"{base_url}/v1/abort_trajectory"], {"reason": reason, "will_retry": not final}
         )
         return reason.partition(":")[0]
 
-    async def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(
+        self, urls: Sequence[str], body: dict[str, Any], patience_s: float = GATEWAY_RESTART_S
+    ) -> dict[str, Any]:
+        """The answer of the first of `urls` that can be reached; a gateway that died is back on
+        its port in seconds. All that is sent here may be sent again."""
         if self._session is None:
+            headers = {}
+            if self._key is not None:
+                headers["authorization"] = f"Bearer {self._key.get_secret_value()}"
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                headers={"authorization": f"Bearer {self._config.api_key}"},
+                connector=aiohttp.TCPConnector(limit=0), headers=headers
             )
-        async with self._session.post(url, json=body) as response:
+        give_up = time.monotonic() + patience_s
+        for url in cycle(urls):
+            try:
+                return await self._post_once(self._session, url, body)
+            except aiohttp.ClientConnectionError as e:
+                if time.monotonic() >= give_up:
+                    raise RolloutError(
+                        f"{url} could not be reached for {patience_s:g} s ({e})"
+                    ) from e
+            await asyncio.sleep(GATEWAY_RETRY_S)
+        raise RolloutError("there is no gateway to reach")
+
+    @staticmethod
+    async def _post_once(
+        session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+    ) -> dict[str, Any]:
+        async with session.post(url, json=body) as response:
             if response.status >= 400:
                 raise RolloutError(
                     f"{url} answered {response.status}: {await response.text():.300}"
@@ -170,12 +208,14 @@ class _RemoteWorker:
             raise
 
 
-def start_workers(config: RolloutConfig, gateway_url: str) -> list[WorkerHandle]:
+def start_workers(
+    config: RolloutConfig, gateway_urls: Sequence[str], key: SecretStr | None = None
+) -> list[WorkerHandle]:
     """`config.workers` actors; Ray restarts one that dies, and its groups are dropped."""
     actor = ray.remote(RolloutWorker).options(
         num_cpus=0, max_restarts=-1, max_concurrency=1000, name=None
     )
-    return [_RemoteWorker(actor.remote(config, gateway_url)) for _ in range(config.workers)]
+    return [_RemoteWorker(actor.remote(config, gateway_urls, key)) for _ in range(config.workers)]
 
 
 class Producer:

@@ -92,7 +92,7 @@ def not_async(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
 
 async def run(gateway: RecordingGateway, agent: str, n: int = 1, **options: Any) -> dict[str, int]:
     config = RolloutConfig(agent=f"{__name__}:{agent}", **options)
-    worker = RolloutWorker(config, gateway.url)
+    worker = RolloutWorker(config, [gateway.url])
     try:
         return await worker.run_group({"question": "?"}, "p", n, "train")
     finally:
@@ -134,7 +134,7 @@ async def test_a_failed_attempt_is_tried_again_as_a_new_trajectory(
 
 
 async def test_a_cancelled_group_aborts_its_rollouts(gateway: RecordingGateway) -> None:
-    worker = RolloutWorker(RolloutConfig(agent=f"{__name__}:hangs"), gateway.url)
+    worker = RolloutWorker(RolloutConfig(agent=f"{__name__}:hangs"), [gateway.url])
     running = asyncio.create_task(worker.run_group({"question": "?"}, "p", 2, "train"))
     await gateway.hanging(2)
     running.cancel()
@@ -145,7 +145,7 @@ async def test_a_cancelled_group_aborts_its_rollouts(gateway: RecordingGateway) 
 
 async def test_no_more_agents_run_at_once_than_configured(gateway: RecordingGateway) -> None:
     config = RolloutConfig(agent=f"{__name__}:hangs", concurrency=3)
-    worker = RolloutWorker(config, gateway.url)
+    worker = RolloutWorker(config, [gateway.url])
     running = asyncio.create_task(worker.run_group({"question": "?"}, "p", 8, "train"))
     await gateway.hanging(3)
     await asyncio.sleep(0.2)
