@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Engine and trainer share few cores: a spinning thread pool each makes both several times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test check format smollm2 bench clean
+.PHONY: help install demo test check format smollm2 bench fuzz clean
 help:
 	@grep -E '^#   make' Makefile | sed 's/^#   //'
 
@@ -51,6 +51,10 @@ bench: install
 	$(BIN)/stepwell bench pool-starvation
 	$(BIN)/stepwell bench pool-crash
 	$(BIN)/stepwell bench gateway
+
+#   make fuzz   more than 10,000 requests generated from the gateway's OpenAPI document
+fuzz: install
+	$(BIN)/python -m tests.gateway.fuzz 600
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
