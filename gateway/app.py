@@ -116,6 +116,7 @@ class Gateway:
             "open_trajectories": len(self.trajectories),
             "calls": dict(self.calls.counts),
             "branches": dict(self.calls.branches),
+            "limits": self.limits.statistics(),
             "engine": self.engine.statistics(),
             "rollout_buffer": self.rollout_buffer.statistics(),
             **self.replicas.statistics(),

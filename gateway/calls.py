@@ -202,6 +202,7 @@ class Call:
         self._listeners: set[Listener] = set()
         self._news = asyncio.Event()
         self._why_cancelled: GatewayError | None = None
+        self._begun = False
         self._reader: ReplyReader | None = None
         self._recorded = recorded
         self._note: TurnNote | None = None
@@ -242,8 +243,12 @@ class Call:
         if self.state in ("preparing", "generating"):
             self._why_cancelled = why
             self._task.cancel()
+            if not self._begun:  # then the task never runs, and `_run` cannot say so
+                self._trajectory.in_flight.discard(self)
+                self._fail(why)
 
     async def _run(self) -> None:
+        self._begun = True
         try:
             if self._recorded is not None:
                 await self._recall(self._recorded)
@@ -627,6 +632,7 @@ class CallService:
 
         Raises:
             RequestError: the model's template or parser cannot do what is asked.
+            TrajectoryLimitError: the trajectory's turns or tokens are used up.
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
         self._check(request)
@@ -635,7 +641,15 @@ class CallService:
         if n == 1:
             return [self._start(trajectory, request, retry, dialect)]
         keys = [replace(retry, key=f"{retry.key}/{i}") for i in range(n)]
-        return [self._start(trajectory, request, key, dialect) for key in keys]
+        listeners: list[Listener] = []
+        try:
+            for key in keys:
+                listeners.append(self._start(trajectory, request, key, dialect))
+        except GatewayError:
+            for listener in listeners:
+                listener.close()
+            raise
+        return listeners
 
     def _check(self, request: ChatRequest) -> None:
         if request.tools and not self.renderer.shows_tools:

@@ -33,6 +33,7 @@ from starlette.datastructures import Headers
 
 from gateway.calls import ChatRequest, RetryKey
 from gateway.errors import GatewayError, RequestError
+from gateway.keys import presented
 from gateway.messages import Key, extend_key, root_key
 from gateway.trajectories import LiveTrajectory, TrajectoryStore
 
@@ -136,9 +137,9 @@ class Identities:
         Raises:
             RequestError: a header is malformed.
         """
-        token = headers.get("x-api-key") or headers.get("authorization", "")
-        if (named := self._read_key(token.removeprefix("Bearer ").strip())) is not None:
-            return named
+        for key in presented(headers):
+            if (named := self._read_key(key)) is not None:
+                return named
         uid = headers.get(TRAJECTORY_HEADER)
         if uid is None:
             return None

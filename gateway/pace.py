@@ -2,7 +2,7 @@
 
 The loop runs everything that is ready before it looks at sockets and timers again. When 512 agents
 call at once, or the pool answers for a batch of them, that is half a second in which no keep-alive
-is sent and nobody is accepted. `Pace` lets `per_turn` of them go on in each turn, first come first::
+is sent and nobody is accepted. `Pace` lets `per_turn` of them go on in each turn, in their order::
 
     turn 1    a b c d e f g h │ i j k …      turn 2    i j k l m n o p │ q …
 
@@ -23,7 +23,7 @@ class Pace:
         per_turn: at half a millisecond each, 8 are a turn that nobody notices.
     """
 
-    def __init__(self, per_turn: int = 8) -> None:
+    def __init__(self, per_turn: int = 64) -> None:
         self._per_turn = per_turn
         self._passed = 0
         """In this turn."""

@@ -280,7 +280,7 @@ class MarkupParser:
         self._reasoning = reasoning
         self._state = "reasoning" if reasoning and starts_in_reasoning else "start"
         self._buffer = ""
-        self._had_call = False
+        self._after_call = False
 
     def feed(self, text: str) -> list[Delta]:
         self._buffer += text
@@ -354,7 +354,7 @@ class MarkupParser:
             return False
         if end is not None and (call := self._read_call(body[:end])) is not None:
             deltas.append(call)
-            self._had_call = True
+            self._after_call = True
             self._buffer = body[end:]
         return True
 
@@ -367,7 +367,7 @@ class MarkupParser:
                 return True
         n = held_back(self._buffer, (CALL_OPEN,)) if self._tools and not final else 0
         text = self._buffer[: len(self._buffer) - n]
-        if self._had_call and not final and not text.strip():
+        if self._after_call and not final and not text.strip():
             return False  # white space between calls is markup, at the end it is dropped
         self._content(deltas, text)
         self._buffer = self._buffer[len(self._buffer) - n :]
@@ -386,18 +386,18 @@ class MarkupParser:
             self._put(deltas, ContentDelta(CALL_OPEN + body + CALL_CLOSE))
         else:
             deltas.append(call)
-            self._had_call = True
+            self._after_call = True
         self._buffer, self._state = after, "content"
         return True
 
     def _content(self, deltas: list[Delta], text: str) -> None:
-        if not (self._had_call and not text.strip()):
+        if not (self._after_call and not text.strip()):
             self._put(deltas, ContentDelta(text))
 
-    @staticmethod
-    def _put(deltas: list[Delta], delta: ContentDelta | ReasoningDelta) -> None:
+    def _put(self, deltas: list[Delta], delta: ContentDelta | ReasoningDelta) -> None:
         if delta.text:
             deltas.append(delta)
+            self._after_call = False
 
 
 class ResponseTemplateParser:

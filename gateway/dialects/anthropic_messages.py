@@ -441,6 +441,7 @@ def parse(body: Mapping[str, Any]) -> Parsed:
         top_k=number(body, "top_k", 0, 2**31 - 1, integral=True) or None,
         stop=_stop_sequences(body),
         constraint=_constraint(body, ignored),
+        constraint_field="output_config.format",
         forced_tool=forced_tool,
         prefill=prefill,
         parallel_tool_calls=parallel,

@@ -169,6 +169,7 @@ class OpenAIResponses:
             top_p=_top_p(body),
             n_logprobs=n_logprobs,
             constraint=constraint,
+            constraint_field="text.format",
             forced_tool=forced_tool,
             parallel_tool_calls=_parallel(body),
             stream=bool(field(body, "stream", bool, "true or false")),

@@ -315,8 +315,11 @@ def _text_part(text: str, logprobs: list[dict[str, Any]]) -> Item:
 
 def _logprob(token: SampledToken, tokenizer: ChatTokenizer) -> dict[str, Any]:
     def entry(token_id: int, log_prob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token_id])
-        return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": log_prob,
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
 
     return {
         **entry(token.token_id, token.log_prob),

@@ -66,6 +66,10 @@ class Model:
             n_calls = min(n_calls, 1)
         for i in range(n_calls):
             arguments = {"expression": f"{i}+{rng.randrange(99)}", "why": rng.choice(WORDS[:4])}
+            if self.family == "llama3":
+                call = json.dumps({"name": "calc", "parameters": arguments}, ensure_ascii=False)
+                text = call
+                continue
             call = json.dumps({"name": "calc", "arguments": arguments}, ensure_ascii=False)
             text += f"\n<tool_call>\n{call}\n</tool_call>"
         ids = self.tokenizer.encode(text).tolist()

@@ -241,6 +241,14 @@ def test_what_is_no_xml_call_stays_content(body: str) -> None:
     assert told(read([marked], style="qwen3_coder")) == (marked, "", [])
 
 
+def test_white_space_is_markup_only_between_a_call_and_what_follows() -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for pieces in ([call, "\n", call, "\n"], [call + "\n" + call + "\n"]):
+        assert read(pieces).content == ""
+    for pieces in ([call, " a", "\n", call, "\n"], [call + " a\n" + call + "\n"]):
+        assert read(pieces).content == " a\n"
+
+
 def test_several_xml_calls_with_several_values_are_read() -> None:
     one = "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>2</parameter>\n</function>"
     text = read([f"So:\n<tool_call>\n{one}\n</tool_call>\n" * 2], style="qwen3_coder")

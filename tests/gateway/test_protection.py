@@ -4,9 +4,12 @@ and size."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Literal
 
 import aiohttp
+import anthropic
+import openai
 import orjson
 import pytest
 from hypothesis import example, given
@@ -316,3 +319,161 @@ async def test_every_endpoint_refuses_a_body_beyond_the_limit_in_its_shape(
         assert response.status == 413
     assert "gateway.max_body_bytes" in got["error"]["message"]
     assert got["error"].items() >= named.items()
+
+
+# -- limits over HTTP ------------------------------------------------------------------------
+
+
+async def chat(client: Any, text: str = "hi", **options: Any) -> str:
+    got = await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": text}], **options
+    )
+    said: str = got.choices[0].message.content
+    return said
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what it waits for has no event
+            await asyncio.sleep(0.001)
+
+
+async def test_calls_beyond_the_limit_wait_their_turn_and_are_answered(worlds: Any) -> None:
+    world = await worlds(max_concurrent_calls=1)
+    gate = asyncio.Event()
+    for text in ("one", "two", "three"):
+        world.say(text, gate=gate)
+    calls = []
+    for n in range(3):
+        calls.append(asyncio.create_task(chat(await world.client(f"t{n}"))))
+        await until(lambda n=n: world.gateway.limits.statistics()["waiting"] == n)  # type: ignore[misc]
+        await world.engine.arrived.wait()
+    assert len(world.engine.requests) == 1
+    gate.set()
+    assert await asyncio.gather(*calls) == ["one", "two", "three"]
+    assert world.gateway.limits.statistics() == {"running": 0, "waiting": 0, "refused": 0}
+
+
+async def test_a_busy_trajectory_holds_up_no_other(worlds: Any) -> None:
+    world = await worlds(max_concurrent_calls_per_trajectory=1)
+    gate = asyncio.Event()
+    world.say("busy", gate=gate)
+    busy = await world.client("busy")
+    first = asyncio.create_task(chat(busy))
+    await world.engine.arrived.wait()
+    second = asyncio.create_task(chat(busy, "another"))
+    await until(lambda: world.gateway.limits.statistics()["waiting"] == 1)
+    assert await chat(await world.client("other")) == "fine"
+    assert not second.done()
+    gate.set()
+    assert (await first, await second) == ("busy", "fine")
+
+
+async def test_waiting_too_long_is_a_429_with_retry_after_in_each_shape(worlds: Any) -> None:
+    world = await worlds(max_concurrent_calls=1, queue_timeout_s=0.02)
+    gate = asyncio.Event()
+    world.say("busy", gate=gate)
+    busy = asyncio.create_task(chat(await world.client("busy")))
+    await world.engine.arrived.wait()
+    with pytest.raises(openai.RateLimitError, match="max_concurrent_calls") as refused:
+        await chat(await world.client())
+    assert refused.value.response.headers["retry-after"] == "1"
+    assert refused.value.code == "rate_limit_exceeded"
+    with pytest.raises(openai.RateLimitError):
+        await chat(await world.client(), stream=True)
+    async with anthropic.AsyncAnthropic(
+        base_url=world.base_url(), api_key="x", max_retries=0
+    ) as claude:
+        with pytest.raises(anthropic.RateLimitError):
+            await claude.messages.create(
+                model="m", max_tokens=9, messages=[{"role": "user", "content": "hi"}]
+            )
+    assert not world.pool.stored("t1")
+    gate.set()
+    assert await busy == "busy"
+    assert await chat(await world.client()) == "fine"  # the refused ones left nothing behind
+
+
+async def test_a_client_that_leaves_the_queue_takes_no_place(worlds: Any) -> None:
+    world = await worlds(max_concurrent_calls=1)
+    gate = asyncio.Event()
+    world.say("busy", gate=gate)
+    busy = asyncio.create_task(chat(await world.client("busy")))
+    await world.engine.arrived.wait()
+    leaver = asyncio.create_task(chat(await world.client("leaver")))
+    waiting = world.gateway.limits.statistics
+    await until(lambda: waiting()["waiting"] == 1)
+    leaver.cancel()
+    await until(lambda: waiting()["waiting"] == 0)
+    gate.set()
+    assert await busy == "busy"
+    assert not world.pool.stored("leaver")
+
+
+async def test_a_stream_that_waits_its_turn_is_kept_alive(worlds: Any) -> None:
+    world = await worlds(max_concurrent_calls=1, keepalive_s=0.02)
+    gate = asyncio.Event()
+    world.say("busy", gate=gate)
+    busy = asyncio.create_task(chat(await world.client("busy")))
+    await world.engine.arrived.wait()
+    body = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+    url = f"{world.base_url()}/v1/chat/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        assert response.status == 200
+        async for line in response.content:
+            if line == b": keep-alive\n":
+                break
+        gate.set()
+        assert b'"finish_reason":"stop"' in await response.read()
+    await busy
+    assert len(world.pool.stored("t1")) == 1
+
+
+async def test_a_trajectory_has_so_many_turns_and_retries_are_none(worlds: Any) -> None:
+    world = await worlds(max_turns=2)
+    client = await world.client()
+    await chat(client, "one")
+    await chat(client, "two")
+    with pytest.raises(openai.BadRequestError, match=r"2 turns and may have 2 .gateway.max_turns"):
+        await chat(client, "three")
+    again = {"x-stainless-retry-count": "1"}
+    assert await chat(client, "two", extra_headers=again) == "fine"
+    assert len(world.pool.stored()) == 2
+    async with aiohttp.ClientSession() as session:
+        done = await session.post(f"{world.base_url()}/v1/complete_trajectory", json={})
+        assert done.status == 200
+
+
+async def test_a_trajectory_has_so_many_tokens(worlds: Any) -> None:
+    world = await worlds(max_tokens_per_trajectory=10)
+    client = await world.client()
+    await chat(client, "this prompt alone has more than ten tokens")
+    step = world.pool.stored()[0]
+    n = len(step.prompt_ids) + len(step.response_ids)
+    with pytest.raises(openai.BadRequestError, match=f"has {n} tokens and may have 10"):
+        await chat(client, "more")
+
+
+async def test_init_hands_out_a_key_that_is_identity_enough(worlds: Any) -> None:
+    admin = "the-admin's-key-of-this-test"
+    world = await worlds(admin_keys=[admin])
+    async with (
+        aiohttp.ClientSession(headers={"x-api-key": admin}) as session,
+        session.post(f"{world.url}/init_trajectory", json={"prompt_uid": "p"}) as response,
+    ):
+        got = await response.json()
+    async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=got["api_key"]) as client:
+        assert await chat(client) == "fine"
+    assert [s.trajectory_uid for s in world.pool.stored()] == [got["trajectory_uid"]]
+
+
+async def test_samples_beyond_the_turns_are_refused_together(worlds: Any) -> None:
+    world = await worlds(max_turns=2)
+    client = await world.client()
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], n=3
+        )
+    assert refused.value.code == "trajectory_limit_exceeded"
+    await until(lambda: not any(t.in_flight for t in world.gateway.trajectories))
+    assert not world.pool.stored()

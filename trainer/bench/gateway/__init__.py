@@ -160,6 +160,12 @@ async def _delayed(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -
     most = max(size.connections)
     samples = await delayed(bench, most, rounds=size.delayed_rounds, groups=2 * size.groups)
     report.figures["engine_of_50_ms"] = table(samples, Direct.name)
+    if (Rllm.name, most) in samples:
+        report.figures[f"requests_by_rllm_at_{most}_of_50_ms"] = paired(
+            samples[ours.name, most],
+            samples[Rllm.name, most],
+            lambda a, b: a.requests_per_s / b.requests_per_s,
+        )
     added = paired(
         samples[ours.name, most], samples[Direct.name, most], lambda a, b: a.p99_ms - b.p99_ms
     )

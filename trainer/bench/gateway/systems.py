@@ -167,7 +167,11 @@ class Stepwell(System):
 
 
 class Rllm(System):
-    """rllm-model-gateway as its documentation starts it, with traces in memory."""
+    """rllm-model-gateway as its documentation starts it, with traces in memory.
+
+    By default it logs two lines a request, here to /dev/null; without them (`--log-level WARNING`)
+    it was 1.04 to 1.2 times as fast.
+    """
 
     package = "rllm-model-gateway"
     name = f"{package} 0.1.0"
@@ -178,8 +182,6 @@ class Rllm(System):
         self._process = Process(
             *(sys.executable, "-m", "rllm_model_gateway", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--store", "memory", "--worker", f"{engine.url}/v1"),
-            # Ours writes no line per request either; it is 1.2 times as fast so.
-            *("--log-level", os.environ.get("RLLM_LL","WARNING")),
         )
         await self._process.start()
         self.pid = self._process.pid
