@@ -1,51 +1,67 @@
-"""A few calls per turn of the event loop, however many became ready in it.
+"""As many calls in one turn of the event loop as fit in it, however many became ready.
 
 The loop runs everything that is ready before it looks at sockets and timers again. When 512 agents
 call at once, or the pool answers for a batch of them, that is half a second in which no keep-alive
-is sent and nobody is accepted. `Pace` lets `per_turn` of them go on in each turn, in their order::
+is sent and nobody is accepted. `Pace` lets some of them go on in each turn, in their order::
 
     turn 1    a b c d e f g h │ i j k …      turn 2    i j k l m n o p │ q …
 
-Who finds the loop idle is not held up. Owns: this order. Does not own: how many calls there may be
-(`limits.py`).
+How many is found out: twice as many after a turn that was short, half as many after one that took
+too long. So a few dozen go on together, as the pool's batches like it, and hundreds one after the
+other. Owns: this order. Does not own: how many calls there may be (`limits.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+
+FIRST, MOST = 16, 512
 
 
 class Pace:
     """One place that many tasks pass; of one event loop.
 
     Args:
-        per_turn: at half a millisecond each, 8 are a turn that nobody notices.
+        turn_s: what passes in one turn should take no longer together.
     """
 
-    def __init__(self, per_turn: int = 64) -> None:
-        self._per_turn = per_turn
+    def __init__(self, turn_s: float = 0.015) -> None:
+        self._turn_s = turn_s
+        self._limit = FIRST
         self._passed = 0
         """In this turn."""
+        self._began = 0.0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def keep(self) -> None:
         """Go on, now or in a later turn."""
-        if self._passed < self._per_turn and not self._waiting:
+        loop = asyncio.get_running_loop()
+        if self._passed < self._limit and not self._waiting:
             if self._passed == 0:
-                asyncio.get_running_loop().call_soon(self._next_turn)
+                self._begin(loop)
             self._passed += 1
             return
-        turn = asyncio.get_running_loop().create_future()
+        turn = loop.create_future()
         self._waiting.append(turn)
         await turn
 
-    def _next_turn(self) -> None:
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._began = time.perf_counter()
+        loop.call_soon(self._next, loop)  # behind all that passes in this turn
+
+    def _next(self, loop: asyncio.AbstractEventLoop) -> None:
+        took = time.perf_counter() - self._began
+        if took > self._turn_s:
+            self._limit = max(self._limit // 2, 1)
+        elif took < self._turn_s / 2 and self._waiting:
+            self._limit = min(self._limit * 2, MOST)
         self._passed = 0
-        while self._waiting and self._passed < self._per_turn:
+        while self._waiting and self._passed < self._limit:
             turn = self._waiting.popleft()
             if not turn.done():  # cancelled
                 turn.set_result(None)
                 self._passed += 1
         if self._passed:
-            asyncio.get_running_loop().call_soon(self._next_turn)
+            self._begin(loop)

@@ -14,7 +14,7 @@ import pytest
 
 from gateway import kept
 from gateway.kept import KeptConnections
-from gateway.pace import Pace
+from gateway.pace import FIRST, Pace
 from gateway.routes import router
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -193,31 +193,50 @@ async def test_a_connection_that_idled_long_is_not_used_again(
 # -- pace ------------------------------------------------------------------------------------
 
 
-async def test_so_many_go_on_in_each_turn_in_their_order() -> None:
-    pace = Pace(per_turn=3)
+async def test_hundreds_go_on_in_several_turns_and_in_their_order() -> None:
+    pace = Pace(turn_s=0)  # every turn took too long: fewer and fewer
     went: list[int] = []
 
     async def go(i: int) -> None:
         await pace.keep()
         went.append(i)
 
-    tasks = [asyncio.create_task(go(i)) for i in range(10)]
-    counts = []
-    while len(went) < 10:
+    tasks = [asyncio.create_task(go(i)) for i in range(50)]
+    counts = [0]
+    while len(went) < 50:
         await asyncio.sleep(0)
         counts.append(len(went))
-    assert went == list(range(10))
-    assert all(after - before <= 3 for before, after in pairwise(counts))
+    assert went == list(range(50))
+    passed = [after - before for before, after in pairwise(counts)]
+    assert max(passed) == FIRST
+    assert passed[-1] == 1
+    await asyncio.gather(*tasks)
+
+
+async def test_more_go_on_together_while_turns_are_short() -> None:
+    pace = Pace(turn_s=60)
+    went: list[int] = []
+
+    async def go(i: int) -> None:
+        await pace.keep()
+        went.append(i)
+
+    tasks = [asyncio.create_task(go(i)) for i in range(400)]
+    counts = [0]
+    while len(went) < 400:
+        await asyncio.sleep(0)
+        counts.append(len(went))
+    assert max(after - before for before, after in pairwise(counts)) > 4 * FIRST
     await asyncio.gather(*tasks)
 
 
 async def test_who_waits_and_leaves_holds_nobody_up() -> None:
-    pace = Pace(per_turn=1)
-    await pace.keep()
-    leaves, stays = (asyncio.create_task(pace.keep()) for _ in range(2))
+    pace = Pace(turn_s=0)
+    tasks = [asyncio.create_task(pace.keep()) for _ in range(FIRST + 2)]
     await asyncio.sleep(0)
-    leaves.cancel()
-    await asyncio.wait_for(stays, 5)
+    assert not tasks[-2].done()
+    tasks[-2].cancel()
+    await asyncio.wait_for(tasks[-1], 5)
     await asyncio.wait_for(pace.keep(), 5)
 
 

@@ -225,5 +225,6 @@ async def _many(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> N
     report.checks["errors"] = Check(len(errors), 0)
     delay = max(each.late_p99_ms for each in waves)
     report.checks["loop_delay_p99_ms"] = Check(delay, 50.0)
-    # What the first one left is caches and heap; another of the same kind must find it enough.
-    report.checks["rss_of_another_wave"] = Check(waves[-1].rss_mb / waves[-2].rss_mb, 1.1)
+    # What the first one left is caches and heap; another of the same kind must find it enough. The
+    # prompt ids of one wave, were they kept, would be 6 % of the process.
+    report.checks["rss_of_another_wave"] = Check(waves[-1].rss_mb / waves[-2].rss_mb, 1.03)
