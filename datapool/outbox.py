@@ -43,6 +43,9 @@ RETRY_S = 0.05
 TIP_BYTES = 64 << 20
 """Tokens of recent steps that are kept, to send the next ones relative to them."""
 
+ENDS = frozenset({"complete_trajectory", "abort_trajectory"})
+"""Operations after which a trajectory gets no more steps: (trajectory_uid, …, channel)."""
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Letter:
@@ -61,6 +64,8 @@ class _Tips:
     def __init__(self) -> None:
         self._tokens: OrderedDict[tuple[str, str, int], tuple[bytes, bytes]] = OrderedDict()
         """(channel, trajectory_uid, step_index) -> prompt ids, response ids"""
+        self._indices: dict[tuple[str, str], set[int]] = {}
+        """Of each trajectory with tokens here."""
         self._n_bytes = 0
 
     def pack(self, step: Step, channel: str) -> PackedStep:
@@ -72,6 +77,7 @@ class _Tips:
             if key in self._tokens:
                 self._discard(key)
             self._tokens[key] = tokens = as_bytes(step.prompt_ids), as_bytes(step.response_ids)
+            self._indices.setdefault((channel, uid), set()).add(index)
             self._n_bytes += len(tokens[0]) + len(tokens[1])
             while self._n_bytes > TIP_BYTES:
                 self._discard(next(iter(self._tokens)))
@@ -83,12 +89,23 @@ class _Tips:
         if key in self._tokens:
             self._discard(key)
 
+    def end(self, trajectory_uid: str, channel: str) -> None:
+        """The trajectory gets no more steps."""
+        for index in tuple(self._indices.get((channel, trajectory_uid), ())):
+            self._discard((channel, trajectory_uid, index))
+
     def clear(self) -> None:
         self._tokens.clear()
+        self._indices.clear()
         self._n_bytes = 0
 
     def _discard(self, key: tuple[str, str, int]) -> None:
         self._n_bytes -= sum(map(len, self._tokens.pop(key)))
+        channel, uid, index = key
+        left = self._indices[channel, uid]
+        left.discard(index)
+        if not left:
+            del self._indices[channel, uid]
 
 
 _NO_TOKENS: tuple[bytes, ...] = ()
@@ -107,6 +124,8 @@ class _Parcel:
     def pack(self, tips: _Tips | None) -> Operation:
         """What travels; without tips, the `unknown` steps once more and whole."""
         name, arguments = self._operation
+        if name in ENDS and tips is not None:
+            tips.end(arguments[0], arguments[-1])
         if name != APPLY_STEPS:
             return self._operation
         steps, channel = arguments
