@@ -146,7 +146,7 @@ def number(
     Raises:
         RequestError
     """
-    wanted = f"{'an integer' if integral else 'a number'} in [{low:g}, {high:g}]"
+    wanted = f"an integer in [{low}, {high}]" if integral else f"a number in [{low:g}, {high:g}]"
     value = field(body, name, int if integral else (int, float), wanted)
     if value is not None and not low <= value <= high:
         raise RequestError(f"{name} is {value}; send {wanted}", name)
