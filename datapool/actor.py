@@ -45,6 +45,7 @@ from datapool.errors import (
 from datapool.events import Events
 from datapool.journal import FILE_NAME as JOURNAL_FILE
 from datapool.journal import Journal
+from datapool.line import LineServer
 from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from datapool.payload import PackedLease, PackedStep, PackedSteps
 from datapool.pool import Credit, DataPool, check_lease_request
@@ -175,6 +176,7 @@ class DataPoolActor:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
         self.turns = Turns(resumed=restarted)
+        self._line = LineServer({"apply": self.apply, "lease_batch": self.lease_batch})
         if ray.is_initialized():
             settle_heap()
             return_large_blocks()
@@ -714,6 +716,10 @@ class DataPoolActor:
                 **self._journal.statistics(),
             }
         return described
+
+    async def open_line(self) -> tuple[str, str]:
+        """(id of the node, path of a socket there) for clients on the same machine: see `line`."""
+        return ray.get_runtime_context().get_node_id(), await self._line.open()
 
     async def shutdown(self, channel: str | None = None) -> None:
         """`DataPool.shutdown`; consumers wake up with None, `open_group` with an error."""

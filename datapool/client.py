@@ -37,8 +37,9 @@ from datapool.errors import (
 )
 from datapool.events import Events
 from datapool.export import ExportFormat, ExportSummary
+from datapool.line import Line
 from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from datapool.outbox import PART_BYTES, Outbox, call
+from datapool.outbox import PART_BYTES, Outbox, begin, call
 from datapool.pool import outcomes_or_raise
 from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from datapool.selection import DryRun, Marks
@@ -62,7 +63,8 @@ class DataPoolClient:
 
     def __init__(self, actor: DataPoolHandle) -> None:
         self.actor = actor
-        self._outbox = Outbox(actor)
+        self._line = Line(actor)
+        self._outbox = Outbox(actor, self._line)
         self._group_bytes: dict[str, int] = {}
         """How large the groups of a channel are on their way here, roughly."""
 
@@ -290,7 +292,13 @@ class DataPoolClient:
         *rest: Any,
         ask: Callable[..., Awaitable[Any]] = call,
     ) -> Lease | None:
-        """One lease, in as many parts as the last one of the channel makes seem right."""
+        """One lease; through Ray in as many parts as the last one of the channel makes seem
+        right."""
+        if ask is call and self._line.connection() is not None:
+            arguments = (n_rollouts, channel, batch_size, *rest)
+            answer = await begin(self._line, self.actor, "lease_batch", *arguments).answer()
+            leased: Lease | None = answer
+            return leased
         n_bytes = self._group_bytes.get(channel, 0) * batch_size
         n_parts = min(batch_size, MAX_PARTS, 1 + n_bytes // PART_BYTES)
         arguments = (n_rollouts, channel, batch_size, *rest)

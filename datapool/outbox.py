@@ -25,6 +25,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from datapool.actor import APPLY_STEPS, DataPoolHandle, Operation, unavailable
 from datapool.errors import DataPoolError, UnknownBaseError
+from datapool.line import Line, LineCall
 from datapool.payload import PackedStep, as_bytes, pack
 from datapool.types import Step
 
@@ -162,8 +163,9 @@ class Outbox:
     """Operations on their way. What is about the same trajectory goes in order, one after the
     other; of the rest, two calls may be under way, so that the next one is packed meanwhile."""
 
-    def __init__(self, actor: DataPoolHandle) -> None:
+    def __init__(self, actor: DataPoolHandle, line: Line) -> None:
         self._actor = actor
+        self._line = line
         self._tips = _Tips()
         self._waiting: deque[_Letter] = deque()
         self._n_waiting_steps = 0
@@ -209,7 +211,7 @@ class Outbox:
             letters, subjects = self._collect()
             if not letters:
                 return
-            batch = _Batch(letters, self._actor, self._tips)
+            batch = _Batch(letters, self._actor, self._line, self._tips)
             self._away[batch] = subjects
             batch.delivery = asyncio.create_task(self._deliver(batch))
 
@@ -252,7 +254,7 @@ class Outbox:
                 # pickled, say). It must not take the others down; what was applied is a
                 # duplicate now.
                 for letter in batch.letters:
-                    await self._hand_out(_Batch([letter], self._actor, self._tips))
+                    await self._hand_out(_Batch([letter], self._actor, self._line, self._tips))
                 return
             results = [e] * len(batch.letters)
         for letter, result in zip(batch.letters, results, strict=True):
@@ -263,14 +265,17 @@ class _Batch:
     """Letters that travel together: packed and sent when this is made, so that not even one turn
     of a busy event loop is lost."""
 
-    def __init__(self, letters: list[_Letter], actor: DataPoolHandle, tips: _Tips) -> None:
+    def __init__(
+        self, letters: list[_Letter], actor: DataPoolHandle, line: Line, tips: _Tips
+    ) -> None:
         self.letters = letters
         self.delivery: asyncio.Task[None] | None = None
         self._actor = actor
+        self._line = line
         self._tips = tips
         self._parcels = [_Parcel(letter.operation) for letter in letters]
         self._n_pieces: list[int] = []
-        self._sent: Call | Exception
+        self._sent: Call | LineCall | Exception
         try:
             self._sent = self._send([parcel.pack(tips) for parcel in self._parcels])
         except Exception as e:  # noqa: BLE001 - raised where it can be answered: `results`
@@ -286,9 +291,9 @@ class _Batch:
             await self._receive(again)
         return [parcel.result for parcel in self._parcels]
 
-    def _send(self, operations: list[Operation]) -> Call:
+    def _send(self, operations: list[Operation]) -> Call | LineCall:
         parts, self._n_pieces = _in_parts(operations)
-        return Call(self._actor.apply, *parts)
+        return begin(self._line, self._actor, "apply", *parts)
 
     async def _receive(self, parcels: list[_Parcel]) -> None:
         if isinstance(self._sent, Exception):
@@ -394,6 +399,14 @@ async def received(reference: Any) -> Any:
         raise
     except RayActorError as e:
         raise unavailable(e) from e
+
+
+def begin(line: Line, actor: DataPoolHandle, name: str, *arguments: Any) -> Call | LineCall:
+    """A call on its way, by the line if it is up. It may be made twice."""
+    connection = line.connection()
+    if connection is None:
+        return Call(getattr(actor, name), *arguments)
+    return LineCall(connection, name, arguments, lambda: Call(getattr(actor, name), *arguments))
 
 
 async def call(method: Any, *arguments: Any) -> Any:

@@ -309,7 +309,10 @@ async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_ste
     client = DataPoolClient(own_actor)
     waiting = asyncio.create_task(client.fetch_batch(timeout_s=None))
     await until(lambda: is_true(consumers(client, "train")))
+    pid = (await client.describe())["pid"]
     ray.kill(own_actor)
+    while psutil.pid_exists(pid):  # noqa: ASYNC110 - until then it may well take a step
+        await asyncio.sleep(0.01)
     for call in (waiting, client.submit_step(make_step("t")), client.get_statistics()):
         with pytest.raises(ConnectionError, match="the DataPool cannot be reached") as e:
             await call
@@ -388,3 +391,78 @@ async def test_a_pool_without_a_journal_knows_no_lease_of_its_former_life(memory
     with pytest.raises(UnknownLeaseError, match="before a restart"):
         await client.ack(before.lease_id)
     await client.ack(after.lease_id)
+
+
+# -- the direct line -----------------------------------------------------------------------
+
+
+async def lined(client):
+    """The client's connection, once it is up."""
+    async with asyncio.timeout(10):
+        while (connection := client._line.connection()) is None:  # noqa: ASYNC110 - it comes
+            await asyncio.sleep(0.01)
+    return connection
+
+
+async def test_steps_and_leases_take_the_line(own_actor, make_step):
+    client = DataPoolClient(own_actor)
+    connection = await lined(client)
+    uid = uuid.uuid4().hex
+    assert await client.submit_step(make_step(uid)) == "accepted"
+    await client.complete_trajectory(uid, reward=1.0)
+    lease = await client.lease_batch(1, timeout_s=5)
+    assert lease is not None
+    assert [s.trajectory_uid for s in lease.steps] == [uid]
+    assert connection._n_calls >= 3
+
+
+async def test_a_refusal_is_the_pools_own_error(own_actor):
+    client = DataPoolClient(own_actor)
+    await lined(client)
+    with pytest.raises(UnknownLeaseError):
+        await client.ack("nothing")
+
+
+async def test_a_consumer_that_leaves_is_not_served(own_actor, make_step):
+    client = DataPoolClient(own_actor)
+    await lined(client)
+    leaving = asyncio.create_task(client.lease_batch(1, timeout_s=None))
+    await asyncio.sleep(0.1)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    uid = uuid.uuid4().hex
+    await client.submit_step(make_step(uid))
+    await client.complete_trajectory(uid, reward=1.0)
+    assert await client.lease_batch(1, timeout_s=5) is not None
+
+
+async def test_calls_outlive_the_line_and_get_a_new_one(own_actor, make_step):
+    client = DataPoolClient(own_actor)
+    first = await lined(client)
+    waiting = asyncio.create_task(client.lease_batch(1, timeout_s=None))
+    await asyncio.sleep(0.1)
+    psutil.Process((await client.describe())["pid"]).kill()
+    uid = uuid.uuid4().hex
+    assert await client.submit_step(make_step(uid)) == "accepted"
+    await client.complete_trajectory(uid, reward=1.0)
+    lease = await waiting
+    assert lease is not None
+    assert lease.steps[0].trajectory_uid == uid
+    second = await lined(client)
+    assert second is not first
+    await client.submit_step(make_step(uuid.uuid4().hex))
+    assert second._n_calls >= 1
+
+
+def test_each_event_loop_has_a_line_of_its_own(own_actor, make_step):
+    client = DataPoolClient(own_actor)
+
+    async def submit():
+        connection = await lined(client)
+        await client.submit_step(make_step(uuid.uuid4().hex))
+        return connection._n_calls
+
+    assert asyncio.run(submit()) == 1
+    assert asyncio.run(submit()) == 1
+    assert ray.is_initialized()
