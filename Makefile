@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 # Engine and trainer share few cores: a spinning thread pool each makes both several times slower.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test check format smollm2 bench fuzz clean
+.PHONY: help install demo test check format smollm2 bench fuzz test-verl test-slime test-trl install-sglang test-sglang record-sglang clean
 help:
 	@grep -E '^#   make' Makefile | sed 's/^#   //'
 
@@ -45,16 +45,77 @@ smollm2: install
 #   make bench  the measured claims that take minutes, each with its bound
 bench: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt TransferQueue tensordict pyvers cloudpickle pyzmq msgspec
-	$(BIN)/pip install --quiet --no-deps -c constraints.txt rllm-model-gateway sglang-router aiosqlite setproctitle
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt rllm-model-gateway sglang-router aiosqlite setproctitle trl
 	$(BIN)/stepwell bench overlap
 	$(BIN)/stepwell bench pool
 	$(BIN)/stepwell bench pool-starvation
 	$(BIN)/stepwell bench pool-crash
 	$(BIN)/stepwell bench gateway
+	$(BIN)/stepwell bench trainer
+	$(BIN)/stepwell bench resume
 
 #   make fuzz   more than 10,000 requests generated from the gateway's OpenAPI document
 fuzz: install
 	$(BIN)/python -m tests.gateway.fuzz 600
 
+.venv-verl/.installed: $(STAMP)
+	$(PYTHON) -m venv $(@D)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/stepwell.pth"
+	$(@D)/bin/pip install --quiet --no-deps -c constraints.txt verl codetiming torchdata cachetools hydra-core TransferQueue pyvers pyzmq msgspec cloudpickle
+	$(@D)/bin/pip install --quiet --no-deps tensordict==0.10.0 antlr4-python3-runtime==4.9.3 # what verl and hydra want
+	@touch $@
+
+#   make test-verl  verl itself, in an environment of its own: formulas, batches, an actor's update, TransferQueue
+test-verl: .venv-verl/.installed
+	.venv-verl/bin/python -m pytest tests/trainer/test_golden_losses.py tests/trainer/test_advantages.py tests/backends/test_critic.py tests/backends/test_same_loss.py
+	.venv-verl/bin/python -m pytest tests/backends/test_verl_live.py
+
+# slime is on GitHub only (PyPI's slime is another package). Without GitHub: SLIME_GIT=/a/clone.
+SLIME_GIT ?= https://github.com/THUDM/slime.git
+SLIME_COMMIT := 624b824a898ab0ec1fcb4d373004c7f3852bf515
+.slime/$(SLIME_COMMIT):
+	rm -rf $(@D) && git init --quiet $(@D)
+	git -C $(@D) fetch --quiet --depth 1 $(SLIME_GIT) $(SLIME_COMMIT)
+	git -C $(@D) checkout --quiet FETCH_HEAD -- slime
+	@touch $@
+
+#   make test-slime  samples, advantages and the loss against slime itself, without Megatron and GPUs
+test-slime: install .slime/$(SLIME_COMMIT)
+	PYTHONPATH=.slime TORCHDYNAMO_DISABLE=1 $(BIN)/pytest tests/backends/test_slime_itself.py tests/backends/test_slime_backend.py tests/backends/test_same_loss.py tests/trainer/test_slime_rollout.py
+
+#   make test-trl   the row forms against TRL itself
+test-trl: install
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl
+	$(BIN)/pytest tests/trainer/test_bench_trainer.py
+
+#   make test-publication  engine replicas killed during weight publications (100: --kills 100)
+.PHONY: test-publication
+test-publication: install
+	$(BIN)/python -m benchmarks.publication_kills --kills 8 --replicas 3
+
+# torch first, with what it needs on this platform; then everything as pinned, nothing resolved:
+# SGLang's own requirements are of its GPU path.
+.venv-sglang/.installed: constraints-sglang.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check "$$(grep ^torch== constraints-sglang.txt)"
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints-sglang.txt
+	@touch $@
+
+#   make install-sglang  a real SGLang that runs on this CPU, in .venv-sglang
+install-sglang: .venv-sglang/.installed
+
+#   make test-sglang  the engine contract, restarts and the exactness of a short run, on a real SGLang
+ON_SGLANG := CUDA_VISIBLE_DEVICES= STEPWELL_TEST_ENGINES=sglang
+ENGINE_TESTS := tests/backends/engines
+test-sglang: install install-sglang
+	$(BIN)/pip install --quiet --no-deps -c constraints.txt sglang-router setproctitle
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_router.py $(ENGINE_TESTS)/test_recorded.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -k "comes_back or leaves_no_engine" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
+
+#   make record-sglang  write the answers of a real SGLang, which the embedded engine is held to
+record-sglang: install install-sglang
+	$(ON_SGLANG) $(BIN)/python -m tests.backends.engines.record
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-verl .venv-sglang .slime .mypy_cache .ruff_cache .pytest_cache .hypothesis

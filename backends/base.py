@@ -7,24 +7,24 @@ whose trainer owns its loop; a backend that Stepwell's loop drives implements th
                             ▲   columns: advantages, weights, coef, … ◄──┘ (the trainer writes them)
                             └── train_step(batch, loss_fn) × n ──► save_weights ──► state_dict
 
-Owns: the interface, the batch and loss types that cross it, and the registry of names.
-Does not own: any model (`torch_backend.py`), any formula (`trainer/losses.py`).
+Owns: the interface, the batch and loss types that cross it.
+Does not own: the names (`registry.py`), any model (`torch_backend.py`), any formula
+(`trainer/losses.py`).
 """
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
+from backends.registry import BACKENDS
 from datapool.types import Step
 
 
@@ -115,6 +115,21 @@ class LossFn(Protocol):
 class TrainingBackend(ABC):
     """Adapter to one trainer. Only `convert` is abstract; see the module's docstring."""
 
+    @classmethod
+    def build(cls, *args: Any, **kwargs: Any) -> TrainingBackend:
+        """What `build_backend` returns: an instance, or what stands for many of them."""
+        return cls(*args, **kwargs)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """What this machine lacks for it (an optional package), with the remedy; None: nothing."""
+        return None
+
+    @classmethod
+    def loop_lacks(cls) -> list[str]:
+        """Methods that Stepwell's loop calls and this class has not; none: it can drive it."""
+        return [m for m in _OF_THE_LOOP if getattr(cls, m) == getattr(TrainingBackend, m)]
+
     @abstractmethod
     def convert(self, steps: list[Step]) -> Any:
         """The trainer's own batch made of `steps`; a `TokenBatch` if Stepwell's loop drives it."""
@@ -122,6 +137,11 @@ class TrainingBackend(ABC):
     def compute_log_probs(self, batch: Any) -> Tensor:
         """log π of every response token at its step's temperature: [T] fp32 on the CPU, no grad."""
         raise self._unsupported("compute_log_probs")
+
+    def compute_ref_log_probs(self, batch: Any) -> Tensor:
+        """log π_ref, likewise: of the frozen start model (with LoRA, its base), which a KL penalty
+        holds the policy to. Only asked for if `algorithm.kl.place` is not `none`."""
+        raise self._unsupported("compute_ref_log_probs")
 
     def train_step(
         self, batch: Any, loss_fn: LossFn, indices: Sequence[int] | None = None
@@ -133,6 +153,11 @@ class TrainingBackend(ABC):
         """Write a Hugging Face directory that an engine can load."""
         raise self._unsupported("save_weights")
 
+    def save_adapters(self, path: str | Path) -> None:
+        """Write a LoRA adapter alone, as a directory that peft and SGLang load. Only asked for if
+        `engine.weight_transport` is `lora`."""
+        raise self._unsupported("save_adapters")
+
     def state_dict(self) -> dict[str, Any]:
         """All that training needs to go on exactly where it was."""
         raise self._unsupported("state_dict")
@@ -140,6 +165,10 @@ class TrainingBackend(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`."""
         raise self._unsupported("load_state_dict")
+
+    def free_cache(self) -> None:
+        """Give memory that is cached between two calls back to the device, for engines on it."""
+        return
 
     def close(self) -> None:
         """Free what the backend holds. Idempotent."""
@@ -152,32 +181,36 @@ class TrainingBackend(ABC):
         )
 
 
-BACKENDS: Mapping[str, str] = MappingProxyType({"torch": "backends.torch_backend:TorchBackend"})
-"""Name -> `module:Class`, imported on use."""
+_OF_THE_LOOP = ("compute_log_probs", "train_step", "save_weights", "state_dict", "load_state_dict")
 
 
 def backend_class(name: str) -> type[TrainingBackend]:
-    """The class registered under `name`, or found at the dotted path `module:Class`.
+    """What `name` stands for in `registry.BACKENDS`, or the dotted path `module:Class`.
 
     Raises:
-        BackendConfigError: neither; the message says which part failed.
+        BackendConfigError: no such backend, or it cannot be used; the message says why.
     """
-    path = BACKENDS.get(name, name)
-    module_name, _, attribute = path.replace(":", ".").rpartition(".")
-    hint = f"choose {', '.join(BACKENDS)} or give a dotted path module:Class"
-    if not module_name:
-        raise BackendConfigError(f"backend is {name!r}; {hint}")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as e:
+    return BACKENDS.load(name)
+
+
+def loop_backend(name: str) -> type[TrainingBackend]:
+    """`backend_class(name)`, if Stepwell's loop can drive it on this machine.
+
+    Raises:
+        BackendConfigError: it cannot be used, lacks a package, or has not all methods.
+    """
+    found = backend_class(name)
+    if lacking := found.loop_lacks():
         raise BackendConfigError(
-            f"backend is {name!r}, which cannot be imported ({e}); {hint}"
-        ) from e
-    if not (isinstance(found, type) and issubclass(found, TrainingBackend)):
-        raise BackendConfigError(f"backend is {name!r}, which is no TrainingBackend; {hint}")
+            f"backend is {name!r}, which does not implement {', '.join(lacking)}; its own trainer "
+            "runs the loop, fed from the pool (docs/design/backends.md). `stepwell train` runs on "
+            "trainer.backend=torch"
+        )
+    if (missing := found.missing()) is not None:
+        raise BackendConfigError(f"backend is {name!r}: {missing}")
     return found
 
 
 def build_backend(name: str, *args: Any, **kwargs: Any) -> TrainingBackend:
-    """`backend_class(name)(*args, **kwargs)`."""
-    return backend_class(name)(*args, **kwargs)
+    """`backend_class(name).build(*args, **kwargs)`."""
+    return backend_class(name).build(*args, **kwargs)

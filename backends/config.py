@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from backends.registry import ENGINES
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
+WeightTransport = Literal["disk", "disk_delta", "tensor", "distributed", "lora"]
 
 
 class EngineConfig(BaseModel):
@@ -17,9 +20,10 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["embedded", "sglang", "attach"] = "embedded"
+    kind: str = "embedded"
     """`embedded`: Stepwell's own server over transformers, for a laptop. `sglang`: a real SGLang
-    server. `attach`: servers at `urls` that somebody else runs."""
+    server. `attach`: servers at `urls` that somebody else runs. Or what an installed package adds
+    (`stepwell backends` lists all)."""
     model_path: Path | None = None
     """Hugging Face directory that it starts from; needed unless `kind` is `attach`."""
     tokenizer_path: Path | None = None
@@ -58,6 +62,33 @@ class EngineConfig(BaseModel):
     """Appended to its command line as they are."""
     env: dict[str, str] = Field(default_factory=dict)
     """Added to its environment."""
+    weight_transport: WeightTransport = "disk"
+    """How new weights get to it. `disk`: it reads the version's directory. `disk_delta`: only the
+    tensors that changed. `tensor`: in the body of a request, by value. `distributed`: broadcast in
+    a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the adapter, which needs
+    `backend.lora`; SGLang must be launched for it (`extra_args`: `--enable-lora --max-lora-rank R
+    --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts
+    from there."""
+    router: str = "none"
+    """What the gateway generates through: `none`, each engine directly, which keeps a trajectory on
+    one; `launch`: an SGLang router that this run starts; or the url of a running one. Weights and
+    pauses go to the engines in any case."""
+    release_memory: bool = False
+    """Engines give the memory of weights and KV cache up while the trainer computes, so that both
+    fit on the same GPUs; nothing is generated meanwhile. A launched SGLang server keeps its weights
+    in the host's memory then (`--enable-memory-saver --enable-weights-cpu-backup`)."""
+
+    @field_validator("router")
+    @classmethod
+    def _router_is_known(cls, router: str) -> str:
+        if router in ("none", "launch") or router.startswith(("http://", "https://")):
+            return router.rstrip("/")
+        raise ValueError(f"router is {router!r}; use none, launch or the url http://host:port")
+
+    @field_validator("kind")
+    @classmethod
+    def _registered(cls, kind: str) -> str:
+        return ENGINES.check(kind)
 
     @model_validator(mode="after")
     def _source_fits_kind(self) -> EngineConfig:

@@ -11,9 +11,10 @@ also subclasses the matching built-in::
     │   ├── EngineRequestError(ValueError)          it refused the request (HTTP 4xx)
     │   └── EngineInternalError(RuntimeError)       it failed at the request (HTTP 5xx)
     ├── WeightUpdateError(RuntimeError)             a weight publication did not commit
-    ├── BackendConfigError(ValueError)              a training backend cannot be built as configured
+    ├── BackendConfigError(ValueError)              no such backend or engine, or not so configured
     ├── BatchError(ValueError)                      steps or indices that no batch can be made of
     ├── NonFiniteUpdateError(ArithmeticError)       too many updates in a row were not finite
+    ├── RankError(RuntimeError)                     a rank of a sharded backend died or failed alone
     └── UnsupportedByBackendError(NotImplementedError)  a method that this plug-in does not have
 """
 
@@ -33,7 +34,12 @@ class EngineStartError(EngineError, RuntimeError):
 
 
 class EngineUnavailableError(EngineError, ConnectionError):
-    """The engine's address does not answer: it is down, restarting, or the url is wrong."""
+    """The engine's address does not answer: it is down, restarting, or the url is wrong. `refused`:
+    its machine answers that nobody listens there, so the process is gone."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 class EngineTimeoutError(EngineError, TimeoutError):
@@ -73,7 +79,7 @@ class WeightUpdateError(BackendError, RuntimeError):
 
 
 class BackendConfigError(BackendError, ValueError):
-    """A training backend cannot be built as configured."""
+    """There is no such training backend or kind of engine here, or it cannot be built so."""
 
 
 class BatchError(BackendError, ValueError):
@@ -82,6 +88,10 @@ class BatchError(BackendError, ValueError):
 
 class NonFiniteUpdateError(BackendError, ArithmeticError):
     """Too many optimizer updates in a row had a loss or gradient that is not finite."""
+
+
+class RankError(BackendError, RuntimeError):
+    """A rank of a sharded training backend died or failed alone; all of them were stopped."""
 
 
 class UnsupportedByBackendError(BackendError, NotImplementedError):

@@ -8,22 +8,29 @@ of an earlier step of its trajectory, one row serves both, since attention is ca
     step rows    [P0 R0]            [P0 R0 U1 R1]          [P0 R0 U2 R2]
     merged rows                     [P0 R0 U1 R1]          [P0 R0 U2 R2]
     trained                             ^^    ^^                     ^^      (R0 once)
+    tree                                [P0 R0 U1 R1 U2 R2], attention by branch: P0 R0 once
 
 Whether a prompt extends a step is read from the token ids; `parent_index` is no proof and its
 absence no objection. A history that was rewritten in between simply starts a row of its own.
 
-Owns: rows and micro-batches, in NumPy. Does not own: the model, the flat columns.
+The tree form has the merged rows and computes what they begin with once per micro-batch, also
+across the trajectories of a group, whose prompt is the same, and across groups (`tree.py`).
+
+Owns: rows and micro-batches, in NumPy. Does not own: the model, the flat columns, the packing of
+a micro-batch (`forward.py`, `tree.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from datapool.types import Step, TokenIds
+
+RowForm: TypeAlias = Literal["step", "merged", "tree"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +61,9 @@ class Row:
         return self.segments[-1].end - 1
 
 
-def build_rows(steps: Sequence[Step], form: Literal["merged", "step"]) -> list[Row]:
+def build_rows(steps: Sequence[Step], form: RowForm) -> list[Row]:
     """The rows of `steps`; each step's response is in exactly one segment."""
-    parents: list[int | None] = _parents(steps) if form == "merged" else [None] * len(steps)
+    parents: list[int | None] = [None] * len(steps) if form == "step" else _parents(steps)
     inner = {p for p in parents if p is not None}
     done: set[int] = set()
     rows = []
@@ -118,11 +125,25 @@ def select(rows: Sequence[Row], steps: Collection[int]) -> list[Row]:
     return kept
 
 
-def micro_batches(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
-    """Rows of similar length together, at most `budget` padded tokens (one row may exceed it).
+def micro_batches(
+    rows: Sequence[Row], budget: int, form: RowForm = "merged"
+) -> Iterator[list[Row]]:
+    """Rows in micro-batches of at most `budget` computed tokens (one row may exceed it).
 
-    Longest first: what runs out of memory does so at once.
+    Padded forms: rows of similar length together, longest first, since what runs out of memory
+    does so at once. Tree: rows that share the most together.
     """
+    yield from _by_prefix(rows, budget) if form == "tree" else _by_length(rows, budget)
+
+
+def computed_tokens(rows: Sequence[Row], form: RowForm = "merged") -> int:
+    """Tokens that go through the model for a micro-batch of `rows`, padding included."""
+    if form != "tree":
+        return len(rows) * max(row.n_inputs for row in rows)
+    return sum(own for _, _, own in _tree_costs(rows))
+
+
+def _by_length(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
     batch: list[Row] = []
     for row in sorted(rows, key=lambda r: -r.n_inputs):
         if batch and batch[0].n_inputs * (len(batch) + 1) > budget:
@@ -131,3 +152,58 @@ def micro_batches(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
         batch.append(row)
     if batch:
         yield batch
+
+
+def _by_prefix(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
+    """Neighbours in tree order. A full micro-batch is cut where neighbours share the least, in
+    its second half: what is shared across the cut is computed twice."""
+    batch: list[tuple[Row, int, int]] = []
+    tokens = 0
+    for row, shared, own in _tree_costs(rows):
+        batch.append((row, shared, own))
+        tokens += own
+        while tokens > budget and len(batch) > 1:
+            cut = _cheapest_cut(batch, budget)
+            yield [row for row, _, _ in batch[:cut]]
+            # The first row that is left has no neighbour to share with any more.
+            first = batch[cut][0]
+            batch = [(first, 0, first.n_inputs), *batch[cut + 1 :]]
+            tokens = sum(own for _, _, own in batch)
+    if batch:
+        yield [row for row, _, _ in batch]
+
+
+def _cheapest_cut(batch: Sequence[tuple[Row, int, int]], budget: int) -> int:
+    """Where to cut a micro-batch whose last row is too much: rows before the cut fit."""
+    size, best = 0, len(batch) - 1
+    for i, (_, shared, own) in enumerate(batch):
+        if size > budget:
+            break
+        if i and size >= budget / 2 and shared <= batch[best][1]:
+            best = i
+        size += own
+    return best
+
+
+def _tree_costs(rows: Sequence[Row]) -> Iterator[tuple[Row, int, int]]:
+    """(row, tokens shared with the one before, tokens of its own) in tree order."""
+    fed = [row.ids[: row.n_inputs] for row in rows]
+    previous: TokenIds | None = None
+    for i in in_tree_order(fed):
+        shared = 0 if previous is None else common_prefix(previous, fed[i])
+        yield rows[i], shared, len(fed[i]) - shared
+        previous = fed[i]
+
+
+def in_tree_order(sequences: Sequence[TokenIds]) -> list[int]:
+    """Indices in the order of a depth-first walk: each shares its longest prefix with a
+    neighbour, and a sequence comes before those that extend it."""
+    # Big-endian bytes sort as the ids do.
+    return sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i4").tobytes())
+
+
+def common_prefix(a: TokenIds, b: TokenIds) -> int:
+    """How many tokens both begin with."""
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if len(different) else n

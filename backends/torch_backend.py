@@ -1,8 +1,12 @@
-"""The embedded training backend: a Hugging Face causal LM and AdamW, on CPU or one GPU.
+"""The embedded training backend: a Hugging Face causal LM, on CPU, one GPU or many.
 
-    convert(steps)       rows (`rows.py`) + flat columns
-    compute_log_probs    micro-batches, no grad
-    train_step           zero grad ► each micro-batch: forward, loss_fn, backward ► clip ► step
+    convert(steps)           rows (`rows.py`) + flat columns
+    compute_log_probs        micro-batches, no grad
+    compute_ref_log_probs    the same with the model the run started from
+    train_step               each micro-batch: forward, loss_fn, backward ► clip ► step
+
+With `ranks` > 1 this object is one of many that are called alike (`fsdp.py`); `build` gives the
+one to call (`ranks.py`).
 
 Only response positions go through the LM head, log-softmax is fp32 at each step's temperature, and
 the model runs in eval mode throughout: dropout would make π differ from itself between two calls.
@@ -19,11 +23,14 @@ from a `state_dict`. Not thread-safe: one caller at a time. Does not own: formul
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +39,23 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from backends import lora, tree
 from backends.base import LossFn, Mean, TokenBatch, TrainingBackend
+from backends.chunked_head import chunk_tokens
 from backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
-from backends.rows import Row, build_rows, micro_batches, select
+from backends.forward import forward
+from backends.fsdp import Ranks, full, full_optimizer_state, load_weights, reshard, shard_like
+from backends.optimizers import build_optimizer, learning_rate, load_optimizer
+from backends.rows import Row, build_rows, computed_tokens, select
 from backends.torch_config import TorchBackendConfig
 from datapool.types import Step
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
+_END = 1 << 16
+"""Bytes at each end of a file that its fingerprint reads."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,8 +65,37 @@ class TorchBatch(TokenBatch):
     rows: tuple[Row, ...] = ()
 
 
+class _Policy(torch.nn.Module):
+    """The model and how its rows are scored, as one module: the root that FSDP2 shards. What
+    belongs to no layer (embedding, LM head) is therefore whole until the end of the backward
+    pass, where the chunked head is computed again."""
+
+    def __init__(self, model: Any, config: TorchBackendConfig, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self._device = device
+        self._dtype = getattr(torch, config.dtype)
+        vocab = model.get_input_embeddings().num_embeddings
+        self._chunk = chunk_tokens(config.logits_mb, vocab)
+
+    def forward(
+        self, batch: TokenBatch, rows: Sequence[Row], *, entropy: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`."""
+        reduced = self._dtype != torch.float32
+        return forward(
+            self.model,
+            batch,
+            rows,
+            device=self._device,
+            entropy=entropy,
+            autocast=torch.autocast(self._device.type, dtype=self._dtype) if reduced else None,
+            chunk=self._chunk,
+        )
+
+
 class TorchBackend(TrainingBackend):
-    """Trains the model in `model_path`; see the module's docstring.
+    """Trains a transformers model, on a CPU or GPUs.
 
     Raises:
         BackendConfigError: no model in `model_path`, or no such device.
@@ -61,27 +105,43 @@ class TorchBackend(TrainingBackend):
         self._config = config
         self._model_path = Path(model_path)
         self._device = _device(config.device)
+        self._ranks = Ranks.join(config.ranks, self._device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        if config.deterministic:
+            # cuBLAS reads it when it is first used.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         torch.manual_seed(config.seed)
-        self._model = _load(self._model_path, config).to(self._device).eval()
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": group, "weight_decay": decay}
-                for group, decay in (
-                    ([p for p in self._parameters() if p.ndim >= 2], config.weight_decay),
-                    ([p for p in self._parameters() if p.ndim < 2], 0.0),
-                )
-                if group
-            ],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        self._reference_path = config.reference_path or self._model_path
+        # What the run starts with: its checkpoints must not meet other weights there.
+        self._started_from = {
+            "model": _fingerprint(_model_dir(self._model_path, "model.path")),
+            "reference": _fingerprint(_model_dir(self._reference_path, "backend.reference_path")),
+        }
+        self._model = _load(self._model_path, config, frozen=config.lora is not None)
+        if config.lora is not None:
+            lora.add_adapters(self._model, config.lora)
+        if config.gradient_checkpointing:
+            _checkpoint_layers(self._model)
+        self._policy = self._on_device(self._model)
+        self._aliases = _aliases(self._model)
+        self._optimizer = build_optimizer(config, self._parameters())
+        self._reference: _Policy | None = None
         self._updates = 0
         self._skipped_updates = 0
         self._skipped_in_a_row = 0
+
+    @classmethod
+    def build(
+        cls, config: TorchBackendConfig, model_path: str | Path, **kwargs: Any
+    ) -> TrainingBackend:
+        """A backend in this process, or `config.ranks` of them behind one (`ranks.start`)."""
+        from backends import ranks
+
+        if config.ranks == 1 and ranks.torchrun_rank() is None:
+            return cls(config, model_path)
+        return ranks.start(cls, config, Path(model_path), **kwargs)
 
     @property
     def updates(self) -> int:
@@ -118,13 +178,44 @@ class TorchBackend(TrainingBackend):
             f"{vocab} tokens; engine and trainer must load the same model"
         )
 
-    @torch.no_grad()
     def compute_log_probs(self, batch: TorchBatch) -> Tensor:
         """log π of every response token: [T] fp32 on the CPU."""
+        return self._score(self._policy, batch)
+
+    def compute_ref_log_probs(self, batch: TorchBatch) -> Tensor:
+        """log π_ref of every response token: [T] fp32 on the CPU.
+
+        π_ref is the model in `reference_path`, or the one that the run started from: loaded at the
+        first call and kept, or with LoRA the trained model with its adapters off.
+
+        Raises:
+            BackendConfigError: that directory no longer holds what the run started from.
+        """
+        if self._config.lora is not None and self._config.reference_path is None:
+            with lora.adapters_off(self._model):
+                return self._score(self._policy, batch)
+        if self._reference is None:
+            if _fingerprint(self._reference_path) != self._started_from["reference"]:
+                raise BackendConfigError(
+                    f"the reference policy in {self._reference_path} is not the one that the run "
+                    "started with; set backend.reference_path to a directory that holds it"
+                )
+            model = _load(self._reference_path, self._config, frozen=True)
+            self._reference = self._on_device(model.requires_grad_(False))
+        return self._score(self._reference, batch)
+
+    @torch.no_grad()
+    def _score(self, policy: _Policy, batch: TorchBatch) -> Tensor:
+        mine: list[tuple[Tensor, Tensor]] = []
+        for rows in self._micro_batches(batch.rows):
+            log_probs, _, tokens = policy(batch, rows or [_shortest(batch.rows)], entropy=False)
+            if rows:
+                mine.append((tokens, log_probs.cpu()))
+        reshard(policy)
         out = torch.empty(batch.n_tokens)
-        for rows in micro_batches(batch.rows, self._config.micro_batch_tokens):
-            log_probs, _, tokens = self._forward(batch, rows, entropy=False)
-            out[tokens] = log_probs.cpu()
+        for part in self._ranks.gather(mine):
+            for tokens, log_probs in part:
+                out[tokens] = log_probs
         return out
 
     def train_step(
@@ -144,37 +235,39 @@ class TorchBackend(TrainingBackend):
         start = time.perf_counter()
         rows = self._selected_rows(batch, indices)
         wants = getattr(loss_fn, "entropy", "none")
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = 0.0
         means: dict[str, Mean] = {}
-        n_tokens = n_padded = n_micro_batches = 0
+        count = Counter(tokens=0, padded_tokens=0, micro_batches=0)
         self._optimizer.zero_grad(set_to_none=True)
-        for chunk in micro_batches(rows, self._config.micro_batch_tokens):
-            log_probs, entropy, tokens = self._forward(batch, chunk, entropy=wants != "none")
+        for chunk in self._micro_batches(rows):
+            if not chunk:
+                self._idle(batch, rows)
+                continue
+            log_probs, entropy, tokens = self._policy(batch, chunk, entropy=wants != "none")
             if entropy is not None and wants != "gradient":
                 entropy = entropy.detach()
             columns = {k: v[tokens].to(self._device) for k, v in batch.columns.items()}
             output = loss_fn(log_probs, entropy, columns)
             output.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            loss += output.loss.detach().double().cpu()
+            loss += float(output.loss.detach().double())
             for name, mean in output.metrics.items():
                 means[name] = means[name] + mean if name in means else mean
-            n_tokens += len(tokens)
-            n_padded += len(chunk) * chunk[0].n_inputs
-            n_micro_batches += 1
+            count["tokens"] += len(tokens)
+            count["padded_tokens"] += computed_tokens(chunk, self._config.rows)
+            count["micro_batches"] += 1
+        loss, means, count = self._over_ranks(loss, means, count)
         grad_norm = float(
-            torch.nn.utils.clip_grad_norm_(self._parameters(), self._config.max_grad_norm)
+            full(torch.nn.utils.clip_grad_norm_(self._parameters(), self._config.max_grad_norm))
         )
-        lr = self._apply(float(loss), grad_norm)
+        lr = self._apply(loss, grad_norm)
         # A mean over no token is 0/0; it is left out rather than reported as 0.
         metrics = {k: float(m.total) / float(m.count) for k, m in means.items() if m.count > 0}
         return metrics | {
-            "loss": float(loss),
+            "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,
-            "tokens": float(n_tokens),
-            "padded_tokens": float(n_padded),
             "rows": float(len(rows)),
-            "micro_batches": float(n_micro_batches),
+            **{name: float(number) for name, number in count.items()},
             "skipped_updates": float(self._skipped_updates),
             "seconds": time.perf_counter() - start,
         }
@@ -185,9 +278,11 @@ class TorchBackend(TrainingBackend):
         The directory appears file by file; publishing it under its final name is the caller's.
         """
         target = Path(path)
-        dtype = getattr(torch, self._config.dtype)
+        weights = self._weights(getattr(torch, self._config.dtype))
+        if self._ranks.rank != 0:
+            return
         with _no_progress_bars():
-            self._model.save_pretrained(target, state_dict=self._weights(dtype))
+            self._model.save_pretrained(target, state_dict=weights)
         # save_pretrained writes the dtype of the master weights.
         config = json.loads((target / "config.json").read_text())
         config["dtype"] = self._config.dtype
@@ -197,30 +292,67 @@ class TorchBackend(TrainingBackend):
             if file.is_file() and not is_weight and file.name != "config.json":
                 shutil.copyfile(file, target / file.name)
 
+    def save_adapters(self, path: str | Path) -> None:
+        """Write the adapters alone, as a directory that peft loads.
+
+        Raises:
+            BackendConfigError: there are none.
+        """
+        if self._config.lora is None:
+            raise BackendConfigError(
+                "save_adapters needs backend.lora, which is not set; use save_weights"
+            )
+        weights = self._whole(lora.adapter_weights(self._model))
+        if self._ranks.rank == 0:
+            lora.save_adapters(self._model, Path(path), str(self._model_path), weights)
+
     def _weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The state dict in `dtype`. Tied weights stay one tensor, or they would be saved twice."""
-        cast: dict[tuple[int, torch.Size], Tensor] = {}
-        weights = {}
-        for name, tensor in self._model.state_dict().items():
-            key = (tensor.data_ptr(), tensor.shape)
-            if key not in cast:
-                cast[key] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-            weights[name] = cast[key]
+        """What engines load, in `dtype`; on the first rank. Tied weights stay one tensor, or they
+        would be saved twice."""
+        weights: dict[str, Tensor] = {}
+        if self._config.lora is None:
+            own = self._model.state_dict()
+            whole: Iterator[tuple[str, Tensor]] = ((name, full(own[name])) for name in own)
+        else:
+            whole = lora.merged_weights(self._model, full)
+        for name, tensor in whole:
+            if self._ranks.rank != 0:
+                continue
+            first = self._aliases.get(name)
+            if first is not None:
+                weights[name] = weights[first]
+            else:
+                cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                weights[name] = cast.cpu() if self._ranks.size > 1 else cast
         return weights
 
+    def _whole(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Sharded tensors gathered to the first rank's CPU, one at a time; others as they are."""
+        if self._ranks.size == 1:
+            return dict(weights)
+        gathered = ((name, full(tensor)) for name, tensor in weights.items())
+        return {name: t.cpu() for name, t in gathered if self._ranks.rank == 0}
+
     def state_dict(self) -> dict[str, Any]:
-        """Weights (fp32), optimizer, RNG and counters. Tensors are live: write, then train on."""
+        """Weights (float32; of LoRA the adapters), optimizer, RNG and counters, whole whatever the
+        ranks, and on the first of them alone. Tensors are live: write, then train on."""
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
-        return {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+        trained = self._model.state_dict()
+        if self._config.lora is not None:
+            trained = lora.adapter_weights(self._model)
+        state = {
+            "model": self._whole(trained),
+            "optimizer": full_optimizer_state(self._optimizer),
+            "optimizer_name": self._config.optimizer,
             "rng": rng,
             "updates": self._updates,
             "skipped_updates": self._skipped_updates,
             "skipped_in_a_row": self._skipped_in_a_row,
+            "started_from": self._started_from,
         }
+        return state if self._ranks.rank == 0 else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`; the learning rate and its like are the config's.
@@ -228,15 +360,30 @@ class TorchBackend(TrainingBackend):
         Raises:
             BackendConfigError: the state belongs to another model.
         """
+        started_from = state["started_from"]
+        if state["optimizer_name"] != self._config.optimizer:
+            raise BackendConfigError(
+                f"the checkpoint was trained with optimizer {state['optimizer_name']!r}, but "
+                f"backend.optimizer is {self._config.optimizer!r}; its state is of no use to it. "
+                "Resume with the same one"
+            )
         try:
-            self._model.load_state_dict(state["model"])
+            if self._config.lora is not None:
+                if started_from["model"] != self._started_from["model"]:
+                    raise RuntimeError("its adapters belong to other weights")
+                if lora.adapter_weights(self._model).keys() != state["model"].keys():
+                    raise RuntimeError(
+                        "its adapters are not on the modules that backend.lora names"
+                    )
+            load_weights(self._model, state["model"], strict=self._config.lora is None)
         except RuntimeError as e:
             raise BackendConfigError(
                 f"the checkpoint does not fit the model in {self._model_path} "
                 f"({str(e).splitlines()[0]}); resume with the model it was written with"
             ) from e
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
+        load_optimizer(self._optimizer, shard_like(self._optimizer, state["optimizer"]))
+        # A resumed run has the reference of its first process, or none.
+        self._started_from = started_from
         torch.set_rng_state(state["rng"]["cpu"].cpu())
         if self._device.type == "cuda" and "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"].cpu(), self._device)
@@ -244,9 +391,17 @@ class TorchBackend(TrainingBackend):
         self._skipped_updates = state["skipped_updates"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
-    def close(self) -> None:
-        """Free the gradients; weights and optimizer go with the object."""
+    def free_cache(self) -> None:
+        """Gradients and what torch keeps for the next step go back to the device; weights and
+        optimizer state stay."""
         self._optimizer.zero_grad(set_to_none=True)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Free the gradients and the reference; weights and optimizer go with the object."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._reference = None
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self._model.parameters() if p.requires_grad]
@@ -262,65 +417,39 @@ class TorchBackend(TrainingBackend):
             )
         return select(batch.rows, wanted)
 
-    def _forward(
-        self, batch: TorchBatch, rows: Sequence[Row], *, entropy: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`."""
-        segments = [(r, s) for r, row in enumerate(rows) for s in row.segments]
-        width = max(row.n_inputs for row in rows)
-        ids = np.zeros((len(rows), width), dtype=np.int64)
-        for r, row in enumerate(rows):
-            ids[r, : row.n_inputs] = row.ids[: row.n_inputs]
-        offsets = batch.offsets.tolist()
+    def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
+        return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._config.rows)
 
-        def flat(ranges: Iterator[tuple[int, int]]) -> Tensor:
-            return torch.from_numpy(np.concatenate([np.arange(a, a + n) for a, n in ranges]))
+    def _on_device(self, model: Any) -> _Policy:
+        """`model`, ready to score rows; sharded if there are ranks to share it."""
+        policy = _Policy(model, self._config, self._device)
+        self._ranks.shard(policy, getattr(torch, self._config.dtype))
+        return policy.to(self._device)
 
-        # Position p of a row is predicted by the hidden state at p - 1.
-        positions = flat((r * width + s.start - 1, s.length) for r, s in segments)
-        tokens = flat((offsets[s.step], s.length) for _, s in segments)
-        targets = torch.from_numpy(
-            np.concatenate([rows[r].ids[s.start : s.end] for r, s in segments]).astype(np.int64)
-        )
-        temperatures = torch.tensor([batch.steps[s.step].temperature for _, s in segments])
-        temperature = temperatures.repeat_interleave(torch.tensor([s.length for _, s in segments]))
+    def _idle(self, batch: TorchBatch, rows: Sequence[Row]) -> None:
+        """A round in which this rank has no rows: the others cannot do without it."""
+        log_probs, _, _ = self._policy(batch, [_shortest(rows)], entropy=False)
+        (log_probs.sum() * 0).backward()
 
-        on = self._device
-        with self._autocast(), self._only_positions(positions.to(on)):
-            output = self._model(input_ids=torch.from_numpy(ids).to(on), use_cache=False)
-        logits = output.logits[0].float() / temperature.to(on).unsqueeze(-1)
-        all_log_probs = torch.log_softmax(logits, dim=-1)
-        log_probs = all_log_probs.gather(-1, targets.to(on).unsqueeze(-1)).squeeze(-1)
-        h = -(all_log_probs.exp() * all_log_probs).sum(-1) if entropy else None
-        return log_probs, h, tokens
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self._config.dtype == "bfloat16":
-            return torch.autocast(self._device.type, dtype=torch.bfloat16)
-        return nullcontext()
-
-    @contextmanager
-    def _only_positions(self, positions: Tensor) -> Iterator[None]:
-        """The LM head sees the hidden states at `positions` ([n], into batch × width) alone.
-
-        A hook, and the model's own forward: what a family does to its logits afterwards (Gemma's
-        soft cap, Cohere's and Granite's scale) stays part of π.
-        """
-
-        def pick(_: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            hidden, *rest = args
-            return (hidden.flatten(0, 1)[positions].unsqueeze(0), *rest)
-
-        handle = self._model.get_output_embeddings().register_forward_pre_hook(pick)
-        try:
-            yield
-        finally:
-            handle.remove()
+    def _over_ranks(
+        self, loss: float, means: Mapping[str, Mean], count: Counter[str]
+    ) -> tuple[float, dict[str, Mean], Counter[str]]:
+        """The sums of all ranks, in the order of ranks: the same to the last bit on each."""
+        if self._ranks.size == 1:
+            return loss, dict(means), count
+        on_cpu = {name: Mean(m.total.cpu(), m.count.cpu()) for name, m in means.items()}
+        mine = (loss, on_cpu, count)
+        total: dict[str, Mean] = {}
+        parts = self._ranks.gather(mine)
+        for _, part, _ in parts:
+            for name, mean in part.items():
+                total[name] = total[name] + mean if name in total else mean
+        counts = Counter({name: sum(c[name] for _, _, c in parts) for name in count})
+        return sum(part[0] for part in parts), total, counts
 
     def _apply(self, loss: float, grad_norm: float) -> float:
         """Step the optimizer, unless the update is not finite; the learning rate used."""
-        warmup = self._config.warmup_steps
-        lr = self._config.lr * min(1.0, (self._updates + 1) / max(1, warmup))
+        lr = learning_rate(self._config, self._updates)
         if not (np.isfinite(loss) and np.isfinite(grad_norm)):
             self._optimizer.zero_grad(set_to_none=True)
             self._skipped_updates += 1
@@ -349,25 +478,76 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _load(path: Path, config: TorchBackendConfig) -> Any:
-    if not (path / "config.json").is_file():
-        raise BackendConfigError(
-            f"model.path is {str(path)!r}, which has no config.json; "
-            "point it at a Hugging Face model directory"
-        )
+def _load(path: Path, config: TorchBackendConfig, *, frozen: bool) -> Any:
+    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds."""
     try:
         with _no_progress_bars():
-            return AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 path,
-                dtype=torch.float32,
+                dtype=getattr(torch, config.dtype) if frozen else torch.float32,
                 attn_implementation=config.attention,
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
             )
     except (OSError, ValueError, ImportError) as e:
         raise BackendConfigError(
-            f"model.path {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
+            f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
         ) from e
+    if config.rows == "tree":
+        tree.enable(model)
+    model.eval()
+    return model
+
+
+def _model_dir(path: Path, key: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise BackendConfigError(
+            f"{key} is {str(path)!r}, which has no config.json; "
+            "point it at a Hugging Face model directory"
+        )
+    return path
+
+
+def _checkpoint_layers(model: Any) -> None:
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        raise BackendConfigError(
+            f"backend.gradient_checkpointing is on, but {type(model).__name__} has no layers that "
+            "support it; turn it off and lower micro_batch_tokens instead"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for layer in layers:
+        # Layers checkpoint in training mode only; what is in them (dropout) stays in eval mode.
+        layer.training = True
+
+
+def _aliases(model: Any) -> dict[str, str]:
+    """Name of a tied weight -> the first name of the same weight."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = name.replace(".base_layer.", ".")
+        if first.setdefault(id(parameter), name) != name:
+            aliases[name] = first[id(parameter)]
+    return aliases
+
+
+def _fingerprint(path: Path) -> str:
+    """Tells one directory of weights from another, by what is cheap to read: names, sizes and ends
+    of the files of weights."""
+    digest = hashlib.sha256()
+    for file in sorted(path.iterdir()):
+        if file.suffix in WEIGHT_SUFFIXES:
+            size = file.stat().st_size
+            with file.open("rb") as f:
+                head = f.read(_END)
+                f.seek(max(0, size - _END))
+                digest.update(f"{file.name} {size} ".encode() + head + f.read(_END))
+    return digest.hexdigest()
+
+
+def _shortest(rows: Sequence[Row]) -> Row:
+    return min(rows, key=lambda row: row.n_inputs)
 
 
 @contextmanager

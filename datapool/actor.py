@@ -718,7 +718,7 @@ class DataPoolActor:
         return described
 
     async def open_line(self) -> tuple[str, str]:
-        """(id of the node, path of a socket there) for clients on the same machine: see `line`."""
+        """(id of the node, name of a socket there) for clients on the same machine: see `line`."""
         return ray.get_runtime_context().get_node_id(), await self._line.open()
 
     async def shutdown(self, channel: str | None = None) -> None:

@@ -11,7 +11,8 @@ starts it again; what travels, and what an answer means, is the same on both way
 
 All that goes this way may be repeated: after a broken line it is not known whether the call was
 applied. Calls on one line begin in the order they were made. Frames are a length (8 bytes) and a
-pickle; the socket lies in a folder that only its user can open.
+pickle. The socket's name is abstract (Linux), so that nothing is left of a killed process, and each
+side hangs up on another user's process. Elsewhere than on Linux there is no line.
 
 Does not own: what may be called (`DataPoolActor.open_line`), order between calls (`outbox.py`).
 """
@@ -19,21 +20,25 @@ Does not own: what may be called (`DataPoolActor.open_line`), order between call
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 import os
-import shutil
+import socket
 import struct
-import tempfile
-import weakref
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import ray
 from ray import cloudpickle
 
+logger = logging.getLogger(__name__)
+
 Methods: TypeAlias = Mapping[str, Callable[..., Awaitable[Any]]]
 
 _LENGTH = struct.Struct("<Q")
+_CREDENTIALS = struct.Struct("3i")
+"""pid, uid, gid: unix(7)"""
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_S = 1.0
 """Between attempts to get a line."""
@@ -51,7 +56,15 @@ def _failure(number: int, e: Exception) -> bytes:
         return _frame(number, False, RuntimeError(f"{type(e).__name__}: {e}"))
 
 
-class _Frames(asyncio.Protocol):
+def _is_of_this_user(transport: Any) -> bool:
+    # A socket of its own around a copy: what uvloop gives out answers no getsockopt.
+    with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as peer:
+        data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(data)
+    return bool(uid == os.geteuid())
+
+
+class _Frames(asyncio.Protocol, ABC):
     """Bytes into frames."""
 
     def __init__(self) -> None:
@@ -60,6 +73,8 @@ class _Frames(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # uvloop's is no asyncio.Transport
+        if not _is_of_this_user(transport):
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
@@ -74,8 +89,8 @@ class _Frames(asyncio.Protocol):
             at = end
         del buffer[:at]
 
-    def received(self, frame: bytes) -> None:
-        raise NotImplementedError  # each side's own
+    @abstractmethod
+    def received(self, frame: bytes) -> None: ...
 
     def send(self, frame: bytes) -> None:
         self.transport.write(frame)
@@ -86,19 +101,19 @@ class LineServer:
 
     def __init__(self, methods: Methods) -> None:
         self._methods = methods
-        self._path: str | None = None
         self._server: asyncio.Server | None = None
+        self._name = f"\0stepwell-pool-{uuid.uuid4().hex}"
+        self._lock = asyncio.Lock()
 
     async def open(self) -> str:
-        """Path of the socket."""
-        if self._path is None:
-            folder = tempfile.mkdtemp(prefix="stepwell-pool-")  # only for its user
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            path = os.path.join(folder, "line")
-            loop = asyncio.get_running_loop()
-            self._server = await loop.create_unix_server(lambda: _Served(self._methods), path)
-            self._path = path
-        return self._path
+        """Name of the socket."""
+        async with self._lock:
+            if self._server is None:
+                loop = asyncio.get_running_loop()
+                self._server = await loop.create_unix_server(
+                    lambda: _Served(self._methods), self._name
+                )
+        return self._name
 
 
 class _Served(_Frames):
@@ -176,6 +191,20 @@ class _Connection(_Frames):
                 answer.set_exception(ConnectionResetError("the pool's line broke"))
 
 
+async def connect(name: str) -> _Connection:
+    """A line to the `LineServer` of this name; up, unless the server is another user's."""
+    loop = asyncio.get_running_loop()
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        peer.setblocking(False)
+        await loop.sock_connect(peer, name)  # uvloop's create_unix_connection takes paths only
+        _, connection = await loop.create_unix_connection(lambda: _Connection(loop), sock=peer)
+    except BaseException:  # also a cancellation: nobody else knows of the socket yet
+        peer.close()
+        raise
+    return connection
+
+
 class LineCall:
     """A call that is under way; `answer` once."""
 
@@ -219,13 +248,12 @@ class Line:
         return None
 
     async def _connect(self, loop: asyncio.AbstractEventLoop) -> None:
-        # Without a line all goes through Ray: whatever fails here is no loss.
-        with contextlib.suppress(Exception):
+        try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                node, path = await self._actor.open_line.remote()
-                if node == ray.get_runtime_context().get_node_id():
-                    _, self._connection = await loop.create_unix_connection(
-                        lambda: _Connection(loop), path
-                    )
-                else:
+                node, name = await self._actor.open_line.remote()
+                if node != ray.get_runtime_context().get_node_id():
                     self._again_at = float("inf")
+                    return
+                self._connection = await connect(name)
+        except Exception as e:  # noqa: BLE001 - without a line all goes through Ray, at no loss
+            logger.debug("no line to the pool: %s", e)

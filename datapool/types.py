@@ -37,6 +37,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 
 TRAIN = "train"
 VAL = "val"
+GREEDY = "greedy_baseline"
+"""Key of the metadata of a trajectory and its group: true for a rollout that the gateway
+samples at temperature 0; its reward is the group's baseline (ReMax) and it is never trained."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,6 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from datapool.errors import DataPoolError
 from gateway.calls import CallService
@@ -49,6 +50,7 @@ from gateway.routes import router
 from gateway.shortcut import Shortcut
 from gateway.tokenization import ChatTokenizer
 from gateway.trajectories import TrajectoryStore
+from gateway.web import invalid_body
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,23 @@ class Gateway:
         await self.engine.close()
 
 
+class _App(FastAPI):
+    """FastAPI behind ASGI layers of ours: its own ones cost a call as much as reading its body."""
+
+    def __init__(self, guarded: Callable[[ASGIApp], ASGIApp], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._guarded = guarded
+
+    def build_middleware_stack(self) -> ASGIApp:
+        return self._guarded(super().build_middleware_stack())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST":
+            gateway: Gateway = self.state.gateway
+            await gateway.calls.pace.keep()  # before any work is done for it
+        await super().__call__(scope, receive, send)
+
+
 def create_app(
     config: GatewayConfig, pool: PoolPort, tokenizer: ChatTokenizer | None = None
 ) -> FastAPI:
@@ -169,17 +188,18 @@ def create_app(
                 finally:
                     await gateway.close()
 
-    app = FastAPI(title="Stepwell gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    def guarded(routes: ASGIApp) -> ASGIApp:
+        return Protection(
+            Shortcut(routes),
+            keys=keys,
+            max_body_bytes=config.max_body_bytes,
+            body_timeout_s=config.body_timeout_s,
+        )
+
+    app = _App(guarded, title="Stepwell gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.include_router(router)
     install_openapi(app)
     app.include_router(rollout_router)
-    app.add_middleware(Shortcut)  # inside Protection: added later is outside
-    app.add_middleware(
-        Protection,
-        keys=keys,
-        max_body_bytes=config.max_body_bytes,
-        body_timeout_s=config.body_timeout_s,
-    )
     app.add_exception_handler(GatewayError, _gateway_error)
     app.add_exception_handler(DataPoolError, _pool_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -210,11 +230,7 @@ def _validation_error(request: Request, e: Exception) -> Response:
             None,
         )
     else:
-        first = e.errors()[0]
-        name = ".".join(str(p) for p in first["loc"] if p != "body") or None
-        refused = RequestError(
-            f"{name or 'the body'}: {first['msg']} (got {first.get('input')!r:.80})", name
-        )
+        refused = invalid_body(e.errors())
     return error_response(request.url.path, refused)
 
 

@@ -50,7 +50,6 @@ from gateway.errors import (
 from gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
 from gateway.limits import CallLimits
 from gateway.messages import Key, Message, Normalizer, Tool, extend_key, root_key, text_key
-from gateway.pace import Pace
 from gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, ToolCall
 from gateway.rebuild import NOTE, Recorded, TurnKeys, TurnNote, retry_digest
 from gateway.render import ChatRenderer, CutError
@@ -200,7 +199,7 @@ class Call:
         self._service = service
         self._trajectory = trajectory
         self._listeners: set[Listener] = set()
-        self._news = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []
         self._why_cancelled: GatewayError | None = None
         self._begun = False
         self._reader: ReplyReader | None = None
@@ -285,7 +284,7 @@ class Call:
             self._trajectory.catch_up if service.config.replicas > 1 else None,
         )
         self.n_prompt = len(prompt.ids)
-        sampling = await service.sampling(request, self.n_prompt)
+        sampling = await service.sampling(request, self.n_prompt, self._trajectory.greedy)
         self._reader = reader = self._open_reader(prompt.ids, prompt.n_forced)
         self._publish(reader.begin(prompt.forced))
         self.state = "generating"
@@ -381,7 +380,7 @@ class Call:
                 cached_tokens=0,
                 resumes=0,
             ),
-            await service.sampling(request, self.n_prompt),
+            await service.sampling(request, self.n_prompt, self._trajectory.greedy),
             self.n_prompt,
             reader.stop_sequence,
         )
@@ -534,9 +533,17 @@ class Call:
             self.deltas += deltas
             self._announce()
 
+    async def news(self) -> None:
+        """Return when there is a delta more, or the end."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        await waiter
+
     def _announce(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        for waiter in self._waiting:
+            if not waiter.done():  # its client left
+                waiter.set_result(None)
+        self._waiting.clear()
 
     def _left(self, listener: Listener) -> None:
         self._listeners.discard(listener)
@@ -565,12 +572,12 @@ class Listener:
                 return call.deltas[self._read - 1]
             if (ended := self._end()) is not None:
                 return ended
-            await call._news.wait()
+            await call.news()
 
     async def result(self) -> Reply:
         """The reply, deltas skipped."""
         while (ended := self._end()) is None:
-            await self.call._news.wait()
+            await self.call.news()
         return ended
 
     def close(self) -> None:
@@ -602,7 +609,8 @@ class CallService:
         self.counts: Counter[str] = Counter()
         self.branches: Counter[str] = Counter()
         self._threads = threads
-        self.pace = Pace()
+        self.pace = engine.pace
+        """One for requests, the engines' answers and the pool's: they share the turns."""
         self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
         """Whole prompts under way, by the key of their conversation."""
         self._normalize = Normalizer(config.normalize)
@@ -810,8 +818,9 @@ class CallService:
             return encode(text)
         return await asyncio.get_running_loop().run_in_executor(self._threads, encode, text)
 
-    async def sampling(self, request: ChatRequest, n_prompt: int) -> Sampling:
-        """Parameters as they will be used: overrides over the request's over the defaults.
+    async def sampling(self, request: ChatRequest, n_prompt: int, greedy: bool = False) -> Sampling:
+        """Parameters as they will be used: overrides over the request's over the defaults, and
+        temperature 0 over all if `greedy`.
 
         Raises:
             ContextLengthError: the prompt leaves no room for one token.
@@ -834,7 +843,9 @@ class CallService:
         wanted = request.max_tokens or config.default_max_tokens or room
         return Sampling(
             max_new_tokens=min(wanted, room),
-            temperature=_first(forced.temperature, request.temperature, config.default_temperature),
+            temperature=0.0
+            if greedy
+            else _first(forced.temperature, request.temperature, config.default_temperature),
             top_p=_first(forced.top_p, request.top_p, 1.0),
             top_k=_first(forced.top_k, request.top_k, -1),
             min_p=request.min_p or 0.0,

@@ -77,8 +77,15 @@ class GatewayConfig(BaseModel):
     """Folder with the tokenizer and chat template of the served model."""
     engine_urls: tuple[str, ...] = ()
     """SGLang servers (or embedded engines); a trajectory stays on one. Filled in by the trainer."""
+    engine_lora_path: str | None = None
+    """Name of the LoRA adapter that generates; null = the engines' model itself. Filled in by the
+    trainer with `engine.weight_transport: lora`."""
     engine_router_url: str | None = None
     """An SGLang router whose workers are engines, too; they are called directly."""
+    engine_via_router: bool = False
+    """Calls go through the router, which chooses the worker, and not to the workers directly: it
+    must list only workers with current weights, as the trainer's `engine.router` sees to. A stream
+    that breaks off then fails, since nobody knows which weights sampled it."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Gateways that share the work, each on a port of its own: `port`, `port` + 1, …"""
     replica: int = Field(default=0, ge=0)
@@ -241,6 +248,15 @@ class GatewayConfig(BaseModel):
         if url is not None and not url.startswith(("http://", "https://")):
             raise ValueError(f"engine_router_url is {url!r}; write http://host:port")
         return url.rstrip("/") if url is not None else None
+
+    @model_validator(mode="after")
+    def _router_is_named(self) -> GatewayConfig:
+        if self.engine_via_router and (self.engine_router_url is None or self.engine_urls):
+            raise ValueError(
+                f"engine_via_router is true with engine_router_url {self.engine_router_url!r} and "
+                f"engine_urls {list(self.engine_urls)}; name the router, and no engines beside it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _others_need_keys(self) -> GatewayConfig:

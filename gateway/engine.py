@@ -49,6 +49,8 @@ OnTokens: TypeAlias = Callable[[Sequence[int], Sequence[float], Sequence[TopLogP
 
 _JSON = {"content-type": "application/json"}
 _RETRIED = frozenset({429, 502, 503, 504})
+_DROPPED_BY_ROUTERS = frozenset({"structural_tag"})
+"""Constraints that sglang-router 0.3.2 leaves out of what it forwards, without a word."""
 _EMPTY_ABORTS = 1000
 """Aborts in a row without one token before an engine counts as broken."""
 
@@ -178,7 +180,7 @@ class EngineClient:
         self._fleet.set_urls(config.engine_urls)
         self._checks = EngineChecks(session, config, self._fleet)
         self._kept = KeptConnections(config.engine_connect_timeout_s)
-        self._pace = Pace()
+        self.pace = Pace()
         self._timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=config.engine_connect_timeout_s
         )
@@ -231,36 +233,27 @@ class EngineClient:
             RequestError: the engine refuses the request (400).
             EngineUnavailableError, EngineTimeoutError, EngineError
         """
-        try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                return await self._generate(prompt_ids, sampling, affinity, on_tokens)
-        except TimeoutError as e:
-            raise EngineTimeoutError(
-                f"the engine did not finish within {self._config.request_timeout_s:g} s "
-                "(gateway.request_timeout_s)"
-            ) from e
-
-    async def close(self) -> None:
-        """Stop watching; wait for aborts under way. Idempotent."""
-        await self._checks.close()
-        self._kept.close()
-        if self._aborts:
-            await asyncio.gather(*self._aborts, return_exceptions=True)
-
-    async def _generate(
-        self, prompt_ids: TokenIds, sampling: Sampling, affinity: str, on_tokens: OnTokens | None
-    ) -> Generation:
+        kind = sampling.constraint[0] if sampling.constraint is not None else ""
+        if self._config.engine_via_router and kind in _DROPPED_BY_ROUTERS:
+            raise RequestError(
+                f"a {kind} does not get through the SGLang router that this gateway generates "
+                "through; use a JSON schema, regex or EBNF grammar, or engine.router=none",
+                None,
+            )
         whole = _Part()
         resumes = empty = failures = 0
         tried: set[Engine] = set()
+        deadline = _now() + self._config.request_timeout_s
         while True:
             part = _Part()
             try:
+                if _now() >= deadline:
+                    raise self._too_late()
                 engine = self._fleet.pick(affinity, _now(), tried)
                 if engine is None:
                     raise _LostError(self._fleet.why_none())
                 tried.add(engine)
-                await self._send(engine, prompt_ids, whole.ids, sampling, part, on_tokens)
+                await self._send(engine, prompt_ids, whole.ids, sampling, part, on_tokens, deadline)
             except _LostError as e:
                 failures += 1
                 if part.ids:
@@ -295,6 +288,19 @@ class EngineClient:
             if empty:
                 await asyncio.sleep(min(0.01 * empty, 1.0))
 
+    async def close(self) -> None:
+        """Stop watching; wait for aborts under way. Idempotent."""
+        await self._checks.close()
+        self._kept.close()
+        if self._aborts:
+            await asyncio.gather(*self._aborts, return_exceptions=True)
+
+    def _too_late(self) -> EngineTimeoutError:
+        return EngineTimeoutError(
+            f"the engine did not finish within {self._config.request_timeout_s:g} s "
+            "(gateway.request_timeout_s)"
+        )
+
     def _keep(self, whole: _Part, part: _Part, why: _LostError) -> None:
         """Go on from what a lost engine streamed."""
         spans = part.certain_spans()
@@ -325,11 +331,13 @@ class EngineClient:
         sampling: Sampling,
         part: _Part,
         on_tokens: OnTokens | None,
+        deadline: float,
     ) -> None:
         """One request; `part` is brought up to date as it is answered.
 
         Raises:
             _LostError: it may be made again, after what `part` holds.
+            EngineTimeoutError: `deadline` has passed.
         """
         rid = f"{random.getrandbits(128):032x}"
         ids = prompt_ids
@@ -344,10 +352,15 @@ class EngineClient:
         }
         if sampling.n_top_logprobs:
             fields["top_logprobs_num"] = sampling.n_top_logprobs
+        if self._config.engine_lora_path is not None:
+            fields["lora_path"] = self._config.engine_lora_path
         body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
-        part.version = engine.version
+        # A router's workers may differ: what one of them said last is not known of the next.
+        via_router = self._config.engine_via_router
+        part.version = None if via_router else engine.version
         fleet = self._fleet
-        scope = asyncio.timeout(None)  # ended by the fleet when the engine is gone without a word
+        # The fleet ends it before, when the engine is gone without a word.
+        scope = asyncio.timeout_at(deadline)
         try:
             async with scope:
                 engine.in_flight.add(scope)
@@ -361,6 +374,9 @@ class EngineClient:
         except TimeoutError as e:
             if not scope.expired():
                 raise
+            if scope.when() == deadline:
+                self._abort(engine.url, rid)
+                raise self._too_late() from e
             raise _LostError(f"{engine.url} (it answers no checks)") from e
         except (_BusyError, EngineError) as e:
             fleet.answered_badly(engine, _now(), str(e))
@@ -372,7 +388,7 @@ class EngineClient:
             raise
         finally:
             engine.in_flight.discard(scope)
-        version = part.spans[-1].version if part.spans else None
+        version = part.spans[-1].version if part.spans and not via_router else None
         if version is not None and engine.version is not None and version < engine.version:
             self._checks.look_at(engine)  # it may have restarted between two checks
         fleet.succeeded(engine, version)
@@ -388,7 +404,7 @@ class EngineClient:
                     _refuse(url, answer.status, await answer.read())
                 if on_tokens is None:
                     whole = await answer.read()
-                    await self._pace.keep()
+                    await self.pace.keep()
                     _take(url, part, _loads(url, whole), incremental=False)
                 else:
                     await _follow(url, answer.chunks(), part, on_tokens)
@@ -404,9 +420,11 @@ class EngineClient:
                 await _follow(url, response.content.iter_any(), part, on_tokens)
 
     def _abort(self, url: str, rid: str) -> None:
-        task = asyncio.create_task(self._post_abort(url, rid))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
+        # A router forwards no aborts; its workers know whose id it is.
+        for engine in self._checks.workers if self._config.engine_via_router else (url,):
+            task = asyncio.create_task(self._post_abort(engine, rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
 
     async def _post_abort(self, url: str, rid: str) -> None:
         try:

@@ -12,7 +12,9 @@ and so fails it while it is paused. An engine that knows neither form of `/model
 `engine_router_url` names an SGLang router as the list of engines: its `/workers` (older:
 `/list_workers`) are asked for again and again, and calls go to the workers directly. Through the
 router they would lose what is exact: it drops fields of `/generate` that it does not know, has no
-`/model_info`, and moves a resumed call to another worker's cold cache.
+`/model_info`, and moves a resumed call to another worker's cold cache. With `engine_via_router`
+they go through it all the same: the router is then the only engine, well as long as one of its
+workers is, and its list of workers is the version gate (`backends/engines/router.py`).
 
 Owns these tasks. Does not own: what follows from an answer (`fleet.py`).
 """
@@ -49,6 +51,8 @@ class EngineChecks:
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._wake: dict[Engine, asyncio.Event] = {}
         self._router: asyncio.Task[None] | None = None
+        self.workers: tuple[str, ...] = ()
+        """Of the router that calls go through."""
         self._news = asyncio.Event()
         self._running = False
 
@@ -106,8 +110,7 @@ class EngineChecks:
             await asyncio.sleep(self._config.engine_health_interval_s if len(self._fleet) else 0.5)
             try:
                 await self._ask_router()
-            except Exception:
-                # A task that ended would leave the list as it is for good.
+            except Exception:  # a task that ended would leave the list as it is for good
                 log.exception("asking %s for its workers failed", self._config.engine_router_url)
 
     async def _ask_router(self) -> None:
@@ -118,6 +121,11 @@ class EngineChecks:
                 status, body = await self._get(f"{router}/list_workers")
             if status != 200:
                 raise ValueError(f"answered {status}")
+            if self._config.engine_via_router:
+                self.workers = _listed_urls(orjson.loads(body))
+                self._fleet.set_urls((str(router),))
+                self._watch_all()
+                return
             urls = _worker_urls(orjson.loads(body))
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as e:
             # Workers live on without their router.
@@ -143,8 +151,7 @@ class EngineChecks:
                 wake.clear()
                 try:
                     await self._check(engine)
-                except Exception:
-                    # A task that ended would leave the engine as it is for good.
+                except Exception:  # a task that ended would leave the engine as it is for good
                     log.exception("checking %s failed", engine.url)
                 interval = self._config.engine_health_interval_s
                 if self._fleet.state(engine) != "up":
@@ -181,6 +188,11 @@ class EngineChecks:
             log.warning("engine %s is %s (was %s) %s", engine.url, after, state, why)
 
     async def _version(self, url: str) -> int | None:
+        if self._config.engine_via_router:
+            status, _ = await self._get(f"{url}/workers")
+            if status != 200:
+                raise EngineError(f"/workers answered {status}")
+            return None  # its workers have versions; it has none
         for path in ("/model_info", "/get_model_info"):
             status, body = await self._get(url + path)
             if status == 200:
@@ -193,11 +205,12 @@ class EngineChecks:
         return None
 
     async def _health(self, url: str) -> tuple[bool, str]:
+        path = "/readiness" if self._config.engine_via_router else "/health"
         try:
-            status, _ = await self._get(url + "/health")
+            status, _ = await self._get(url + path)
         except (aiohttp.ClientError, TimeoutError) as e:
-            return False, f"/health: {_words(e)}"
-        return status == 200, "" if status == 200 else f"/health answered {status}"
+            return False, f"{path}: {_words(e)}"
+        return status == 200, "" if status == 200 else f"{path} answered {status}"
 
     async def _get(self, url: str) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=self._config.engine_health_timeout_s)
@@ -215,7 +228,8 @@ class EngineChecks:
             except (aiohttp.ClientError, TimeoutError, ValueError) as e:
                 raise EngineError(f"{url}: {_words(e)}") from e
 
-        answer, failures = await _first_result([ask(e.url) for e in self._fleet])
+        urls = self.workers if self._config.engine_via_router else [e.url for e in self._fleet]
+        answer, failures = await _first_result([ask(url) for url in urls])
         if answer is not None:
             return answer
         why = "; ".join(map(str, failures)) or self._fleet.why_none()
@@ -269,10 +283,14 @@ def _worker_urls(listed: Any) -> list[str]:
         if kind != "regular" or not url.startswith(("http://", "https://")):
             raise ValueError(
                 f"worker {url} is of type {kind!r}; only regular HTTP workers can be called "
-                "directly. Put the router's own address into gateway.engine_urls (no version gate)"
+                "directly; set gateway.engine_via_router"
             )
         urls.append(url)
     return urls
+
+
+def _listed_urls(listed: Any) -> tuple[str, ...]:
+    return tuple(str(worker["url"]).rstrip("/") for worker in listed["workers"])
 
 
 def version_number(version: Any) -> int:

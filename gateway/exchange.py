@@ -194,7 +194,6 @@ async def serve(
     """
     config = gateway.config
     body = await read_body(request, config.max_body_bytes)
-    await gateway.calls.pace.keep()
     parsed = dialect.parse(parse_object(body), request.headers)
     refuse_builtin_tools(gateway, parsed)
     retry = retry_key(request.headers, body, dialect.name)
@@ -212,14 +211,17 @@ async def serve(
         keepalive_s=config.keepalive_s,
     )
     if call.stream:
-        with aborts_on_disconnect(request.receive, exchange):
+        with aborts_on_disconnect(request.scope, request.receive, exchange):
             await exchange.begin()
         return _told(EventStream(dialect.frames(exchange), exchange), gateway, parsed)
-    with aborts_on_disconnect(request.receive, exchange):
-        replies = await exchange.results()
-    await gateway.calls.pace.keep()  # the pool answers for many at once
-    answer = OrjsonResponse(dialect.answer(exchange, replies))
-    exchange.delivered()
+    try:
+        with aborts_on_disconnect(request.scope, request.receive, exchange):
+            replies = await exchange.results()
+        await gateway.calls.pace.keep()  # the pool answers for many at once
+        answer = OrjsonResponse(dialect.answer(exchange, replies))
+        exchange.delivered()
+    finally:
+        exchange.close()
     return _told(answer, gateway, parsed)
 
 

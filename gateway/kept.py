@@ -54,7 +54,7 @@ class KeptConnections:
             answer.send(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
             await answer.begun()
             yield answer
-        except BaseException:
+        except BaseException:  # also a cancellation: the rest would be read as the next answer
             answer.close()
             raise
         answer.keep_in(self._idle[place])
@@ -98,7 +98,7 @@ class Answer(asyncio.Protocol):
         self.is_closed = False
         self._loop = loop
         self._transport: Any = None
-        self._parser = httptools.HttpResponseParser(self)
+        self._parser: Any = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._complete = False
         self._keep = False
@@ -173,6 +173,8 @@ class Answer(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._break(ConnectionResetError(str(exc or "the connection was closed")))
+        # The parser refers to this: without it, both wait for the garbage collector.
+        self._parser = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):

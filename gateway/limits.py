@@ -111,7 +111,7 @@ class CallLimits:
         timer = loop.call_later(self._config.queue_timeout_s, self._time_out, waiter)
         try:
             await waiter.granted
-        except BaseException:
+        except BaseException:  # a refusal or a cancellation: no permit may be lost
             if waiter.has_permit:  # cancelled in the turn of the loop in which it was granted
                 self.release(uid)
             else:

@@ -85,6 +85,13 @@ _OWN: Mapping[str, dict[str, Any]] = {
 """Bodies of the gateway's own bare routes."""
 
 
+_KEYS: Mapping[str, dict[str, str]] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+"""How a key is sent, if there are keys (`keys.py`)."""
+
+
 def install_openapi(app: FastAPI) -> None:
     """Let `app` describe the bodies of its bare routes."""
 
@@ -99,7 +106,10 @@ def install_openapi(app: FastAPI) -> None:
 
 
 def _describe(document: dict[str, Any]) -> None:
-    definitions = document.setdefault("components", {}).setdefault("schemas", {})
+    components = document.setdefault("components", {})
+    definitions = components.setdefault("schemas", {})
+    components["securitySchemes"] = _KEYS
+    document["security"] = [{}, *({name: []} for name in _KEYS)]
     bodies: dict[str, dict[str, Any]] = {}
     for path, operations in document["paths"].items():
         _, found, below = path.partition("/v1/")

@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections import deque
 
-FIRST, MOST = 16, 512
+FIRST, MOST = 8, 32
 
 
 class Pace:
@@ -27,7 +27,7 @@ class Pace:
         turn_s: what passes in one turn should take no longer together.
     """
 
-    def __init__(self, turn_s: float = 0.015) -> None:
+    def __init__(self, turn_s: float = 0.008) -> None:
         self._turn_s = turn_s
         self._limit = FIRST
         self._passed = 0

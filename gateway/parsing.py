@@ -53,6 +53,11 @@ class ToolCall:
     arguments: str
     """JSON text of an object."""
 
+    def entry(self) -> dict[str, Any]:
+        """Its entry in the `tool_calls` of a message."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 Delta: TypeAlias = ContentDelta | ReasoningDelta | ToolCall
 
@@ -79,14 +84,7 @@ class ReplyText:
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": c.id,
-                    "type": "function",
-                    "function": {"name": c.name, "arguments": c.arguments},
-                }
-                for c in self.tool_calls
-            ]
+            message["tool_calls"] = [c.entry() for c in self.tool_calls]
         return message
 
 

@@ -97,14 +97,7 @@ class TurnNote(NamedTuple):
         """The turn's reply as the next prompt needs it: its tool calls. Its text is in its ids."""
         message: Message = {"role": "assistant", "content": ""}
         if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": c.id,
-                    "type": "function",
-                    "function": {"name": c.name, "arguments": c.arguments},
-                }
-                for c in self.tool_calls
-            ]
+            message["tool_calls"] = [c.entry() for c in self.tool_calls]
         return message
 
 

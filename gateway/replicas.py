@@ -186,7 +186,7 @@ def _ports(config: GatewayConfig) -> Sequence[int]:
         return range(config.port, config.port + config.replicas)
     found: list[int] = []
     with ExitStack() as taken:
-        for port in random.sample(PORTS, len(PORTS)):
+        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
             try:
                 taken.enter_context(bind(config.host, port))
             except PortInUseError:

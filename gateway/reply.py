@@ -90,7 +90,8 @@ class ReplyFormat:
         if raw:
             parser = MarkupParser(tools=False, reasoning=False)
             return ReplyReader(self._tokenizer, self._special, parser, stop)
-        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist())
+        looks_back = self._by_template or self._reasoning
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist()) if looks_back else ""
         if self._by_template:
             parser = ResponseTemplateParser(
                 self._tokenizer.hf, tail, tools if parse_tools else None, [*self._tokenizer.special]

@@ -142,8 +142,14 @@ async def complete_trajectory(
     prompt_uid: str,
     body: CompleteTrajectory | None = None,
 ) -> Response:
-    body = body or CompleteTrajectory()
-    trajectory = _gateway(request).trajectories.find(trajectory_uid, prompt_uid)
+    gateway = _gateway(request)
+    return await complete(gateway, trajectory_uid, prompt_uid, body or CompleteTrajectory())
+
+
+async def complete(
+    gateway: Gateway, trajectory_uid: str, prompt_uid: str, body: CompleteTrajectory
+) -> Response:
+    trajectory = gateway.trajectories.find(trajectory_uid, prompt_uid)
     outcome = await trajectory.complete(body.reward, body.metadata)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
 
@@ -238,9 +244,12 @@ async def trajectory_response_input_items(
 
 
 def _stored(request: Request, response_id: str) -> tuple[OpenAIResponses, StoredResponse]:
-    """A remembered answer, below a trajectory's URL one of its own."""
+    """A remembered answer; below a trajectory's URL, or with its key, one of its own."""
     responses = _gateway(request).responses
-    return responses, responses.stored(response_id, request.path_params.get("trajectory_uid"))
+    uid = request.path_params.get("trajectory_uid")
+    if uid is None and (named := request.state.principal.trajectory) is not None:
+        uid = named[0]
+    return responses, responses.stored(response_id, uid)
 
 
 @router.get(f"{_UNDER}/models")
@@ -278,8 +287,11 @@ async def generate(request: Request) -> Response:
     (listener,) = await gateway.calls.start(
         trajectory, gateway.calls.normalised(chat), retry, "generate"
     )
-    with aborts_on_disconnect(request.receive, listener):
-        reply = await listener.result()
+    try:
+        with aborts_on_disconnect(request.scope, request.receive, listener):
+            reply = await listener.result()
+    finally:
+        listener.close()
     generation = reply.generation
     return OrjsonResponse(
         {

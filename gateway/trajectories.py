@@ -34,7 +34,7 @@ from datapool.errors import (
 from datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
-from datapool.types import Step
+from datapool.types import GREEDY, Step
 from gateway.errors import PoolUnavailableError, TrajectoryClosedError, TrajectoryConflictError
 from gateway.graph import TurnGraph
 from gateway.pool_port import PoolPort, ask
@@ -78,6 +78,8 @@ class LiveTrajectory:
         self.closed = closed
         """How the trajectory was closed, in words; None while open."""
         self.last_used = time.monotonic()
+        self.greedy = False
+        """Sampled at temperature 0, whatever the agent asks for."""
         self.steps = 0
         """The next commit's `step_index`: behind all Steps that this gateway knows of."""
         self._pool = pool
@@ -110,6 +112,7 @@ class LiveTrajectory:
         """
         if self._opened and channel is None and metadata is None:
             return
+        self.greedy |= bool(metadata and metadata.get(GREEDY))
         async with self._lock:
             self._check_open()
             if not self._opened:
@@ -305,6 +308,9 @@ class LiveTrajectory:
         self._on_closed(self)
         for call in tuple(self.in_flight):
             call.trajectory_closed()
+        # They refer to each other: without this, all of it waits for the garbage collector.
+        self.records.clear()
+        self.recorded.clear()
 
     def _check_open(self) -> None:
         if self.closed is not None:

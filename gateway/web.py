@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -69,6 +69,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return value
 
 
+def invalid_body(errors: Sequence[Mapping[str, Any]]) -> RequestError:
+    """What pydantic found wrong with a body, in one line."""
+    first = errors[0]
+    name = ".".join(str(p) for p in first["loc"] if p != "body") or None
+    return RequestError(
+        f"{name or 'the body'}: {first['msg']} (got {first.get('input')!r:.80})", name
+    )
+
+
 def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
     """What makes a request a repetition: OpenAI's SDKs count retries, others send a key."""
     digest = hashlib.blake2b(body, digest_size=16).hexdigest()
@@ -78,15 +87,42 @@ def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry=count.isdigit() and int(count) > 0)
 
 
+class Connection:
+    """A client's connection, as the server tells of it in the scope's extension `CONNECTION`."""
+
+    def __init__(self) -> None:
+        self.is_lost = False
+        self.listeners: set[Closing] = set()
+        """Closed when the connection is lost."""
+
+    def lost(self) -> None:
+        self.is_lost = True
+        for listener in tuple(self.listeners):
+            listener.close()
+
+
+CONNECTION = "stepwell.connection"
+
+
 @contextmanager
-def aborts_on_disconnect(receive: Receive, listener: Closing) -> Iterator[None]:
+def aborts_on_disconnect(scope: Scope, receive: Receive, listener: Closing) -> Iterator[None]:
     """Within the block, a client that goes away is no listener any more."""
-    watch = asyncio.create_task(_disconnected(receive))
-    watch.add_done_callback(lambda w: None if w.cancelled() else listener.close())
+    connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+    if connection is None:  # another server than ours
+        watch = asyncio.create_task(_disconnected(receive))
+        watch.add_done_callback(lambda w: None if w.cancelled() else listener.close())
+        try:
+            yield
+        finally:
+            watch.cancel()
+        return
+    connection.listeners.add(listener)
+    if connection.is_lost:
+        listener.close()
     try:
         yield
     finally:
-        watch.cancel()
+        connection.listeners.discard(listener)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -108,7 +144,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with aborts_on_disconnect(receive, self._listener):
+            with aborts_on_disconnect(scope, receive, self._listener):
                 await send(
                     {
                         "type": "http.response.start",
@@ -150,4 +186,16 @@ def number(
     value = field(body, name, int if integral else (int, float), wanted)
     if value is not None and not low <= value <= high:
         raise RequestError(f"{name} is {value}; send {wanted}", name)
+    return value
+
+
+def top_p(body: Mapping[str, Any]) -> float | None:
+    """The field of this name: a number in (0, 1], or None.
+
+    Raises:
+        RequestError
+    """
+    value: float | None = number(body, "top_p", 0, 1)
+    if value == 0:
+        raise RequestError("top_p is 0; send a number in (0, 1]", "top_p")
     return value

@@ -1,70 +1,141 @@
 """Checkpoints: everything a run needs to go on, published by one atomic rename.
 
-    runs/NAME/checkpoints/step_20/state.pt     backend, prompt source, versions, counters
+    runs/NAME/checkpoints/
+      step_20/state.pt      backend (weights, optimizer, scheduler, its RNG), progress (versions,
+                            staleness counters), prompt source, pending prompts, leases, RNG
+      step_20/about.json    which model and backend it is of: what `stepwell export` needs
+      scores.json           evaluation score by step: what `keep_best` goes by
+      ledger.jsonl          what became of every prompt (`ledger.py`)
 
-A folder named `step_N` is complete by construction: it is written as `.tmp` and renamed last.
+A folder named `step_N` is complete by construction: it is written as `step_N.tmp`, synced and
+renamed last. The name is the marker; there is no second one that could disagree::
+
+    step_20.tmp ──fsync, rename──► step_20 ──► pruned, unless among the last k or the best b
+                                      └──────► step_20.aside: a resume went back behind it
+
 Groups are acked only after the rename, so a crash never skips one; `pending` prompts (handed out,
-not in a checkpoint) are issued again on resume. Does not own what the state means.
+not in a checkpoint) are issued again on resume. Does not own what the state means (`loop.py`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import random
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from trainer.errors import CheckpointError
+
+Resume: TypeAlias = Literal["auto", "never"] | int | Path
 
 _NAME = re.compile(r"step_(\d+)")
 
 
 class CheckpointStore:
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder = folder
-        self._keep = keep
+    """The checkpoints of one run.
 
-    def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write `state` durably as `step_{step}`; prune the oldest beyond `keep`.
+    Args:
+        keep: newest ones that stay; None: all, and the store is only read.
+        keep_best: of all scored ones (`score`), those that stay besides; the later of equals.
+    """
+
+    def __init__(self, folder: Path, keep: int | None = None, keep_best: int = 0) -> None:
+        self.folder = folder
+        self._keep = keep
+        self._keep_best = keep_best
+        if keep is not None:
+            for old in folder.glob("step_*.old"):  # killed between two renames, see `save`
+                if not old.with_suffix("").exists():
+                    old.rename(old.with_suffix(""))
+
+    def save(
+        self, step: int, state: Mapping[str, Any], about: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Write `state` durably as `step_{step}`; prune what is not to be kept.
+
+        Args:
+            about: JSON-like, for readers that must not load the state.
 
         Raises:
             CheckpointError: the folder cannot be written; nothing that was there is touched.
         """
-        final = self._folder / f"step_{step}"
-        draft = self._folder / f"step_{step}.tmp"
+        final = self._path(step)
+        draft = final.with_suffix(".tmp")
         try:
-            shutil.rmtree(draft, ignore_errors=True)
+            for leftover in self.folder.glob("step_*.tmp"):  # of a process that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
             draft.mkdir(parents=True)
+            (draft / "about.json").write_text(json.dumps({**(about or {}), "step": step}) + "\n")
             with (draft / "state.pt").open("wb") as file:
-                torch.save(state, file)
+                torch.save(dict(state), file)
                 file.flush()
                 os.fsync(file.fileno())
+            _fsync(draft / "about.json")
+            _fsync(draft)
+            # An older one of the same step makes way only when the new one is whole, and comes
+            # back (`__init__`) if the process dies between these two renames.
+            old = final.with_suffix(".old")
             if final.exists():
-                shutil.rmtree(final)
+                shutil.rmtree(old, ignore_errors=True)
+                final.rename(old)
             draft.rename(final)
-            _fsync_folder(self._folder)
+            _fsync(self.folder)
+            shutil.rmtree(old, ignore_errors=True)
         except OSError as e:
             raise CheckpointError(
                 f"checkpoint {final} cannot be written ({e}); free space or fix run.dir"
             ) from e
-        for _, old in self._complete()[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        self._prune()
         return final
 
-    def load_latest(self) -> dict[str, Any] | None:
-        """The newest complete checkpoint's state, or None if there is none.
+    def find(self, resume: Resume) -> Path | None:
+        """The checkpoint that a run with this `run.resume` goes on from; None: it starts anew.
+
+        `auto`: the newest. A step: that one of this run. A path: a checkpoint of another run, until
+        this run has one of its own; then the newest.
 
         Raises:
-            CheckpointError: it is there but cannot be read.
+            CheckpointError: there is no such checkpoint.
         """
-        complete = self._complete()
-        if not complete:
+        steps = self.steps()
+        newest = self._path(steps[-1]) if steps else None
+        if resume == "never":
             return None
-        _, path = complete[-1]
+        if resume == "auto":
+            return newest
+        if isinstance(resume, int):
+            if resume not in steps:
+                raise CheckpointError(
+                    f"run.resume is {resume}, but {self.folder} has no step_{resume}; "
+                    f"it has {', '.join(map(str, steps)) or 'none'}"
+                )
+            return self._path(resume)
+        if resume.absolute().parent == self.folder.absolute():
+            number = _NAME.fullmatch(resume.name)
+            return self.find(int(number[1]) if number else -1)
+        if newest is not None:
+            return newest
+        if not (resume / "state.pt").is_file():
+            raise CheckpointError(
+                f"run.resume is {str(resume)!r}, which has no state.pt; give auto, never, a step, "
+                "or the folder of a checkpoint (runs/NAME/checkpoints/step_N)"
+            )
+        return resume
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """The state in the checkpoint `path`; on the CPU.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
         try:
             # Our own file: it holds RNG states and task dicts, which the weights-only reader
             # refuses.
@@ -76,17 +147,153 @@ class CheckpointStore:
             ) from e
         return dict(state)
 
-    def _complete(self) -> list[tuple[int, Path]]:
-        found = [
-            (int(match[1]), path)
-            for path in self._folder.glob("step_*")
-            if (match := _NAME.fullmatch(path.name))
-        ]
-        return sorted(found)
+    def about(self, path: Path) -> dict[str, Any]:
+        """What `save` was told about the checkpoint `path`.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        try:
+            return dict(json.loads((path / "about.json").read_text()))
+        except (OSError, ValueError) as e:
+            raise CheckpointError(
+                f"{path / 'about.json'} cannot be read ({e}); name the folder of a checkpoint"
+            ) from e
+
+    def set_aside(self, after: int) -> None:
+        """The run goes back to step `after`: later checkpoints are of a history that it leaves.
+        They stay on disk as `step_N.aside`, and are no checkpoints of this run any more."""
+        for step in self.steps():
+            if step > after:
+                aside = self._path(step).with_suffix(".aside")
+                shutil.rmtree(aside, ignore_errors=True)
+                self._path(step).rename(aside)
+        scores = self.scores()
+        if any(step > after for step in scores):
+            self._write_scores({step: x for step, x in scores.items() if step <= after})
+
+    def score(self, step: int, value: float) -> None:
+        """The policy after optimizer step `step` was evaluated; higher is better."""
+        if self.folder.is_dir():  # else nothing was saved yet
+            self._write_scores({**self.scores(), step: value})
+            self._prune()
+
+    def scores(self) -> dict[int, float]:
+        """Evaluation score by step, of checkpoints that are gone too."""
+        try:
+            raw = json.loads((self.folder / "scores.json").read_text())
+        except FileNotFoundError:
+            return {}
+        except ValueError as e:
+            raise CheckpointError(
+                f"{self.folder / 'scores.json'} is damaged ({e}); delete it, the scores are in "
+                "metrics and summary too"
+            ) from e
+        return {int(step): float(value) for step, value in raw.items()}
+
+    def best(self) -> int | None:
+        """The step of the checkpoint with the highest score; None if none is scored."""
+        ranked = self._ranked()
+        return ranked[0] if ranked else None
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints, oldest first."""
+        names = (_NAME.fullmatch(path.name) for path in self.folder.glob("step_*"))
+        return sorted(int(name[1]) for name in names if name)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step_{step}"
+
+    def _ranked(self) -> list[int]:
+        scores = self.scores()
+        return sorted(
+            (step for step in self.steps() if step in scores),
+            key=lambda step: (scores[step], step),
+            reverse=True,
+        )
+
+    def _prune(self) -> None:
+        if self._keep is None:
+            return
+        steps = self.steps()
+        kept = {*steps[-self._keep :], *self._ranked()[: self._keep_best]}
+        for step in steps:
+            if step not in kept:
+                # Renamed first: a folder half removed must not pass for a checkpoint.
+                doomed = self._path(step).with_suffix(".tmp")
+                self._path(step).rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)
+
+    def _write_scores(self, scores: Mapping[int, float]) -> None:
+        draft = self.folder / "scores.json.tmp"
+        draft.write_text(json.dumps(dict(sorted(scores.items()))) + "\n")
+        _fsync(draft)
+        draft.replace(self.folder / "scores.json")
 
 
-def _fsync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def checkpoint_due(before: int, now: int, every: int, eval_every: int, keep_best: int) -> bool:
+    """Whether optimizer steps (before, now] hold one that asks for a checkpoint: a multiple of
+    `every`, or, where the best are to be kept, one that is evaluated."""
+    due = now // every > before // every
+    return due or bool(keep_best and eval_every and now // eval_every > before // eval_every)
+
+
+def rng_state() -> dict[str, Any]:
+    """Python's and numpy's generators; torch's is in the backend's state."""
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+
+
+def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], target: Path) -> Path:
+    """Write the policy of a checkpoint as a Hugging Face directory, tokenizer included; it appears
+    under its name when complete.
+
+    Raises:
+        CheckpointError: no such checkpoint, or `target` is there already.
+    """
+    from backends.base import build_backend
+    from backends.torch_config import TorchBackendConfig
+
+    store = CheckpointStore(run_dir / "checkpoints")
+    wanted = store.best() if step == "best" else step
+    path = store.find("auto" if wanted == "latest" or wanted is None else wanted)
+    if path is None or wanted is None:
+        none = "no scored checkpoint" if step == "best" and path is not None else "no checkpoint"
+        raise CheckpointError(f"{store.folder} has {none}; steps: {store.steps() or 'none'}")
+    if target.exists():
+        raise CheckpointError(f"{target} exists; remove it, or export to another folder")
+    about = store.about(path)
+    model = Path(about["model_path"])
+    if not (model / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} is of the model in {model}, which is gone; put it back: config and tokenizer "
+            "are taken from there"
+        )
+    config = TorchBackendConfig.model_validate(
+        {**about["backend_config"], "device": "cpu", "ranks": 1}
+    )
+    backend = build_backend(about["backend"], config, model)
+    draft = target.parent / f".{target.name}.tmp"
+    try:
+        backend.load_state_dict(store.load(path)["backend"])
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        backend.save_weights(draft)
+        draft.rename(target)
+    except OSError as e:
+        raise CheckpointError(f"{target} cannot be written ({e})") from e
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        backend.close()
+    return target
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:

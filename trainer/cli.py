@@ -1,9 +1,12 @@
 """The `stepwell` command. The only module that sees every package.
 
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
+                     --dry-run [--gpus 8[,8…]]           print what would run on which GPU
     stepwell gateway --config quickstart [key=value …]   pool + engine + gateway, no training;
                      --replicas N                        N gateways, each at its own address
     stepwell config  --config quickstart [key=value …]   print the resolved configuration
+    stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
+    stepwell backends                                    list training backends and engines
     stepwell bench   NAME [--json|--markdown] [--quick]  measured claims, each with its bound
 
 Exit codes: 0 done; 1 a run or a bench failed; 2 the command line or the configuration is wrong;
@@ -18,6 +21,7 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.bench import BENCHES, run_bench
@@ -64,6 +68,17 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.total_steps=5"
         )
         command.set_defaults(run=run)
+        if name == "train":
+            command.add_argument(
+                "--dry-run", action="store_true", help="print the placement and start nothing"
+            )
+            command.add_argument(
+                "--gpus",
+                type=_gpus,
+                default=(),
+                metavar="N[,N…]",
+                help="with --dry-run: plan for nodes with so many GPUs each, whatever is here",
+            )
         if name == "gateway":
             command.add_argument(
                 "--replicas", type=int, metavar="N", help="as gateway.replicas=N (default 1)"
@@ -81,19 +96,47 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--only", nargs="+", metavar="SECTION", default=absent, help="these parts of it"
     )
+    bench.add_argument("--kills", type=int, metavar="N", default=absent, help="of bench resume")
     bench.set_defaults(run=_bench)
+    text = "list training backends and engines, built in and of installed packages"
+    commands.add_parser("backends", help=text, description=text).set_defaults(run=_backends)
+    text = "write the policy of a checkpoint as a Hugging Face directory"
+    export = commands.add_parser("export", help=text, description=text)
+    export.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder, e.g. runs/me")
+    export.add_argument("--step", default="latest", metavar="N", help="a step, latest or best")
+    export.add_argument("--to", required=True, type=Path, metavar="DIR", help="a new folder")
+    export.set_defaults(run=_export)
     return parser
+
+
+def _gpus(text: str) -> tuple[int, ...]:
+    """`8,8` as numbers."""
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 8 or 8,8")
+    return tuple(map(int, parts))
 
 
 def _train(args: argparse.Namespace) -> int:
     from trainer.config import load_config
 
-    config = load_config(args.config, args.overrides)
-    from trainer.run import (
-        train,
-    )  # after the configuration: a typo costs no second of importing torch
+    if args.gpus and not args.dry_run:
+        raise ConfigError("--gpus plans for nodes that need not exist; it goes with --dry-run")
+    config = load_config(args.config, args.overrides, paths_exist=not args.dry_run)
+    # after the configuration: a typo costs no second of importing torch
+    if args.dry_run:
+        from trainer.cluster import dry_run
 
+        print(dry_run(config, args.gpus))
+        return 0
+    from backends import ranks
+    from trainer.run import train
+
+    if ranks.torchrun_rank():  # any but the first: it computes what the first asks for
+        ranks.follow(config.backend)
+        return 0
     asyncio.run(_interruptible(train(config)))
+    ranks.release(config.backend)
     return 0
 
 
@@ -119,8 +162,26 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    options = {key: getattr(args, key) for key in ("quick", "only") if hasattr(args, key)}
+    known = ("quick", "only", "kills")
+    options = {key: getattr(args, key) for key in known if hasattr(args, key)}
     return asyncio.run(_interruptible(run_bench(args.name, form=args.form or "table", **options)))
+
+
+def _export(args: argparse.Namespace) -> int:
+    if args.step not in ("latest", "best") and not args.step.isdecimal():
+        raise ConfigError(f"--step is {args.step!r}; give a step, latest or best")
+    from trainer.checkpoint import export_checkpoint
+
+    step = int(args.step) if args.step.isdecimal() else args.step
+    print(export_checkpoint(args.run_dir, step, args.to))
+    return 0
+
+
+def _backends(args: argparse.Namespace) -> int:
+    from trainer.plugins import show_plugins
+
+    show_plugins()
+    return 0
 
 
 async def _interruptible(work: Coroutine[Any, Any, T]) -> T:

@@ -12,15 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from backends.config import EngineConfig
 from backends.engines.client import EngineClient
+from backends.engines.nodes import start_engine_group
+from backends.engines.router import start_router
 from backends.engines.server import start_engine
+from backends.weights.transports import ADAPTER_NAME
 from datapool.client import DataPoolClient
 from datapool.process import settle_heap
 from datapool.shards import client_of, start_shards
@@ -28,7 +32,10 @@ from datapool.types import TRAIN
 from gateway.config import GatewayConfig
 from gateway.replicas import start_replicas
 from trainer.config import RunConfig
+from trainer.errors import ConfigError
+from trainer.placement import Placement, assumed, cluster_nodes, describe, machine, place, plan
 from trainer.rollout import WorkerHandle, start_workers
+from trainer.sampling import train_channel
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +55,7 @@ class Cluster:
     gateway_urls: tuple[str, ...]
     """One per replica. `/init_trajectory` at any of them hands out the address of one."""
     workers: list[WorkerHandle]
+    placement: Placement
 
     @property
     def gateway_url(self) -> str:
@@ -59,12 +67,7 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
     """Start every part; on leaving, by whatever way, stop every part that was started."""
     async with AsyncExitStack() as stack:
         namespace = _start_ray(config, stack)
-        train = config.pool.channel(TRAIN).model_copy(
-            update={
-                "max_queue_size": config.async_training.max_queue_size,
-                "max_outstanding_groups": config.rollout.max_outstanding_groups,
-            }
-        )
+        train = train_channel(config)
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
         pool_config = config.pool.model_copy(
@@ -81,17 +84,66 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
             )
         # Weights of an earlier process are not ours: a resume publishes those of its checkpoint.
         shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
-        engine = start_engine(engine_config, log_dir=folder / "logs", weights_dir=folder / WEIGHTS)
-        stack.push_async_callback(_stop, engine)
-        urls: list[str] = await engine.start.remote()
+        placement = await asyncio.to_thread(place, config)
+        stack.callback(placement.release)
+        urls = await _start_engines(config, engine_config, placement, stack)
         engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
+        router = await _start_router(config, engine_config, urls, stack)
+        gateway_config = config.gateway
+        if engine_config.weight_transport == "lora":
+            gateway_config = gateway_config.model_copy(update={"engine_lora_path": ADAPTER_NAME})
         gateway_urls = await _start_gateways(
-            config.gateway.model_copy(update={"engine_urls": tuple(urls)}), stack
+            gateway_config.model_copy(
+                update={"engine_router_url": router, "engine_via_router": True, "engine_urls": ()}
+                if router is not None
+                else {"engine_urls": tuple(urls)}
+            ),
+            stack,
         )
         keys = config.gateway.admin_keys
         workers = start_workers(config.rollout, gateway_urls, keys[0] if keys else None)
         settle_heap()
-        yield Cluster(pool, engines, gateway_urls, workers)
+        yield Cluster(pool, engines, gateway_urls, workers, placement)
+
+
+async def _start_engines(
+    config: RunConfig, engine: EngineConfig, placement: Placement, stack: AsyncExitStack
+) -> list[str]:
+    """Urls of `cluster.engines` engines, or of those that somebody else runs."""
+    folder = config.run.dir.absolute()
+    count = 1 if engine.kind == "attach" else config.cluster.engines
+    if count > 1 and engine.port:
+        raise ConfigError(
+            f"engine.port is {engine.port}, but cluster.engines is {count}: they cannot share it; "
+            "set engine.port to 0"
+        )
+    logs = [folder / "logs" / (f"engine_{i}" if count > 1 else "") for i in range(count)]
+    servers: list[Any] = []
+    for i in range(count):
+        own, *others = options = placement.engine_options(i)
+        where: dict[str, Any] = {"log_dir": logs[i], "weights_dir": folder / WEIGHTS}
+        servers.append(
+            start_engine_group(engine, **where, options=options)
+            if others
+            else start_engine(engine, **where, **own)
+        )
+    for server in servers:
+        stack.push_async_callback(_stop, server)
+    urls: list[list[str]] = await asyncio.gather(*(server.start.remote() for server in servers))
+    return [url for of_server in urls for url in of_server]
+
+
+async def _start_router(
+    config: RunConfig, engine: EngineConfig, urls: list[str], stack: AsyncExitStack
+) -> str | None:
+    """The url of the router before the engines; None without one."""
+    if engine.router == "none":
+        return None
+    folder = config.run.dir.absolute()
+    router = start_router(engine, log_dir=folder / "logs", weights_dir=folder / WEIGHTS)
+    stack.push_async_callback(_stop, router)
+    url: str = await router.start.remote(urls)
+    return url
 
 
 async def _start_gateways(config: GatewayConfig, stack: AsyncExitStack) -> tuple[str, ...]:
@@ -122,3 +174,26 @@ async def _stop(actor: Any) -> None:
     except (ray.exceptions.RayError, TimeoutError) as e:
         log.warning("an actor did not stop in time and is killed: %s", e)
     ray.kill(actor)
+
+
+def dry_run(config: RunConfig, assumed_gpus: Sequence[int] = ()) -> str:
+    """What `start_cluster` would place where; starts nothing. A cluster that is to be joined is
+    asked for its nodes.
+
+    Args:
+        assumed_gpus: GPUs of each node of a cluster to plan for instead, whatever is here.
+
+    Raises:
+        ConfigError: it has too few GPUs.
+    """
+    if assumed_gpus:
+        nodes = assumed(assumed_gpus)
+    elif config.cluster.address is None:
+        nodes = machine()
+    else:
+        ray.init(config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            nodes = cluster_nodes()
+        finally:
+            ray.shutdown()
+    return describe(plan(config, nodes), nodes)

@@ -14,16 +14,35 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from yaml import YAMLError
 
 from backends.config import EngineConfig
+from backends.critic_config import CriticConfig
+from backends.registry import BACKENDS
 from backends.torch_config import TorchBackendConfig
 from datapool.config import PoolConfig
 from gateway.config import GatewayConfig
+from trainer.advantage_config import AdvantageConfig
 from trainer.data_config import DataConfig
 from trainer.errors import ConfigError
-from trainer.loss_config import LossConfig, OffPolicyConfig
+from trainer.loss_config import KlConfig, LossConfig, OffPolicyConfig
+from trainer.rewards.config import RewardConfig
+from trainer.sampling_config import (
+    AsyncTrainingConfig,
+    SamplingConfig,
+    ValidationConfig,
+    check_sampling,
+)
 
 _HERE = Path(__file__).resolve().parent
 PRESET_DIRS = (Path("configs"), _HERE.parent / "configs", _HERE / "presets")
@@ -40,30 +59,16 @@ class RunSection(Section):
     dir: Path
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs."""
     seed: int = Field(default=0, ge=0)
-    resume: Literal["auto", "never"] = "auto"
-    """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over."""
-
-
-class AsyncTrainingConfig(Section):
-    staleness_threshold: float = Field(default=0.1, ge=0)
-    """Lag, in weight publications, beyond which a step is off-policy: kept, but down-weighted."""
-    trigger_parameter_sync_step: int = Field(default=4, ge=1)
-    """Optimizer steps between weight publications."""
-    require_batches: int = Field(default=1, ge=1)
-    """Batches (of `trainer.groups_per_step` groups) taken from the pool at once."""
-    partial_rollout: bool = False
-    """Interrupt generation at a weight update and resume it under the new weights."""
-    use_rollout_log_probs: bool = True
-    """Use the engine's log-probs as the behaviour policy; false recomputes them in the trainer."""
-    max_queue_size: int | None = Field(default=None, ge=1)
-    """Ready groups kept before the oldest is dropped; null = unlimited."""
+    resume: Literal["auto", "never"] | NonNegativeInt | Path = "auto"
+    """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over;
+    a step goes back to that one; a path starts from the checkpoint of another run."""
 
 
 class RolloutConfig(Section):
     agent: str
     """Dotted path of `async def agent(task, base_url, api_key) -> float | None`."""
     n: int = Field(default=8, ge=1)
-    """Rollouts per prompt (the group size of GRPO)."""
+    """Rollouts per prompt (the group size of GRPO); `n_samples_per_prompt` is read too."""
     min_n: int = Field(default=2, ge=1)
     """A group is trained with fewer rollouts, down to this many; below it is dropped."""
     max_outstanding_groups: int = Field(default=16, ge=1)
@@ -77,8 +82,20 @@ class RolloutConfig(Section):
     """A group is closed after this long with the rollouts it has."""
     max_attempts: int = Field(default=2, ge=1)
     """Tries per rollout; the last failure aborts the rollout for good."""
-    reward: str | None = None
-    """Dotted path of a reward function for rollouts whose agent returned None."""
+    reward: RewardConfig | None = None
+    """Scores rollouts whose agent returned None: a reward function's name, or a section."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name_for_n(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "n_samples_per_prompt" not in raw:
+            return raw
+        if "n" in raw:
+            raise ValueError(
+                f"n is {raw['n']} and n_samples_per_prompt is {raw['n_samples_per_prompt']}: both "
+                "name the rollouts per prompt; set n alone"
+            )
+        return {("n" if key == "n_samples_per_prompt" else key): raw[key] for key in raw}
 
     @model_validator(mode="after")
     def _bounds(self) -> RolloutConfig:
@@ -92,37 +109,50 @@ class RolloutConfig(Section):
         return self
 
 
-class TrainerSection(Section):
+class TrainerSection(ValidationConfig):
     total_steps: int = Field(ge=1)
     """Optimizer steps."""
     backend: str = "torch"
-    """Training backend: a registered name or a dotted path `module:Class`."""
+    """Training backend: a name that `stepwell backends` lists, or a dotted path `module:Class`."""
     groups_per_step: int = Field(default=8, ge=1)
     """Prompt groups per optimizer step."""
-    eval_every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations; 0 = only before and after."""
-    eval_rollouts: int = Field(default=1, ge=1)
-    """Rollouts per evaluation prompt; the score is their mean."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Optimizer steps between checkpoints. Groups are acked with the checkpoint that holds them."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints kept on disk."""
+    keep_best: int = Field(default=0, ge=0)
+    """Checkpoints with the highest evaluation score kept besides; each evaluated step has one."""
     keep_weights: int = Field(default=2, ge=1)
     """Published weight versions kept on disk for the engines."""
+    save_debug_rollout_data: str | None = None
+    """Record every batch: a folder, or a file name with {rollout_id} in it."""
+    load_debug_rollout_data: str | None = None
+    """Train on a recording, without engine, gateway or pool; losses as in the recorded run."""
     starvation_timeout_s: float = Field(default=600.0, gt=0)
     """Without a ready group for this long the run stops and says what it waited for."""
+
+    @field_validator("backend")
+    @classmethod
+    def _registered(cls, backend: str) -> str:
+        return BACKENDS.check(backend)
 
 
 class LoggingConfig(Section):
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """`auto`: online if WANDB_API_KEY is set, otherwise offline."""
+    tensorboard: bool = False
+    """Write event files to `run.dir`/tensorboard."""
     project: str = "stepwell"
     console: Literal["auto", "rich", "plain", "quiet"] = "auto"
     """`auto`: live display on a terminal, otherwise a line per step."""
 
 
 class AlgorithmConfig(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
+    """Used with `advantage: gae` alone."""
     loss: LossConfig = LossConfig()
+    kl: KlConfig = KlConfig()
     off_policy: OffPolicyConfig = OffPolicyConfig()
 
 
@@ -131,6 +161,14 @@ class ClusterConfig(Section):
     """A Ray cluster to join ("auto", "host:port"); null starts one on this machine."""
     object_store_mb: int = Field(default=256, ge=80)
     """Ray's shared memory on a cluster of our own."""
+    placement: Literal["auto", "disaggregated", "colocated"] = "auto"
+    """Trainer ranks and engines on GPUs of their own, or sharing them; `auto`: of their own where
+    there are enough. Without GPUs every part is a plain actor. `stepwell train --dry-run` tells."""
+    engines: int = Field(default=1, ge=1)
+    """Engines that are launched; the gateway spreads requests over them."""
+    gpus_per_engine: int = Field(default=1, ge=1)
+    """Of an SGLang engine, on as few nodes as hold them (its `--tp-size` goes into
+    engine.extra_args)."""
 
 
 class ModelConfig(Section):
@@ -146,6 +184,7 @@ class RunConfig(Section):
     data: DataConfig
     rollout: RolloutConfig
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerSection
     backend: TorchBackendConfig = TorchBackendConfig()
@@ -156,7 +195,65 @@ class RunConfig(Section):
     logging: LoggingConfig = LoggingConfig()
 
     @model_validator(mode="after")
-    def _paths_exist(self) -> RunConfig:
+    def _batches_can_be_had(self) -> RunConfig:
+        check_sampling(
+            self.async_training,
+            self.sampling,
+            self.trainer,
+            groups_per_step=self.trainer.groups_per_step,
+            keep_best=self.trainer.keep_best,
+            max_outstanding_groups=self.rollout.max_outstanding_groups,
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _transport_fits(self) -> RunConfig:
+        transport, lora = self.engine.weight_transport, getattr(self.backend, "lora", None)
+        if transport == "lora" and lora is None:
+            raise ValueError(
+                "engine.weight_transport is 'lora', but backend.lora is not set: there is no "
+                "adapter to publish; set backend.lora, or the transport to 'disk'"
+            )
+        refuses = self.engine.kind == "sglang" and "--enable-lora" not in self.engine.extra_args
+        if transport == "lora" and refuses:
+            raise ValueError(
+                "engine.weight_transport is 'lora', but engine.extra_args has no '--enable-lora': "
+                "SGLang would refuse adapters; add '--enable-lora', '--max-lora-rank' and "
+                "'--lora-target-modules'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _released_memory_cuts_calls(self) -> RunConfig:
+        if not self.engine.release_memory:
+            return self
+        if not self.async_training.partial_rollout:
+            raise ValueError(
+                "engine.release_memory is true, which interrupts generation while the trainer "
+                "computes, but async_training.partial_rollout is false; set it to true"
+            )
+        if self.cluster.placement == "disaggregated":
+            raise ValueError(
+                "engine.release_memory is true with cluster.placement 'disaggregated': there is "
+                "no memory to share; set placement to 'colocated', or release_memory to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bypass_has_log_probs(self) -> RunConfig:
+        off_policy = self.algorithm.off_policy
+        if off_policy.proximal == "rollout" and not self.async_training.use_rollout_log_probs:
+            raise ValueError(
+                f"algorithm.off_policy.method is {off_policy.method!r} with proximal 'rollout', "
+                "but async_training.use_rollout_log_probs is false: there would be no log-probs "
+                "to use; set it to true, or proximal to 'recompute'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _paths_exist(self, info: ValidationInfo) -> RunConfig:
+        if info.context is not None and not info.context["paths_exist"]:
+            return self
         if not (self.model.path / "config.json").is_file():
             raise ValueError(
                 f"model.path is {str(self.model.path)!r}, which has no config.json; "
@@ -179,8 +276,11 @@ def find_config(name: str) -> Path:
     )
 
 
-def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(name: str, overrides: Sequence[str] = (), *, paths_exist: bool = True) -> RunConfig:
     """Read a preset or file, apply `key=value` overrides, validate.
+
+    Args:
+        paths_exist: the model is here; False to look at a configuration for another machine.
 
     Raises:
         ConfigError: one line per problem, each naming the key, the value and the remedy.
@@ -196,12 +296,14 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> RunConfig:
                 raise ConfigError(
                     f"override {override!r} is not KEY=VALUE, e.g. trainer.total_steps=5"
                 )
-        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+        # `engine=sglang` chooses the kind and keeps the section's other keys.
+        keyed = [f"engine.kind{o[6:]}" if o.startswith("engine=") else o for o in overrides]
+        merged = OmegaConf.merge(base, OmegaConf.from_dotlist(keyed))
         raw = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError) as e:
         raise ConfigError(f"{path}: {str(e).splitlines()[0]}") from e
     try:
-        return RunConfig.model_validate(raw)
+        return RunConfig.model_validate(raw, context={"paths_exist": paths_exist})
     except ValidationError as e:
         raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(e))) from None
 

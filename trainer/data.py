@@ -6,37 +6,35 @@ A task's way::
                                        ▲  │
               put_back() ── buffer ────┘  └──► given up (aborted, evicted): put_back
 
-What was put back comes first, in the order it came; then the rest of the epoch. The order of epoch
-e depends on `shuffle_seed` and e alone, so a source resumed from its `state_dict` goes on exactly
-where it stood: with 5 tasks, 3 handed out and 1 put back, the next two are that one and the fourth.
+What was put back comes first, in the order `buffer_filter` says; then the rest of the epoch. The
+order of epoch e depends on `shuffle_seed` and e alone, so a source resumed from its `state_dict`
+goes on exactly where it stood: with 5 tasks, 3 handed out and 1 put back, the next two are that one
+and the fourth.
 
-Does not own: how many rollouts a task gets (`rollout.n`), what is in flight (`Producer`), scoring
-(`rewards/`). Loads no torch.
+Does not own: what the data is (`datasets.py`), how many rollouts a task gets (`rollout.n`), what is
+in flight (`Producer`), scoring (`rewards/`). Loads no torch.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import random
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import fields
-from typing import Any, Protocol, TypeAlias
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
 
-from trainer.data_config import JsonlSource, ReasoningGymSource, SourceConfig
-from trainer.errors import TrainerError
+from trainer.buffer_filters import Returned, load_buffer_filter
+from trainer.data_config import SourceConfig
+from trainer.datasets import Task, open_tasks, slug
+from trainer.errors import DataError, DataExhaustedError
+from trainer.tables import describe
 
-Task: TypeAlias = dict[str, Any]
-"""JSON-like: `instance_id`, `data_source`, `question` (a string) or `messages` (a list), `answer`
-(None without a label), `metadata`. What the agent gets, and the reward as its `extra_info`."""
+__all__ = ["DataError", "DataExhaustedError", "PromptSource", "Returned", "Task", "slug"]
 
-
-class DataError(TrainerError, ValueError):
-    """A data set cannot be read, or a saved state does not belong to it."""
-
-
-class DataExhaustedError(TrainerError, LookupError):
-    """All `epochs` of the source have been handed out."""
+log = logging.getLogger(__name__)
 
 
 class PromptSource:
@@ -46,23 +44,36 @@ class PromptSource:
         config: where the tasks come from.
         exclude: prompts (see `prompts`) never to hand out, e.g. those of the evaluation set:
         disjoint seeds can still draw the same problem.
+        tokenizer_path: the model's folder; needed where `max_prompt_tokens` is set.
 
     Raises:
-        DataError: the data cannot be read, or nothing is left after `exclude`.
+        DataError: the data cannot be read, or nothing is left after `exclude` and
+        `skip_instance_ids`.
     """
 
-    def __init__(self, config: SourceConfig, exclude: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        config: SourceConfig,
+        exclude: Collection[str] = (),
+        tokenizer_path: Path | None = None,
+    ) -> None:
         self._config = config
-        self._tasks = _open(config)
+        self._filter = load_buffer_filter(config.buffer_filter)
+        self._skipped = _skipped(config)
+        self._tasks = open_tasks(config, tokenizer_path)
         self._excluded = frozenset(exclude)
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
-        self._buffer: deque[Task] = deque()
+        self._handed_out = 0
+        self._buffer: list[Returned] = []
+        self._returns: Counter[str] = Counter()
+        self.given_up: Counter[str] = Counter()
+        """Returned tasks that will not be handed out again in their epoch, by cause."""
         if not any(self._wanted(task) for task in self._tasks):
             raise DataError(
-                f"{_describe(config)} has no tasks left: all {len(self._tasks)} are excluded; "
-                "use other data for evaluation"
+                f"{describe(config)} has no tasks left: all {len(self._tasks)} are excluded; "
+                "use other data for evaluation, or skip fewer"
             )
 
     def __len__(self) -> int:
@@ -73,6 +84,11 @@ class PromptSource:
     def epoch(self) -> int:
         """Passes completed so far."""
         return self._epoch
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that came back and were not handed out again yet."""
+        return len(self._buffer)
 
     def all(self) -> list[Task]:
         """Every task once, in the source's own order; moves nothing."""
@@ -87,44 +103,65 @@ class PromptSource:
 
         Raises:
             DataExhaustedError: all `epochs` are done.
+            DataError: the buffer filter failed.
         """
-        if self._buffer:
-            return self._buffer.popleft()
+        if (returned := self._from_buffer()) is not None:
+            self._handed_out += 1
+            return returned
         while True:
             if self._position == len(self._order):
                 self._epoch += 1
                 self._position = 0
                 self._order = self._order_of(self._epoch)
+                self._returns.clear()
             if self._config.epochs is not None and self._epoch >= self._config.epochs:
                 raise DataExhaustedError(
-                    f"{_describe(self._config)}: all {self._config.epochs} epochs of "
+                    f"{describe(self._config)}: all {self._config.epochs} epochs of "
                     f"{len(self)} tasks are done; raise epochs, or set it to null"
                 )
             task = self._tasks[self._order[self._position]]
             self._position += 1
             if self._wanted(task):
+                self._handed_out += 1
                 return task
 
-    def put_back(self, tasks: Iterable[Task]) -> None:
-        """These were handed out but not trained: hand them out again, before anything new."""
-        self._buffer.extend(tasks)
+    def put_back(self, tasks: Iterable[Task], reason: str = "") -> None:
+        """These were handed out but not trained: hand them out again, before anything new.
+
+        Args:
+            reason: why they came back, for the buffer filter.
+        """
+        for task in tasks:
+            instance_id = task["instance_id"]
+            self._returns[instance_id] += 1
+            returns, limit = self._returns[instance_id], self._config.max_returns
+            if limit is not None and returns > limit:
+                log.warning("%s is given up: it came back %d times", instance_id, returns)
+                self.given_up["max_returns"] += 1
+                continue
+            self._buffer.append(Returned(task, reason, returns))
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-like; goes into the checkpoint."""
         return {
-            "source": _identity(self._config),
+            "source": self._identity(),
             "epoch": self._epoch,
             "position": self._position,
-            "buffer": list(self._buffer),
+            "handed_out": self._handed_out,
+            "buffer": [
+                {"task": r.task, "reason": r.reason, "returns": r.returns} for r in self._buffer
+            ],
+            "returns": dict(self._returns),
+            "given_up": dict(self.given_up),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
 
         Raises:
-            DataError: it was taken from another source.
+            DataError: it was taken from another source, or the data has changed since.
         """
-        mine, theirs = _identity(self._config), state["source"]
+        mine, theirs = self._identity(), state["source"]
         if changed := sorted(k for k in mine.keys() | theirs if mine.get(k) != theirs.get(k)):
             was = ", ".join(f"{k} {theirs.get(k)!r} (now {mine.get(k)!r})" for k in changed)
             raise DataError(
@@ -133,147 +170,70 @@ class PromptSource:
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
-        self._buffer = deque(state["buffer"])
+        self._handed_out = state["handed_out"]
+        self._buffer = [Returned(**entry) for entry in state["buffer"]]
+        self._returns = Counter(state["returns"])
+        self.given_up = Counter(state["given_up"])
+
+    def _from_buffer(self) -> Task | None:
+        if not self._buffer:
+            return None
+        before = len(self._buffer)
+        try:
+            taken = self._filter(self._config, self._handed_out, self._buffer, 1)
+        except Exception as e:  # the user's own code, far from here: say whose it was
+            raise DataError(
+                f"buffer_filter {self._config.buffer_filter!r} failed: {type(e).__name__}: {e}"
+            ) from e
+        if (
+            not isinstance(taken, list)
+            or len(taken) > 1
+            or not all(isinstance(r, Returned) for r in [*taken, *self._buffer])
+        ):
+            raise DataError(
+                f"buffer_filter {self._config.buffer_filter!r} returned {taken!r:.200}; return a "
+                "list of at most num_samples of the buffer's entries, taken out of the buffer"
+            )
+        if any(r is left for r in taken for left in self._buffer):
+            raise DataError(
+                f"buffer_filter {self._config.buffer_filter!r} left what it returned in the "
+                "buffer; take it out (slime's pop_first does `del buffer[:n]`)"
+            )
+        if (lost := before - len(self._buffer) - len(taken)) > 0:
+            self.given_up["buffer_filter"] += lost
+        return taken[0].task if taken else None
 
     def _wanted(self, task: Task) -> bool:
+        if task["instance_id"] in self._skipped:
+            return False
         return not self._excluded or _prompt(task) not in self._excluded
 
-    def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self._tasks)))
+    def _order_of(self, epoch: int) -> array[int]:
+        order = array("Q", range(len(self._tasks)))
         if self._config.shuffle:
             random.Random(f"{self._config.shuffle_seed}/{epoch}").shuffle(order)
         return order
+
+    def _identity(self) -> dict[str, Any]:
+        """What must not change between saving and loading; more epochs may be asked for, other
+        tasks skipped, and what comes back treated otherwise."""
+        free = {"epochs", "skip_instance_ids", "buffer_filter", "max_returns", "cache_dir"}
+        return self._config.model_dump(mode="json", exclude=free) | {"tasks": len(self._tasks)}
 
 
 def _prompt(task: Task) -> str:
     return task["question"] if "question" in task else json.dumps(task["messages"], sort_keys=True)
 
 
-def _describe(config: SourceConfig) -> str:
-    return str(config.path) if isinstance(config, JsonlSource) else f"data set {config.dataset!r}"
-
-
-def _identity(config: SourceConfig) -> dict[str, Any]:
-    """What must not change between saving and loading; more epochs may be asked for."""
-    return config.model_dump(mode="json", exclude={"epochs"})
-
-
-# ── kinds ────────────────────────────────────────────────────────────────────────────────────────
-
-
-class _Tasks(Protocol):
-    """A data set by index; `__iter__` gives every task in order."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Task: ...
-    def __iter__(self) -> Iterator[Task]: ...
-
-
-def _open(config: SourceConfig) -> _Tasks:
-    if isinstance(config, ReasoningGymSource):
-        return _ReasoningGym(config)
-    return _read_jsonl(config)
-
-
-class _ReasoningGym:
-    """Problems are generated when asked for: a million of them cost nothing up front."""
-
-    def __init__(self, config: ReasoningGymSource) -> None:
-        import reasoning_gym  # 1.3 s to import: only for those who use it
-        from reasoning_gym.factory import DATASETS
-
-        if config.dataset not in DATASETS:
-            raise DataError(
-                f"dataset is {config.dataset!r}, which reasoning_gym {reasoning_gym.__version__} "
-                f"does not have; one of its {len(DATASETS)} is {sorted(DATASETS)[0]!r}"
-            )
-        known = {f.name for f in fields(DATASETS[config.dataset][1])} - {"seed", "size"}
-        if unknown := sorted(config.params.keys() - known):
-            raise DataError(
-                f"params holds {', '.join(unknown)}, which {config.dataset} does not know; "
-                f"known: {', '.join(sorted(known))}"
-            )
-        try:
-            self._problems = reasoning_gym.create_dataset(
-                config.dataset, seed=config.seed, size=config.size, **config.params
-            )
-        except (AssertionError, TypeError, ValueError) as e:  # how reasoning_gym refuses a value
-            raise DataError(
-                f"params is {config.params}, which {config.dataset} refuses: {e}"
-            ) from e
-        self._config = config
-
-    def __len__(self) -> int:
-        return self._config.size
-
-    def __getitem__(self, index: int) -> Task:
-        problem = self._problems[index]
-        return {
-            "instance_id": f"{self._config.dataset}-{self._config.seed + index}",
-            "data_source": self._config.dataset,
-            "question": problem["question"],
-            "answer": problem["answer"],
-            # Some metadata holds tuples, dates or fractions; a task is JSON.
-            "metadata": json.loads(json.dumps(problem["metadata"], default=str)),
-        }
-
-    def __iter__(self) -> Iterator[Task]:
-        return (self[i] for i in range(len(self)))
-
-
-def _read_jsonl(config: JsonlSource) -> list[Task]:
-    tasks: list[Task] = []
+def _skipped(config: SourceConfig) -> frozenset[str]:
+    ids = config.skip_instance_ids
+    if not isinstance(ids, Path):
+        return frozenset(ids)
     try:
-        with config.path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    tasks.append(_jsonl_task(config, line, number))
+        lines = ids.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise DataError(
-            f"path is {str(config.path)!r}, which cannot be read ({e}); name a UTF-8 JSONL file"
+            f"skip_instance_ids is {str(ids)!r}, which cannot be read ({e}); name a text file with "
+            "one id a line, or list the ids"
         ) from e
-    if not tasks:
-        raise DataError(f"{config.path} has no tasks; write one JSON object per line")
-    counts: dict[str, int] = {}
-    for task in tasks:
-        counts[task["instance_id"]] = counts.get(task["instance_id"], 0) + 1
-    if doubled := [i for i, n in counts.items() if n > 1]:
-        raise DataError(
-            f"{config.path}: instance_id {doubled[0]!r} occurs {counts[doubled[0]]} times; "
-            "make it unique, or leave it out to have one assigned"
-        )
-    return tasks
-
-
-def _jsonl_task(config: JsonlSource, line: str, number: int) -> Task:
-    where = f"{config.path}:{number}"
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as e:
-        raise DataError(f"{where} is no JSON ({e}); write one object per line") from e
-    if not isinstance(row, dict):
-        raise DataError(f"{where} holds a {type(row).__name__}; write one object per line")
-    prompt = row.get(config.prompt_key)
-    if not isinstance(prompt, str | list) or not prompt:
-        raise DataError(
-            f"{where}: {config.prompt_key} is {prompt!r:.80}; it is the question (a string) or a "
-            f"list of messages (prompt_key names it; the line has {', '.join(row)})"
-        )
-    if config.label_key is not None and config.label_key not in row:
-        raise DataError(
-            f"{where} has no {config.label_key}; name the answer's key in label_key, or set it to "
-            f"null if there is none (the line has {', '.join(row)})"
-        )
-    metadata = row.get(config.metadata_key, {}) if config.metadata_key is not None else {}
-    if not isinstance(metadata, dict):
-        raise DataError(f"{where}: {config.metadata_key} is {metadata!r:.80}; it is an object")
-    instance_id = row.get("instance_id", metadata.get("instance_id"))
-    return {
-        "instance_id": str(instance_id)
-        if instance_id is not None
-        else f"{config.path.stem}-{number}",
-        "data_source": config.data_source or row.get("data_source") or config.path.stem,
-        ("question" if isinstance(prompt, str) else "messages"): prompt,
-        "answer": row[config.label_key] if config.label_key is not None else None,
-        "metadata": metadata,
-    }
+    return frozenset(line.strip() for line in lines if line.strip())

@@ -1,11 +1,17 @@
-"""The `data` section: where prompts come from. Loads no torch and no data."""
+"""The `data` section: where prompts come from. Loads no torch and no data.
+
+A source is a procedural data set (`reasoning_gym`) or rows of a table (`jsonl`, `parquet`,
+`huggingface`), whose columns the `*_key` fields name. `rollout.n` says how often a prompt is tried.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Truncation: TypeAlias = Literal["left", "right", "middle", "error"]
 
 
 class _Source(BaseModel):
@@ -16,6 +22,18 @@ class _Source(BaseModel):
     shuffle_seed: int = 0
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the data before it is exhausted; null = as many as training asks for."""
+    skip_instance_ids: tuple[str, ...] | Path = ()
+    """Tasks never to hand out: a list of ids, or a text file with one id a line."""
+    buffer_filter: str = Field(default="pop_first", min_length=1)
+    """Which returned task goes out next: `pop_first`, `pop_least_returned`, or a dotted path of
+    `buffer_filter(config, rollout_id, buffer, num_samples)` (`trainer/buffer_filters.py`)."""
+    max_returns: int | None = Field(default=None, ge=0)
+    """A task that came back more often within an epoch is given up; null = never."""
+
+    @field_validator("skip_instance_ids", mode="before")
+    @classmethod
+    def _ids_are_text(cls, value: Any) -> Any:
+        return [str(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 class ReasoningGymSource(_Source):
@@ -37,22 +55,83 @@ class ReasoningGymSource(_Source):
         return range(self.seed, self.seed + self.size)
 
 
-class JsonlSource(_Source):
-    """A file with one JSON object per line."""
+class RowSource(_Source):
+    """Rows of a table; a key with dots reaches into objects (`reward_model.ground_truth`)."""
 
-    kind: Literal["jsonl"]
-    path: Path
     prompt_key: str = Field(default="question", min_length=1)
     """Holds the question (a string) or the conversation so far (a list of messages)."""
     label_key: str | None = "answer"
     """Holds the right answer, for the reward; null if there is none."""
     metadata_key: str | None = "metadata"
-    """Holds an object that is passed to agent and reward as it is; null if there is none."""
+    """Holds an object, or its JSON text, that is passed to agent and reward as it is; null if there
+    is none."""
+    tool_key: str | None = None
+    """Holds the list of tools (OpenAI's form), or its JSON text, for `task["tools"]`."""
+    multimodal_keys: dict[Literal["image", "video", "audio"], str] = Field(default_factory=dict)
+    """Columns with media: each `<image>` (`<video>`, `<audio>`) in the messages' text becomes a
+    content part with the column's next item. Content parts that are in the data stay as they are.
+    """
     data_source: str | None = None
-    """Name given to the reward; null takes each line's own `data_source`, else the file's name."""
+    """Name given to the reward; null takes each row's own `data_source`, else the data's name."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest prompt, as the model's chat template writes it with its tools; media count nothing.
+    Null = any length."""
+    filter_overlong_prompts: bool = True
+    """Leave longer prompts out; false does with them what `truncation` says."""
+    truncation: Truncation = "error"
+    """What is done to longer prompts that are not left out: cut text at the `left` (the oldest),
+    the `right` or in the `middle`, never in system messages; or refuse the data (`error`)."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """For the chat template that prompts are measured with, e.g. {enable_thinking: false}."""
+    cache_dir: Path | None = None
+    """Keeps measured lengths and converted tables; null: `~/.cache/stepwell` and Hugging Face's."""
+
+    @model_validator(mode="after")
+    def _truncation_has_a_use(self) -> RowSource:
+        if self.truncation != "error" and self.filter_overlong_prompts:
+            raise ValueError(
+                f"truncation is {self.truncation!r} but filter_overlong_prompts leaves nothing to "
+                "truncate; set filter_overlong_prompts to false, or remove truncation"
+            )
+        if self.truncation != "error" and self.max_prompt_tokens is None:
+            raise ValueError(
+                f"truncation is {self.truncation!r} without a length; set max_prompt_tokens"
+            )
+        return self
 
 
-SourceConfig: TypeAlias = Annotated[ReasoningGymSource | JsonlSource, Field(discriminator="kind")]
+class JsonlSource(RowSource):
+    """Files with one JSON object per line."""
+
+    kind: Literal["jsonl"]
+    path: Path | tuple[Path, ...]
+    """A file, a folder of `*.jsonl`, a glob pattern, or a list of these."""
+
+
+class ParquetSource(RowSource):
+    """Parquet files."""
+
+    kind: Literal["parquet"]
+    path: Path | tuple[Path, ...]
+    """A file, a folder of `*.parquet`, a glob pattern, or a list of these."""
+
+
+class HuggingFaceSource(RowSource):
+    """A data set that the `datasets` library loads."""
+
+    kind: Literal["huggingface"]
+    path: str = Field(min_length=1)
+    """A name on the hub, a folder or file of data, or a folder written by `save_to_disk`."""
+    name: str | None = None
+    """The configuration (subset) of a data set that has several."""
+    split: str = Field(default="train", min_length=1)
+    """May be a slice, e.g. `train[:1000]`."""
+    revision: str | None = None
+    """Commit, tag or branch on the hub."""
+
+
+TableConfig: TypeAlias = JsonlSource | ParquetSource | HuggingFaceSource
+SourceConfig: TypeAlias = Annotated[ReasoningGymSource | TableConfig, Field(discriminator="kind")]
 
 
 class DataConfig(BaseModel):

@@ -78,7 +78,7 @@ class Display:
             self._line(
                 f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  "
                 f"tool use {record['tool_use']:.2f}  lag {record['staleness/mean']:.2f}  "
-                f"loss {record['loss']:+.4f}  ready {record['pool/ready']}  "
+                f"{_loss(record)}  ready {record['pool/ready']}  "
                 f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
                 f"{_failures(record)}"
             )
@@ -146,8 +146,14 @@ class Display:
                 f"{r['tokens_per_s']:.0f} tokens/s, step {r['time/step_s']:.2f} s "
                 f"(waited {r['time/wait_s']:.2f} s for data)",
             )
-            table.add_row("policy", f"version {r['policy_version']}, loss {r['loss']:+.4f}")
+            table.add_row("policy", f"version {r['policy_version']}, {_loss(r)}")
         return Group(self._progress, Text(f"  {self._status}", style="dim"), table)
+
+
+def _loss(record: Mapping[str, Any]) -> str:
+    if "loss" in record:
+        return f"loss {record['loss']:+.4f}"
+    return f"warm-up of the critic, loss {record['critic/loss']:.4f}"
 
 
 def _failures(record: Mapping[str, Any]) -> str:

@@ -6,6 +6,9 @@ the matching built-in::
     TrainerError
     ├── ConfigError(ValueError)               a key, type or value in the run's configuration
     ├── CheckpointError(RuntimeError)         a checkpoint that cannot be written or read
+    ├── DataError(ValueError)                 a data set, or a saved position in one
+    ├── DataExhaustedError(LookupError)       all epochs of a data set were handed out
+    ├── MaskError(ValueError)                 messages of which no exact loss mask can be made
     ├── RewardError(ValueError)               a trajectory without a reward was to be trained on
     ├── UnknownNameError(ValueError)          a name that no registry holds
     ├── VersionError(LookupError)             a step's policy version was never published
@@ -27,6 +30,18 @@ class ConfigError(TrainerError, ValueError):
 
 class CheckpointError(TrainerError, RuntimeError):
     """A checkpoint cannot be written, or what is on disk is not a checkpoint of this run."""
+
+
+class DataError(TrainerError, ValueError):
+    """A data set cannot be read, or a saved state does not belong to it."""
+
+
+class DataExhaustedError(TrainerError, LookupError):
+    """All `epochs` of the source have been handed out."""
+
+
+class MaskError(TrainerError, ValueError):
+    """No exact loss mask can be made of these messages; a wrong one is never returned."""
 
 
 class RolloutError(TrainerError, RuntimeError):

@@ -14,46 +14,48 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from backends.base import TokenBatch, TrainingBackend
 from backends.config import PublishMode
+from backends.critic import Critic
 from backends.engines.client import EngineClient
-from backends.weights import Publication, WeightStore, publish
+from backends.weights import Publication, WeightStore
 from datapool.client import DataPoolClient
-from datapool.types import TRAIN, VAL, Group, Lease
-from trainer.advantages import estimator, step_advantages
-from trainer.checkpoint import CheckpointStore
+from datapool.types import TRAIN, Group, Lease
+from trainer.advantages import baselined, compute_advantages
+from trainer.checkpoint import CheckpointStore, checkpoint_due, rng_state, set_rng_state
 from trainer.config import RunConfig
 from trainer.data import PromptSource, Task
 from trainer.errors import StarvedError
-from trainer.losses import coefficients, make_loss_fn
-from trainer.off_policy import correct, lags
-from trainer.reclaim import reclaim
+from trainer.kl import kl_in_reward, next_coef
+from trainer.losses import loss_columns, make_loss_fn
+from trainer.memory import EngineMemory
+from trainer.metrics import Phases
+from trainer.off_policy import correct, lags, proximal_log_probs
+from trainer.publication import publish_patiently, serving
+from trainer.reclaim import PRODUCER_GONE, reclaim, renew, settle
+from trainer.recording import record_batch
 from trainer.rollout import Producer
+from trainer.sampling import GroupFilter
 from trainer.scoring import Scorer
+from trainer.validation import Evaluation, Policy, Validator, tool_use
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """`score`: mean reward of the finished rollouts; `failed`: rollouts that have none."""
-
-    step: int
-    score: float
-    tool_use: float
-    rollouts: int
-    failed: int
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class Progress:
     """Version -> updates when it was published."""
     train_s: float = 0.0
     """Wall time of training, evaluations not counted."""
+    kl_coef: float | None = None
+    """Coefficient of the KL to the reference, once it has been adapted."""
     evaluations: list[Evaluation] = field(default_factory=list)
 
 
@@ -86,20 +90,28 @@ class Trainer:
         engines: Sequence[EngineClient],
         weights: WeightStore,
         checkpoints: CheckpointStore,
+        critic: Critic | None = None,
     ) -> None:
         self.config = config
         self.progress = Progress()
         self.pool = pool
         self.producer = producer
+        self.ledger = producer.ledger
         self._source = source
-        self._scorer = scorer
+        self.scorer = scorer
         self._backend = backend
+        self._critic = critic
         self._engines = list(engines)
+        self.memory = EngineMemory(engines, lends=config.engine.release_memory)
         self._weights = weights
-        self._checkpoints = checkpoints
-        self._estimator = estimator(config.algorithm.advantage)
-        self._loss_fn = make_loss_fn(config.algorithm.loss)
+        self.checkpoints = checkpoints
+        self._loss_fn = make_loss_fn(config.algorithm.loss, config.algorithm.kl)
+        self._filter = GroupFilter(config.sampling.filters)
+        self.validator = Validator(config, pool, producer, scorer)
         self._unacked: list[Lease] = []
+        self._phases = Phases()
+        self._publishing = asyncio.Lock()
+        self._overdue = False
         self._publication: asyncio.Task[Publication] | None = None
         self._mark = self._renewed = time.monotonic()
         # One thread: torch keeps its own pool per thread, and the model is not to be shared.
@@ -116,44 +128,71 @@ class Trainer:
         """
         self._mark = time.monotonic()
         async for lease in self._leases(until, generation):
-            async for record in self._train_on(lease):
+            async for record in self._train_on(await self._worth_training(lease, generation)):
                 yield record
                 self._mark = time.monotonic()  # what the consumer did meanwhile is not training
         await self.published()
         if self._unacked:
             await self.checkpoint()
 
-    async def _train_on(self, lease: Lease) -> AsyncGenerator[dict[str, Any], None]:
+    async def _worth_training(
+        self, lease: Lease, generation: asyncio.Task[None] | None
+    ) -> list[Group]:
+        """The scored groups of a batch; where a filter (or a missing score) took some out, others
+        take their place, until it is whole or generation has ended."""
+        groups: list[Group] = []
+        size, coming = len(lease.groups), lease
+        for refill in count():
+            self._unacked.append(coming)
+            # A lease that ran out before its checkpoint serves its groups once more.
+            new = [g for g in coming.groups if not self.ledger.was_trained(g.prompt_uid)]
+            with self._phases("score"):
+                scored = await self.scorer.score(new, self.config.rollout.min_n)
+            kept = self._filter.keep(baselined(scored, self.config.algorithm.advantage))
+            groups += kept
+            self.producer.refund(len(coming.groups) - len(kept))
+            if (missing := size - len(groups)) == 0:
+                break
+            self._filter.check_refills(refill, self.config.sampling.max_refills)
+            with self._phases("wait"):
+                more = await self._lease(generation, missing)
+            if more is None:
+                break
+            coming = more
+        return groups
+
+    async def _train_on(self, groups: Sequence[Group]) -> AsyncGenerator[dict[str, Any], None]:
         """One batch: `require_batches` optimizer steps, with π_prox taken once before the first."""
-        self._unacked.append(lease)
-        groups = await self._scorer.score(lease.groups)
         if not groups:
             return
-        leased = time.monotonic()
-        batch, mini_batches, metrics = await self._compute(self._prepare, groups)
+        where = self.config.trainer.save_debug_rollout_data
+        await self._compute(record_batch, where, groups, self.progress)
+        await self._borrow_memory()
+        with self._phases("prepare"):
+            batch, mini_batches, metrics = await self._compute(self._prepare, groups)
         before = self.progress.updates
         for indices in mini_batches:
-            update = await self._compute(self._backend.train_step, batch, self._loss_fn, indices)
-            trained = time.monotonic()
+            await self._borrow_memory()
+            with self._phases("train"):
+                update = await self._compute(self._optimize, batch, indices)
+            await self._return_memory()
             self.progress.updates += 1
             if self.progress.updates % self.config.async_training.trigger_parameter_sync_step == 0:
-                await self.publish()
-            published = time.monotonic()
-            times = {
-                "time/wait_s": leased - self._mark,
-                "time/train_s": trained - leased,
-                "time/publish_s": published - trained,
-                "time/step_s": published - self._mark,
-            }
-            self.progress.train_s += published - self._mark
+                with self._phases("publish"):
+                    await self.publish()
+            times = self._phases.take(time.monotonic() - self._mark)
+            self.progress.train_s += times["time/step_s"]
             uids = {batch.steps[i].prompt_uid for i in indices}
             trained_on = [g for g in groups if g.prompt_uid in uids]
+            self.ledger.trained(self.progress.updates, uids)
             yield await self._record(metrics | update | times, trained_on)
-            leased = self._mark
         # Between batches only: a checkpoint acks whole leases, and this one is now trained whole.
-        every = self.config.trainer.checkpoint_every
-        if self.progress.updates // every > before // every:
-            await self.checkpoint()
+        t = self.config.trainer
+        if checkpoint_due(
+            before, self.progress.updates, t.checkpoint_every, t.eval_every, t.keep_best
+        ):
+            with self._phases("checkpoint"):
+                await self.checkpoint()
 
     def _prepare(
         self, groups: Sequence[Group]
@@ -166,18 +205,26 @@ class Trainer:
         mini_of_step = [mini_of_group[g] for g in owner]
 
         batch: TokenBatch = self._backend.convert(steps)
-        prox = self._backend.compute_log_probs(batch)
         columns = batch.columns
+        prox = proximal_log_probs(
+            lambda: self._backend.compute_log_probs(batch),
+            columns["rollout_log_probs"],
+            self.config.algorithm.off_policy,
+        )
         if not self.config.async_training.use_rollout_log_probs:
             columns["rollout_log_probs"] = prox
         columns["prox_log_probs"] = prox
-        columns["advantages"] = batch.expand(step_advantages(groups, self._estimator))
-        columns["coef"] = coefficients(
-            batch.lengths.tolist(),
-            [s.trajectory_uid for s in steps],
-            self.config.algorithm.loss,
-            mini_batches=mini_of_step,
+        token_rewards, metrics = self._hold_to_reference(groups, batch)
+        if self._critic is not None:
+            columns["values"] = self._critic.values(batch)
+        advantages = compute_advantages(
+            groups,
+            self.config.algorithm.advantage,
+            token_rewards=token_rewards,
+            values=columns.get("values"),
         )
+        columns |= advantages.columns
+        metrics |= advantages.metrics
         correction = correct(
             prox,
             columns["rollout_log_probs"],
@@ -193,7 +240,13 @@ class Trainer:
             advantages=columns["advantages"],
         )
         columns["weights"] = correction.weights
-        metrics = dict(correction.metrics)
+        metrics |= correction.metrics
+        columns |= loss_columns(
+            batch,
+            self.config.algorithm.loss,
+            mini_batches=mini_of_step,
+            seed=self.config.run.seed + self.progress.updates,
+        )
         if (gap := self._log_prob_gap(batch)) is not None:
             metrics["log_prob_gap"] = gap
         mini_batches = [
@@ -201,12 +254,77 @@ class Trainer:
         ]
         return batch, [m for m in mini_batches if m], metrics
 
+    def _optimize(self, batch: TokenBatch, indices: Sequence[int]) -> dict[str, float]:
+        """One optimizer step; runs in the compute thread."""
+        loss_fn = replace(self._loss_fn, kl_coef=self._kl_coef)
+        update: dict[str, float] = {}
+        if self._critic is not None:
+            update |= self._critic.update(batch, indices)
+            if not self._critic.warm:
+                return update
+        update |= self._backend.train_step(batch, loss_fn, indices)
+        if self.config.algorithm.kl.place == "loss":
+            update["kl/coef"] = self._kl_coef
+            trajectories = {batch.steps[i].trajectory_uid for i in indices}
+            self._adapt_kl(update.get("kl/ref", math.nan), len(trajectories))
+        return update
+
+    async def _borrow_memory(self) -> None:
+        """The engines' memory is the backend's, until `_return_memory`. Idempotent."""
+        if self.memory.lends:
+            with self._phases("hand_over"):
+                await self.memory.lend()
+
+    async def _return_memory(self) -> None:
+        if self.memory.lends:
+            with self._phases("hand_over"):
+                await self._compute(self._backend.free_cache)
+                await self.memory.take_back()
+
+    async def _give_engines(self, path: Path, version: int, mode: PublishMode) -> Publication:
+        async with self.memory.at_home():
+            return await publish_patiently(
+                self._engines,
+                path,
+                version,
+                mode,
+                store=self._weights,
+                transport=self.config.engine.weight_transport,
+                patience_s=self.config.trainer.starvation_timeout_s,
+            )
+
+    def _hold_to_reference(
+        self, groups: Sequence[Group], batch: TokenBatch
+    ) -> tuple[Tensor | None, dict[str, float]]:
+        """The KL penalty as rewards of tokens, if that is its place, and its metrics."""
+        kl, columns = self.config.algorithm.kl, batch.columns
+        if kl.place == "none":
+            return None, {}
+        columns["ref_log_probs"] = self._backend.compute_ref_log_probs(batch)
+        if kl.place == "loss":
+            return None, {}
+        coef, prox, ref = self._kl_coef, columns["prox_log_probs"], columns["ref_log_probs"]
+        penalty, measured = kl_in_reward(groups, batch.lengths, prox, ref, kl, coef)
+        self._adapt_kl(measured, sum(len(g.trajectories) for g in groups))
+        return penalty, {"kl/ref": measured, "kl/coef": coef}
+
+    @property
+    def _kl_coef(self) -> float:
+        return self.progress.kl_coef or self.config.algorithm.kl.coef
+
+    def _adapt_kl(self, measured: float, trajectories: int) -> None:
+        kl = self.config.algorithm.kl
+        if kl.target is not None:
+            self.progress.kl_coef = next_coef(self._kl_coef, measured, trajectories, kl)
+
     def _log_prob_gap(self, batch: TokenBatch) -> float | None:
         """max |log π - log μ| over tokens that the very weights being trained sampled: how exactly
         engine and trainer agree. None if the batch has no such token."""
         progress = self.progress
         if progress.published[progress.version] != progress.updates:
             return None
+        if self.config.algorithm.off_policy.proximal == "rollout":
+            return None  # nothing was recomputed to compare with
         fresh = batch.expand(
             [
                 float(s.policy_version == progress.version and not s.version_spans)
@@ -220,20 +338,34 @@ class Trainer:
     async def publish(self) -> None:
         """Give the engines the weights of now as the next policy version.
 
-        Returns once they are written: training goes on while the engines load them. What fails
-        then is raised by the next `publish` or `published`.
+        Returns once they are written: training goes on while the engines load them, unless
+        generation waits for them (`async_training.mode`). What fails then is raised by the next
+        `publish` or `published`. An evaluation under way may hold it up (`validation.py`).
         """
-        await self.published()
-        version = self.progress.version + 1
-        path = await self._compute(self._weights.write, version, self._backend.save_weights)
-        # Before the first engine has them: their steps must find their version in the table.
-        self.progress.version = version
-        self.progress.published[version] = self.progress.updates
-        await self.pool.advance_version(version)
-        mode: PublishMode = "retract" if self.config.async_training.partial_rollout else "drain"
-        self._publication = asyncio.create_task(
-            publish(self._engines, path, version, mode, store=self._weights)
-        )
+        windows = self.config.async_training.has_windows
+        if windows:
+            await self.validator.released()
+            await self.producer.close_window()
+        elif self.validator.holds:
+            self._overdue = True
+            return
+        async with self._publishing:
+            await self.published()
+            self._overdue = False
+            version = self.progress.version + 1
+            lora = self.config.engine.weight_transport == "lora"
+            save = self._backend.save_adapters if lora else self._backend.save_weights
+            path = await self._compute(self._weights.write, version, save)
+            # Before the first engine has them: their steps must find their version in the table.
+            self.progress.version = version
+            self.progress.published[version] = self.progress.updates
+            await self.pool.advance_version(version)
+            partial = self.config.async_training.partial_rollout
+            mode: PublishMode = "retract" if partial else "drain"
+            self._publication = asyncio.create_task(self._give_engines(path, version, mode))
+        if windows:
+            await self.published()
+            self.producer.open_window()
 
     async def published(self) -> None:
         """Returns once every engine serves the version that was published last.
@@ -247,19 +379,33 @@ class Trainer:
 
     async def checkpoint(self) -> None:
         """Make everything up to here durable, then ack the groups it was trained on."""
+        backend = await self._compute(self._backend.state_dict)
+        critic = await self._compute(self._critic.state_dict) if self._critic else None
+        # From here to the end of `state` nothing is awaited: it is of one moment.
         trained = {x.lease_id: [g.prompt_uid for g in x.groups] for x in self._unacked}
         acked = {uid for uids in trained.values() for uid in uids}
+        self.ledger.leased(acked)
         pending = {uid: t for uid, t in self.producer.in_flight.items() if uid not in acked}
         state = {
-            "backend": await self._compute(self._backend.state_dict),
-            "progress": replace(self.progress),
-            "source": self._source.state_dict(),
+            "backend": backend,
+            "critic": critic,
+            "progress": deepcopy(self.progress),
+            "source": deepcopy(self._source.state_dict()),
             "pending": pending,
             "trained": trained,
+            "ledger": self.ledger.offset,
+            "rng": rng_state(),
         }
-        await self._compute(self._checkpoints.save, self.progress.updates, state)
-        for lease in self._unacked:
-            await self.pool.ack(lease.lease_id)
+        about = {
+            "version": self.progress.version,
+            "model_path": str(self.config.model.path.absolute()),
+            "backend": self.config.trainer.backend,
+            "backend_config": self.config.backend.model_dump(mode="json"),
+        }
+        await self._compute(self.ledger.sync)
+        await self._compute(self.checkpoints.save, self.progress.updates, state, about)
+        await settle(self.pool, trained)
+        self.ledger.acked(acked)
         self._unacked.clear()
         for prompt_uid in acked:
             self.producer.settle(prompt_uid)
@@ -267,11 +413,18 @@ class Trainer:
     async def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one, and see to it that the engines serve
         the weights that are trained: those of the checkpoint, or of the start."""
-        state = await self._compute(self._checkpoints.load_latest)
-        if state is not None:
+        path = self.checkpoints.find(self.config.run.resume)
+        state = await self._compute(self.checkpoints.load, path) if path is not None else None
+        if path is not None and state is not None:
             await self._compute(self._backend.load_state_dict, state["backend"])
+            if self._critic is not None and state.get("critic") is not None:
+                await self._compute(self._critic.load_state_dict, state["critic"])
             self.progress = state["progress"]
             self._source.load_state_dict(state["source"])
+            set_rng_state(state["rng"])
+            self.checkpoints.set_aside(after=self.progress.updates)
+        offset = self.ledger.adopt(path.parent, state["ledger"]) if path and state else 0
+        self.ledger.resume(self.progress.updates, offset)
         reclaimed = await reclaim(
             self.pool,
             trained=state["trained"] if state else {},
@@ -280,43 +433,58 @@ class Trainer:
         )
         if reclaimed.dropped:
             log.info("groups of the former process dropped: %s", dict(reclaimed.dropped))
-        self.producer.in_flight.update(reclaimed.kept)
-        self._source.put_back(reclaimed.again)
-        serving = [await engine.weight_version() for engine in self._engines]
+        self.producer.adopt(reclaimed.kept)
+        for prompt_uid in reclaimed.again:
+            self.ledger.dropped(prompt_uid, PRODUCER_GONE, returned=True)
+        self._source.put_back(reclaimed.again.values(), "resumed")
+        versions = await serving(self._engines, self.config.trainer.starvation_timeout_s)
         before = (await self.pool.get_statistics(TRAIN))["policy_version"]
-        if state is not None or any(serving) or before:
+        bare = self.config.engine.weight_transport == "lora"  # engines have no adapter yet
+        if state is not None or any(versions) or before or bare:
             # A number that nobody has seen: steps of before must not pass for ours.
-            self.progress.version = max([self.progress.version, before, *serving])
+            self.progress.version = max([self.progress.version, before, *versions])
             await self.publish()
         return state is not None
 
     async def evaluate(self, tasks: Sequence[Task]) -> Evaluation:
         """Run the agent on `tasks` through the `"val"` channel, with the weights now published."""
+        await self.validator.join()
         await self.published()
-        n = self.config.trainer.eval_rollouts
-        await self.producer.evaluate(list(tasks), n, VAL)
-        groups: list[Group] = []
-        while (lease := await self.pool.lease_batch(channel=VAL)) is not None:
-            groups += await self._scorer.score(lease.groups)
-            await self.pool.ack(lease.lease_id)
-        trajectories = [t for g in groups for t in g.trajectories]
-        if not trajectories:
-            raise StarvedError(
-                f"none of {len(tasks) * n} evaluation rollouts finished; {await self._losses(VAL)}"
-            )
-        evaluation = Evaluation(
-            step=self.progress.updates,
-            score=float(np.mean([t.reward for t in trajectories])),
-            tool_use=tool_use(groups),
-            rollouts=len(trajectories),
-            failed=len(tasks) * n - len(trajectories),
-        )
+        evaluation = await self.validator.run(tasks, self._policy())
         self.progress.evaluations.append(evaluation)
         return evaluation
+
+    def evaluation_due(self) -> bool:
+        """Whether this optimizer step, between the first and the last, is to be evaluated and was
+        not yet."""
+        trainer, updates = self.config.trainer, self.progress.updates
+        if not trainer.eval_every or updates % trainer.eval_every or updates >= trainer.total_steps:
+            return False
+        return updates not in {e.step for e in self.progress.evaluations}
+
+    async def begin_evaluation(self, tasks: Sequence[Task]) -> None:
+        """`evaluate`, while training goes on; `validator.finished` has the result."""
+        await self.validator.join()
+        await self.published()
+        self.validator.start(tasks, self._policy(), then=self._evaluated)
+
+    async def _evaluated(self, evaluation: Evaluation | None) -> None:
+        if evaluation is not None:
+            self.progress.evaluations.append(evaluation)
+        if self._overdue:
+            await self.publish()
+
+    def _policy(self) -> Policy:
+        """What an evaluation that begins now is of."""
+        progress = self.progress
+        weights_step = progress.published[progress.version]
+        return Policy(progress.updates, progress.version, weights_step)
 
     def close(self) -> None:
         self._compute_thread.shutdown()
         self._backend.close()
+        if self._critic is not None:
+            self._critic.close()
 
     async def _leases(
         self, until: int, generation: asyncio.Task[None] | None
@@ -326,21 +494,26 @@ class Trainer:
         coming: asyncio.Task[Lease | None] | None = None
         try:
             while self.progress.updates < until:
-                lease = await (coming or self._lease(generation))
+                with self._phases("wait"):
+                    lease = await (coming or self._lease(generation))
                 if lease is None:
                     return
                 more = self.progress.updates + per_lease < until
+                if self.config.async_training.has_windows:
+                    more = False  # a lease before the publication would be of the window before
                 coming = asyncio.create_task(self._lease(generation)) if more else None
                 yield lease
         finally:
             if coming is not None:
                 coming.cancel()
 
-    async def _lease(self, generation: asyncio.Task[None] | None) -> Lease | None:
-        """The next `require_batches` × `groups_per_step` ready groups; None when generation has
-        ended (all epochs are done) and fewer are left."""
+    async def _lease(
+        self, generation: asyncio.Task[None] | None, size: int | None = None
+    ) -> Lease | None:
+        """The next `size` ready groups, by default `require_batches` × `groups_per_step`; None when
+        generation has ended (all epochs are done) and fewer are left."""
         trainer = self.config.trainer
-        size = trainer.groups_per_step * self.config.async_training.require_batches
+        size = size or trainer.groups_per_step * self.config.async_training.require_batches
         await self._renew()
         request = asyncio.ensure_future(
             self.pool.lease_batch(
@@ -356,12 +529,13 @@ class Trainer:
             )
             if generation is not None and generation.done() and not request.done():
                 generation.result()  # raises what made it fail
-                return await self.pool.lease_batch(channel=TRAIN, batch_size=size)
-            lease = await request
+                lease = await self.pool.lease_batch(channel=TRAIN, batch_size=size)
+            elif (lease := await request) is None:
+                raise StarvedError(await self._why_starved())
         finally:
             request.cancel()
-        if lease is None:
-            raise StarvedError(await self._why_starved())
+        if lease is not None:
+            self.producer.leased([g.prompt_uid for g in lease.groups])
         return lease
 
     async def _renew(self) -> None:
@@ -369,7 +543,7 @@ class Trainer:
         if time.monotonic() - self._renewed < self.config.pool.channel(TRAIN).lease_s / 4:
             return
         self._renewed = time.monotonic()
-        await asyncio.gather(*(self.pool.renew(held.lease_id) for held in self._unacked))
+        await asyncio.gather(*(renew(self.pool, held.lease_id) for held in self._unacked))
 
     async def _why_starved(self) -> str:
         stats = await self.pool.get_statistics(TRAIN)
@@ -377,6 +551,7 @@ class Trainer:
             f"no {self.config.trainer.groups_per_step} groups became ready within "
             f"trainer.starvation_timeout_s = {self.config.trainer.starvation_timeout_s:g} s; "
             f"groups: {stats['groups']}; oldest open: {stats['oldest_open']}; "
+            f"filtered: {dict(self._filter.dropped)}; "
             f"{await self._losses(TRAIN)}"
         )
 
@@ -406,15 +581,12 @@ class Trainer:
             "pool/leased": stats["groups"]["leased"],
             "pool/dropped": stats["groups"]["dropped"],
             "rollouts/failed": sum(self.producer.ends.values()) - self.producer.ends["complete"],
+            "wait/generation_saturated": self.producer.idle.take(),
+            **self._filter.metrics(),
+            **self.validator.metrics(),
+            **self.scorer.metrics(groups),
             **metrics,
         }
 
     async def _compute(self, work: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute_thread, work, *args)
-
-
-def tool_use(groups: Sequence[Group]) -> float:
-    """Share of trajectories in which the agent called a tool."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    called = [any(s.metadata.get("tool_calls") for s in t.steps) for t in trajectories]
-    return float(np.mean(called)) if called else 0.0

@@ -1,81 +1,80 @@
-"""Policy losses: pure functions of per-token tensors, and the coefficients that make them a sum.
+"""The loss of a micro-batch, and the columns that make it a plain sum.
 
-    loss = Σ_trajectories α Σ_tokens mask · w · policy_loss(r, A) / N
+    loss = Σ_t coef_t · (w_t · L_t + kl_coef · KL_t - entropy_coef · H_t)      coef = mask · α / N
 
 `coefficients` folds mask · α / N into one number per token, from counts taken before the
 importance weights w: what is left is a plain sum, so any split into micro-batches and any row
 form (a row per step, per branch, a prefix tree) gives the same loss and gradient. One trajectory
 is one sample, however many steps its tokens are spread over.
 
-Owns the loss formulas and their diagnostics. Does not own: w (`off_policy.py`), A
-(`advantages.py`), rows and micro-batches (`backends/`).
+Owns the sum, its coefficients and its diagnostics. Does not own: L (`policy_losses.py`), w
+(`off_policy.py`), A (`advantages.py`), KL (`kl.py`), rows and micro-batches (`backends/`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from backends.base import LossFn, LossOutput, Mean
+from backends.base import LossOutput, Mean, TokenBatch
 from trainer.errors import ColumnError
-from trainer.loss_config import LossConfig
+from trainer.kl import kl_estimate
+from trainer.loss_config import KlConfig, LossConfig
+from trainer.policy_losses import MAX_LOG_RATIO, policy_loss, ppo_clip, select_by_covariance
 
-__all__ = ["LossConfig", "PolicyLoss", "PolicyTerms", "coefficients", "make_loss_fn", "ppo_clip"]
-
-MAX_LOG_RATIO = 20.0
-"""|log r| beyond this is cut off (verl's bound), so that r stays finite in fp32."""
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyTerms:
-    """Per-token results, each of shape [T]."""
-
-    loss: Tensor
-    ratio: Tensor
-    """π/π_prox."""
-    clipped_high: Tensor
-    """bool: A > 0 and the ratio is above 1 + clip_high; the gradient is 0."""
-    clipped_low: Tensor
-    """bool: A < 0 and the ratio is below 1 - clip_low; the gradient is 0."""
-    dual_clipped: Tensor
-    """bool: A < 0 and the ratio is above dual_clip; the gradient is 0."""
+__all__ = ["LossConfig", "PolicyLoss", "coefficients", "loss_columns", "make_loss_fn", "ppo_clip"]
 
 
-def ppo_clip(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
+def loss_columns(
+    batch: TokenBatch,
+    config: LossConfig,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = 3.0,
-) -> PolicyTerms:
-    """Clipped surrogate with separate bounds and dual clip; inputs [T], fp32.
+    mini_batches: Sequence[int],
+    mask: Tensor | None = None,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """The columns that `config`'s loss needs beside advantages, weights and log-probs: `coef`, and
+    if the policy loss reads them `step`, `step_tokens` and `selected`.
 
-        r = exp(log π - log π_old)
-        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
-        L = min(L, -A dual_clip)  where A < 0
-
-    Sources: PPO, arXiv:1707.06347 eq. 7; clip-higher: DAPO, arXiv:2503.14476 eq. 10; dual clip:
-    arXiv:1912.09729 eq. 5.
+    Args:
+        batch: with the columns `prox_log_probs` and `advantages` where tokens are selected by
+            them; those whose `weights` are 0 are not.
+        mini_batches: the mini-batch (one optimizer step) of each step, S values.
+        mask: [T], 0 where a token is not to be trained; all ones if None.
+        seed: of the draw of `clip_cov`.
     """
-    log_ratio = torch.clamp(log_probs - old_log_probs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = torch.exp(log_ratio)
-    unclipped = -advantages * ratio
-    clipped = -advantages * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
-    negative = advantages < 0
-    dual_clipped = torch.zeros_like(negative)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
-        dual_clipped = negative & (loss > bound)
-        loss = torch.where(negative, torch.minimum(loss, bound), loss)
-    active = clipped > unclipped
-    return PolicyTerms(loss, ratio, active & ~negative, active & negative, dual_clipped)
+    lengths = batch.lengths
+    coef = coefficients(
+        lengths.tolist(),
+        [s.trajectory_uid for s in batch.steps],
+        config,
+        mask=mask,
+        mini_batches=mini_batches,
+    )
+    columns = {"coef": coef}
+    needed = policy_loss(config.policy).columns
+    index = torch.repeat_interleave(lengths)
+    if "step" in needed:
+        # float32 counts exactly up to 2^24 steps.
+        count = torch.bincount(index[coef != 0], minlength=len(lengths))
+        columns |= {"step": index.float(), "step_tokens": count[index].float()}
+    if "selected" in needed:
+        prox, advantages = _require(batch.columns, "prox_log_probs", "advantages")
+        weighed = batch.columns.get("weights", coef) != 0
+        columns["selected"] = select_by_covariance(
+            prox,
+            advantages,
+            torch.as_tensor(mini_batches)[index],
+            (coef != 0) & weighed,
+            how=config.policy,
+            config=config.cov,
+            seed=seed,
+        )
+    return columns
 
 
 def coefficients(
@@ -95,8 +94,9 @@ def coefficients(
         mini_batches: the mini-batch (one optimizer step) of each step, S values; N is counted
             within each. One for all if None.
 
-    A trajectory without a trained token counts nowhere. Sums to 1 over a mini-batch under both
-    means.
+    A trajectory or sequence without a trained token counts nowhere. Sums to 1 over a mini-batch
+    under the means. Sources: `token-mean` DAPO, arXiv:2503.14476; `sequence-mean-token-mean` GRPO,
+    arXiv:2402.03300; the `-norm` ones Dr.GRPO, arXiv:2503.20783.
     """
     lengths = torch.as_tensor(step_lengths, dtype=torch.int64)
     n_tokens = int(lengths.sum())
@@ -108,8 +108,11 @@ def coefficients(
     trained = torch.ones(n_tokens) if mask is None else (mask != 0).to("cpu", torch.float32)
 
     batch_of_step = _codes(mini_batches) if mini_batches is not None else torch.zeros_like(lengths)
-    # A trajectory split over mini-batches is a sample of each of them.
-    sample_of_step = _codes(list(zip(trajectories, batch_of_step.tolist(), strict=True)))
+    if config.aggregation.startswith("sequence"):
+        sample_of_step = torch.arange(len(lengths))
+    else:
+        # A trajectory split over mini-batches is a sample of each of them.
+        sample_of_step = _codes(list(zip(trajectories, batch_of_step.tolist(), strict=True)))
     sample = torch.repeat_interleave(sample_of_step, lengths)
     batch = torch.repeat_interleave(batch_of_step, lengths)
 
@@ -121,7 +124,7 @@ def coefficients(
         batch_of_sample = torch.zeros(len(tokens_in_sample), dtype=torch.int64)
         batch_of_sample[sample_of_step] = batch_of_step
         n = _count(batch_of_sample, (tokens_in_sample > 0).float())[batch]
-        if config.aggregation == "trajectory-mean":
+        if config.aggregation in ("trajectory-mean", "sequence-mean-token-mean"):
             alpha = 1 / tokens_in_sample[sample].clamp(min=1)
         else:
             alpha = torch.full((n_tokens,), 1 / (config.sum_norm or 1.0), dtype=torch.float64)
@@ -141,9 +144,12 @@ def _count(index: Tensor, weights: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The `LossFn` of a `LossConfig`. Callable, stateless, picklable."""
+    """The `LossFn` of a configuration. Callable, stateless, picklable."""
 
     config: LossConfig
+    kl: KlConfig = field(default_factory=KlConfig)
+    kl_coef: float = 0.0
+    """Weight of the KL term; used if `kl.place` is "loss"."""
 
     @property
     def entropy(self) -> Literal["none", "value", "gradient"]:
@@ -155,49 +161,41 @@ class PolicyLoss:
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]
     ) -> LossOutput:
-        """Σ coef · (w · policy_loss(r, A) - entropy_coef · H) over the tokens of a micro-batch.
+        """Σ coef · (w · L + kl_coef · KL - entropy_coef · H) over the tokens of a micro-batch.
 
-        The entropy bonus carries no importance weight: it asks nothing of the behaviour policy.
+        KL and entropy carry no importance weight: they ask nothing of the behaviour policy.
         """
         c = self.config
-        coef, weights, advantages, prox = _require(
-            columns, "coef", "weights", "advantages", "prox_log_probs"
-        )
+        policy = policy_loss(c.policy)
+        in_loss = self.kl.place == "loss"
+        names = ("coef", "weights", *policy.columns, *(("ref_log_probs",) if in_loss else ()))
+        needed = dict(zip(names, _require(columns, *names), strict=True))
         # A masked token must not leak a NaN through 0 · NaN, in the value or in the gradient.
-        live = coef != 0
-        log_probs, prox = log_probs[live], prox[live]
-        coef, weights, advantages = coef[live], weights[live], advantages[live]
-        terms = ppo_clip(
-            log_probs,
-            prox,
-            advantages,
-            clip_low=c.clip_low,
-            clip_high=c.clip_high,
-            dual_clip=c.dual_clip,
-        )
-        loss = (coef * weights * terms.loss).sum()
+        live = needed["coef"] != 0
+        x = {name: column[live] for name, column in needed.items()}
+        log_probs = log_probs[live]
+        coef = x["coef"]
+        terms = policy.compute(log_probs, x, c)
+        loss = (coef * x["weights"] * terms.loss).sum()
+        reported = {f"policy/{name}": flag.detach() for name, flag in terms.flags.items()}
+        if terms.ratio is not None:
+            reported["policy/ratio"] = terms.ratio.detach()
+        if "prox_log_probs" in x:
+            log_ratio = (log_probs - x["prox_log_probs"]).detach()
+            ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+            reported["policy/kl_k1"] = -log_ratio
+            reported["policy/kl_k3"] = ratio - 1 - log_ratio
+        if in_loss:
+            kl = kl_estimate(log_probs, x["ref_log_probs"], self.kl.estimator)
+            loss = loss + self.kl_coef * (coef * kl).sum()
+            reported["kl/ref"] = kl.detach()
         if entropy is not None:
             entropy = entropy[live]
             if c.entropy_coef > 0:
                 loss = loss - c.entropy_coef * (coef * entropy).sum()
-        with torch.no_grad():
-            log_ratio = log_probs - prox
-            columns_of_metrics = {
-                "policy/ratio": terms.ratio,
-                "policy/clip_frac_high": terms.clipped_high,
-                "policy/clip_frac_low": terms.clipped_low,
-                "policy/dual_clip_frac": terms.dual_clipped,
-                "policy/kl_k1": -log_ratio,
-                "policy/kl_k3": terms.ratio - 1 - log_ratio,
-            }
-            if entropy is not None:
-                columns_of_metrics["policy/entropy"] = entropy
-            count = live.sum().double()
-            metrics = {
-                name: Mean(column.double().sum(), count)
-                for name, column in columns_of_metrics.items()
-            }
-        return LossOutput(loss, metrics)
+            reported["policy/entropy"] = entropy.detach()
+        count = live.sum().double()
+        return LossOutput(loss, {k: Mean(v.double().sum(), count) for k, v in reported.items()})
 
 
 def _require(columns: Mapping[str, Tensor], *names: str) -> list[Tensor]:
@@ -209,6 +207,14 @@ def _require(columns: Mapping[str, Tensor], *names: str) -> list[Tensor]:
     return [columns[name] for name in names]
 
 
-def make_loss_fn(config: LossConfig) -> LossFn:
-    """The loss function that a backend's `train_step` takes."""
-    return PolicyLoss(config)
+def make_loss_fn(
+    config: LossConfig, kl: KlConfig | None = None, kl_coef: float | None = None
+) -> PolicyLoss:
+    """The loss function (a `LossFn`) that a backend's `train_step` takes.
+
+    Raises:
+        UnknownNameError: `config.policy` cannot be found.
+    """
+    kl = kl or KlConfig()
+    policy_loss(config.policy)
+    return PolicyLoss(config, kl, kl.coef if kl_coef is None else kl_coef)

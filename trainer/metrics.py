@@ -1,45 +1,47 @@
-"""Where metrics go: `metrics.jsonl` (one object per optimizer step) and wandb.
+"""The figures of a run as it goes: `metrics.jsonl`, the trackers, and who waits for whom.
 
-Owns the sinks; the console is `display.py`, the end-of-run files are `report.py`.
+    the loop ──with phases("train")──► Phases ─► time/*_s, wait/trainer_starved     ┐
+    producer ──blocked, running──────► Idle   ─► wait/generation_saturated          ├─► record
+    backend, off-policy, pool … ─────────────────────────────────────────────────── ┘     │
+                                     metrics.jsonl, wandb, TensorBoard ◄── MetricsWriter ─┘
+
+Owns the file, which the run reads again at its end, and the clocks. Does not own: the other
+destinations (`trackers.py`), the console (`display.py`), the end-of-run files (`report.py`).
 """
 
 from __future__ import annotations
 
 import math
-import os
 import threading
-from collections.abc import Mapping
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import orjson
 import psutil
-import wandb
 
 from trainer.config import RunConfig
+from trainer.trackers import build_trackers
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl` and mirrors their numbers to wandb; a context manager."""
+    """Appends records to `metrics.jsonl` and mirrors them to the trackers; a context manager.
+
+    Raises:
+        ConfigError: see `build_trackers`.
+    """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
+        _drop_torn_line(self._path)
         self._file = self._path.open("ab")
-        mode = config.logging.wandb
-        if mode == "auto":
-            mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
-        # The setting alone leaves its advertisements.
-        os.environ.setdefault("WANDB_SILENT", "true")
-        self._wandb = wandb.init(
-            project=config.logging.project,
-            name=config.run.name,
-            dir=folder,
-            mode=mode,
-            config=config.model_dump(mode="json"),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        self._step = 0
+        self._trackers = build_trackers(folder, config)
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +53,8 @@ class MetricsWriter:
         trace: TracebackType | None,
     ) -> None:
         self._file.close()
-        self._wandb.finish(exit_code=0 if error is None else 1)
+        for tracker in self._trackers:
+            tracker.close(failed=error is not None)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Non-finite numbers become null: the file stays JSON for every reader."""
@@ -61,14 +64,118 @@ class MetricsWriter:
         }
         self._file.write(orjson.dumps(clean, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
         self._file.flush()
-        self._wandb.log(
-            {k: v for k, v in clean.items() if isinstance(v, int | float)}, step=clean["step"]
-        )
+        self._step = int(record["step"])
+        for tracker in self._trackers:
+            tracker.write(self._step, clean)
+
+    def table(self, name: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+        """A table for the trackers, beside the metrics of the step that was written last."""
+        data = [[row.get(column) for column in columns] for row in rows]
+        if data:
+            for tracker in self._trackers:
+                tracker.table(self._step, name, columns, data)
 
     def read(self) -> list[dict[str, Any]]:
         """Every record of the run, from before a resume too; the last one of a step counts."""
         by_step = {r["step"]: r for r in map(orjson.loads, self._path.read_bytes().splitlines())}
         return [by_step[step] for step in sorted(by_step)]
+
+
+def _drop_torn_line(path: Path) -> None:
+    """What the last life was writing when the machine died."""
+    if path.is_file() and not (content := path.read_bytes()).endswith(b"\n") and content:
+        with path.open("rb+") as file:
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+class Phases:
+    """How long the loop spent in what, since the last `take`. Phases do not nest."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._spent: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time in the block counts as phase `name`, also if the block fails."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._spent[name] += self._now() - began
+
+    def take(self, wall_s: float) -> dict[str, float]:
+        """`time/{phase}_s` of each phase, `time/step_s` = `wall_s`, and `wait/trainer_starved`: the
+        share of it in which the trainer waited for groups (phase `wait`). Begins anew."""
+        spent, self._spent = self._spent, defaultdict(float)
+        share = spent["wait"] / wall_s if wall_s > 0 else 0.0
+        return {
+            **{f"time/{name}_s": seconds for name, seconds in spent.items()},
+            "time/step_s": wall_s,
+            "wait/trainer_starved": min(1.0, share),
+        }
+
+
+class Idle:
+    """The share of generation's capacity that stands idle because admission is refused: what is
+    ready waits for the trainer. An integral over time, moved by events alone.
+
+    With room for 16 groups, admission refused, and 4 whose rollouts still run, 12/16 is idle. While
+    admission is open nothing is: then generation is as fast as it can be.
+    """
+
+    def __init__(self, capacity: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._capacity = capacity
+        self._now = now
+        self._blocked = False
+        self._running = 0
+        self._since = self._began = now()
+        self._total = 0.0
+
+    @contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The block waits for admission."""
+        self._advance()
+        self._blocked = True
+        try:
+            yield
+        finally:
+            self._advance()
+            self._blocked = False
+
+    def running(self, groups: int) -> None:
+        """So many groups have rollouts running now."""
+        self._advance()
+        self._running = groups
+
+    def take(self) -> float:
+        """The mean share since the last call, in [0, 1]; begins anew."""
+        self._advance()
+        wall = self._since - self._began
+        share = self._total / wall if wall > 0 else 0.0
+        self._began, self._total = self._since, 0.0
+        return min(1.0, share)
+
+    def _advance(self) -> None:
+        now = self._now()
+        if self._blocked:
+            idle = max(0.0, 1 - self._running / self._capacity)
+            self._total += idle * (now - self._since)
+        self._since = now
+
+
+def waits(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Who waited for whom over a whole run: shares of its wall time, for the summary."""
+    wall = sum(r["time/step_s"] for r in records)
+
+    def share(key: str) -> float:
+        total = sum((r.get(key) or 0.0) * r["time/step_s"] for r in records)
+        return float(total / wall) if wall > 0 else 0.0
+
+    return {
+        "trainer_starved": share("wait/trainer_starved"),
+        "generation_saturated": share("wait/generation_saturated"),
+    }
 
 
 class MemoryMeter:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from datapool.client import DataPoolClient
@@ -40,8 +41,8 @@ class Reclaimed:
 
     kept: dict[str, Task] = field(default_factory=dict)
     """Their groups are ready in the pool, by prompt_uid."""
-    again: list[Task] = field(default_factory=list)
-    """To be issued again."""
+    again: dict[str, Task] = field(default_factory=dict)
+    """To be issued again; by the prompt_uid that they had."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups dropped here, by reason."""
 
@@ -61,14 +62,13 @@ async def reclaim(
         version: the newest policy version that it knows.
     """
     result = Reclaimed()
-    for lease_id, prompt_uids in trained.items():
-        try:
-            await pool.ack(lease_id)
-        except (UnknownLeaseError, LeaseExpiredError, LeaseClosedError):
-            for prompt_uid in prompt_uids:
-                await _drop(pool, prompt_uid, TRAINED, TRAIN, result)
+    unacked = [
+        uid for lease, uids in trained.items() if not await _ack(pool, lease) for uid in uids
+    ]
     for channel in (TRAIN, VAL):
         await pool.release_leases(channel, "trainer restarted")
+    for prompt_uid in unacked:  # once no lease holds them: a leased group cannot be dropped
+        await _drop(pool, prompt_uid, TRAINED, TRAIN, result)
     async for group in _groups(pool, TRAIN):
         ours = "task" in group.metadata
         uid = group.prompt_uid
@@ -82,8 +82,38 @@ async def reclaim(
             result.kept[uid] = pending[uid]
     async for group in _groups(pool, VAL):
         await _drop(pool, group.prompt_uid, PRODUCER_GONE, VAL, result)
-    result.again = [task for uid, task in pending.items() if uid not in result.kept]
+    result.again = {uid: task for uid, task in pending.items() if uid not in result.kept}
     return result
+
+
+async def settle(pool: DataPoolClient, trained: Mapping[str, Sequence[str]]) -> None:
+    """Ack the leases of a checkpoint. Groups of one that ran out meanwhile are dropped; any that is
+    leased once more by then is acked with that lease."""
+    for lease_id, prompt_uids in trained.items():
+        if not await _ack(pool, lease_id):
+            for prompt_uid in prompt_uids:
+                await _drop(pool, prompt_uid, TRAINED, TRAIN, Reclaimed())
+
+
+async def renew(pool: DataPoolClient, lease_id: str) -> None:
+    """Keep a lease. One that ran out while the pool was down is no loss: the trainer knows what it
+    has trained, and `settle` takes those groups out."""
+    with suppress(UnknownLeaseError, LeaseExpiredError, LeaseClosedError):
+        await pool.renew(lease_id)
+
+
+async def _ack(pool: DataPoolClient, lease_id: str) -> bool:
+    """False: there is no such lease any more."""
+    try:
+        await pool.ack(lease_id)
+    except (UnknownLeaseError, LeaseExpiredError, LeaseClosedError):
+        return False
+    return True
+
+
+async def live_groups(pool: DataPoolClient) -> set[str]:
+    """prompt_uids of the open, ready and leased groups of the train channel."""
+    return {group.prompt_uid async for group in _groups(pool, TRAIN)}
 
 
 async def _groups(pool: DataPoolClient, channel: str) -> AsyncIterator[GroupRow]:

@@ -7,7 +7,6 @@ behind.
 from __future__ import annotations
 
 import asyncio
-import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -16,26 +15,38 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from backends.base import build_backend
+from backends.base import build_backend, loop_backend
+from backends.critic import Critic
 from backends.weights import WeightStore
 from trainer.checkpoint import CheckpointStore
 from trainer.cluster import POOL, WEIGHTS, Cluster, start_cluster
 from trainer.config import RunConfig
 from trainer.data import PromptSource
 from trainer.display import Display
+from trainer.errors import StarvedError
+from trainer.ledger import LEDGER, Ledger
 from trainer.loop import Progress, Trainer
-from trainer.metrics import MemoryMeter, MetricsWriter
+from trainer.metrics import MemoryMeter, MetricsWriter, waits
+from trainer.replay import REPLAY, replay, seed_everything
 from trainer.report import plot_reward, read_summary, write_summary
+from trainer.rewards import build_manager
 from trainer.rollout import Producer, load_agent
+from trainer.sampling import Pace, credit_limit, drops_surplus
 from trainer.scoring import Scorer
+from trainer.validation import COLUMNS, VALIDATION, read_samples, samples_path
 
 CHECKPOINTS = "checkpoints"
+EVALUATION_ATTEMPTS = 3
+"""Evaluations of which not one rollout finished, in a row, that end the run."""
 
 
 async def train(config: RunConfig) -> dict[str, Any]:
     """Train as configured; returns the summary, which is also written to `summary.json`."""
+    seed_everything(config.run.seed)
+    if config.trainer.load_debug_rollout_data is not None:
+        backend = build_backend(config.trainer.backend, config.backend, config.model.path)
+        return await replay(config, backend, build_critic(config))
     folder = config.run.dir
     display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
     if config.run.resume == "never":
@@ -45,9 +56,10 @@ async def train(config: RunConfig) -> dict[str, Any]:
         display.summary(done, folder)
         return done
     load_agent(config.rollout.agent)  # a wrong path costs no start
-    random.seed(config.run.seed)
-    np.random.seed(config.run.seed)
-    torch.manual_seed(config.run.seed)
+    loop_backend(config.trainer.backend)
+    if config.rollout.reward is not None:
+        build_manager(config.rollout.reward)
+    CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)  # nor a wrong checkpoint
     with display, MemoryMeter() as memory:
         display.status("starting Ray, the pool, the engine and the gateway")
         async with start_cluster(config) as cluster:
@@ -56,28 +68,62 @@ async def train(config: RunConfig) -> dict[str, Any]:
                 MetricsWriter(folder, config) as metrics,
                 build_trainer(config, cluster) as trainer,
             ):
-                return await _train(config, trainer, metrics, display, memory)
+                try:
+                    return await _train(config, trainer, metrics, display, memory)
+                finally:
+                    await trainer.memory.take_back()
+                    await trainer.validator.stop()
+                    await trainer.scorer.aclose()
 
 
 @contextmanager
 def build_trainer(config: RunConfig, cluster: Cluster) -> Iterator[Trainer]:
     """A trainer over the running parts of `cluster`; closed on leaving."""
-    source = PromptSource(config.data.train, exclude=PromptSource(config.data.val).prompts())
+    held_out = PromptSource(config.data.val, tokenizer_path=config.model.path).prompts()
+    source = PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
+    folder = config.run.dir / CHECKPOINTS
+    ledger = Ledger(folder / LEDGER)
+    producer = Producer(
+        config.rollout,
+        source,
+        cluster.pool,
+        cluster.workers,
+        ledger,
+        pace=Pace(credit_limit(config)),
+        drops_surplus=drops_surplus(config),
+        n_greedy=int(config.algorithm.advantage.name == "remax"),
+    )
     trainer = Trainer(
         config,
         pool=cluster.pool,
-        producer=Producer(config.rollout, source, cluster.pool, cluster.workers),
+        producer=producer,
         source=source,
         scorer=Scorer(config.rollout.reward, config.model.path),
-        backend=build_backend(config.trainer.backend, config.backend, config.model.path),
+        backend=build_backend(
+            config.trainer.backend,
+            config.backend,
+            config.model.path,
+            **cluster.placement.backend_options(),
+        ),
+        critic=build_critic(config),
         engines=cluster.engines,
         weights=WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
-        checkpoints=CheckpointStore(config.run.dir / CHECKPOINTS, config.trainer.keep_checkpoints),
+        checkpoints=CheckpointStore(
+            folder, config.trainer.keep_checkpoints, config.trainer.keep_best
+        ),
     )
     try:
         yield trainer
     finally:
         trainer.close()
+        ledger.close()
+
+
+def build_critic(config: RunConfig) -> Critic | None:
+    """The value model of `advantage: gae`; None with any other."""
+    if config.algorithm.advantage.name != "gae":
+        return None
+    return Critic(config.algorithm.critic, config.backend, config.model.path)
 
 
 async def _train(
@@ -90,13 +136,28 @@ async def _train(
     if await trainer.resume():
         display.resume_at(trainer.progress.updates)
         display.status(f"resumed at optimizer step {trainer.progress.updates}")
-    tasks = PromptSource(config.data.val).all()
-    total, every = config.trainer.total_steps, config.trainer.eval_every
+    tasks = PromptSource(config.data.val, tokenizer_path=config.model.path).all()
+    total = config.trainer.total_steps
 
-    async def evaluate() -> None:
+    def report() -> None:
+        for e in trainer.validator.finished():
+            display.evaluation(e.step, e.score, e.tool_use)
+            trainer.checkpoints.score(e.weights_step, e.value(config.trainer.eval_metric))
+            table = samples_path(config.run.dir, e.step)
+            metrics.table("val/samples", COLUMNS, read_samples(table, config.trainer.eval_samples))
+
+    async def evaluate(mode: str = "blocking") -> None:
         display.status(f"evaluating on {len(tasks)} prompts")
-        evaluation = await trainer.evaluate(tasks)
-        display.evaluation(evaluation.step, evaluation.score, evaluation.tool_use)
+        begin = trainer.evaluate if mode == "blocking" else trainer.begin_evaluation
+        for remaining in reversed(range(EVALUATION_ATTEMPTS)):
+            try:
+                await begin(tasks)
+                break
+            except StarvedError as e:  # every rollout failed: a part was down
+                if not remaining:
+                    raise
+                display.status(f"evaluating again: {e}")
+        report()
 
     if not trainer.progress.evaluations:
         await evaluate()
@@ -104,11 +165,14 @@ async def _train(
         trainer.producer.running() as generation,
         aclosing(trainer.train(total, generation)) as steps,
     ):
+        if trainer.evaluation_due():  # of a process that was killed meanwhile
+            await evaluate(config.trainer.eval_mode)
         async for record in steps:
             metrics.write(record)
             display.step(record)
-            if every and record["step"] % every == 0 and record["step"] < total:
-                await evaluate()
+            report()
+            if trainer.evaluation_due():
+                await evaluate(config.trainer.eval_mode)
     await evaluate()
 
     memory.sample()
@@ -150,6 +214,7 @@ def summarise(
         "rewards": [r["reward/mean"] for r in records],
         "trajectories_trained": sum(r["trajectories"] for r in records),
         "groups_dropped": records[-1]["pool/dropped"] if records else 0,
+        **waits(records),
         "eval_rollouts_failed": sum(e.failed for e in progress.evaluations),
         "log_prob_gap_max": max(gaps, default=None),
         "peak_memory_gb": peak_bytes / 1e9,
@@ -159,7 +224,7 @@ def summarise(
 
 def _start_over(folder: Path) -> None:
     """Remove what a run writes, and nothing else: `run.dir` may be any folder."""
-    for name in (WEIGHTS, CHECKPOINTS, POOL, "logs", "wandb"):
+    for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, "logs", "wandb", "tensorboard", REPLAY):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", "summary.json", "reward.png"):
         (folder / name).unlink(missing_ok=True)

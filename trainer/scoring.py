@@ -1,67 +1,183 @@
 """The reward stage of the loop: scores what the agents left unscored.
 
-A trajectory whose agent returned None is scored by `rollout.reward`. Without one, or if it fails,
-the trajectory is left out of its group and counted; a missing score is never 0. Does not own: the
-reward functions (`rewards/`), the advantages.
+A trajectory whose agent returned None is scored by `rollout.reward`. Where that gives no score
+after its retries, the trajectory is aborted: left out of its group, logged and counted by reason. A
+missing score is never 0, and a group with fewer than `min_n` scored trajectories is not trained.
+
+Does not own: the reward functions and their calls (`rewards/`), the advantages.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
 from datapool.types import Group, Trajectory
-from trainer.rewards import RewardError, RewardFn, load_reward, score_with
+from trainer.errors import RewardError
+from trainer.rewards import RewardConfig, RewardManager, RewardResult, RewardSample, build_manager
 
 log = logging.getLogger(__name__)
+
+NOT_CONFIGURED = "no rollout.reward configured"
+GROUP_TOO_SMALL = "too few of the group were scored"
+EXTRA = "reward_extra_info"
+"""Key of a trajectory's metadata: what the reward function said beside the score."""
 
 
 class Scorer:
     """Gives every trajectory of a group a reward, or takes it out.
 
     Args:
-        reward: dotted path or file path of the reward function; None if the agents score
-        themselves. tokenizer_path: turns the last response into the text that the function scores.
+        reward: the section, or the name of the reward function; None if the agents score
+        themselves. tokenizer_path: turns responses into the text that the function scores.
+
+    Raises:
+        RewardLoadError: the reward cannot be found or made.
     """
 
-    def __init__(self, reward: str | None, tokenizer_path: Path) -> None:
-        self._reward: RewardFn | None = load_reward(reward) if reward else None
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    def __init__(self, reward: RewardConfig | str | None, tokenizer_path: Path) -> None:
+        config = RewardConfig(function=reward) if isinstance(reward, str) else reward
+        self._config = config
+        self._manager: RewardManager | None = build_manager(config) if config else None
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path) if config else None
+        self._failed_batches = 0
         self.unscored: Counter[str] = Counter()
         """Trajectories left out so far, by cause."""
 
-    async def score(self, groups: Sequence[Group]) -> list[Group]:
-        """`groups` with every trajectory scored; a group with none left is left out."""
-        scored = await asyncio.gather(*(self._score_group(g) for g in groups))
-        return [g for g in scored if g.trajectories]
+    async def score(self, groups: Sequence[Group], min_rollouts: int | None = None) -> list[Group]:
+        """`groups` with every trajectory scored; those that cannot be are left out.
 
-    async def _score_group(self, group: Group) -> Group:
-        if all(t.reward is not None for t in group.trajectories):
-            return group
-        scored = await asyncio.gather(*(self._score_one(group, t) for t in group.trajectories))
-        return replace(group, trajectories=tuple(t for t in scored if t is not None))
+        Args:
+            min_rollouts: a group that loses trajectories here and has fewer left is left out too.
+            None, of an evaluation: every score counts, and the caller sees to the failures.
 
-    async def _score_one(self, group: Group, trajectory: Trajectory) -> Trajectory | None:
-        if trajectory.reward is not None:
-            return trajectory
-        if self._reward is None:
-            self.unscored["no rollout.reward configured"] += 1
-            return None
-        *earlier, last = trajectory.steps
-        text = str(self._tokenizer.decode(last.response_ids, skip_special_tokens=True))
-        task = group.metadata.get("task", {})
-        try:
-            reward = await score_with(
-                self._reward, task.get("data_source", ""), text, task.get("answer"), task
+        Raises:
+            RewardError: nothing of a training batch could be scored, `max_failed_batches` times
+                running.
+        """
+        rewarded = await self._reward(groups)
+        scored: list[Group] = []
+        for group in groups:
+            kept = [rewarded.get(t.trajectory_uid, t) for t in group.trajectories]
+            kept = [t for t in kept if t.reward is not None]
+            wanted = min_rollouts or 1
+            enough = min(wanted, group.n_rollouts or wanted)
+            if len(kept) == len(group.trajectories) or len(kept) >= enough:
+                if kept:
+                    scored.append(replace(group, trajectories=tuple(kept)))
+            elif kept:
+                self.unscored[GROUP_TOO_SMALL] += len(kept)
+        if min_rollouts is not None:
+            self._watch(groups, scored)
+        return scored
+
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """`reward_extra/KEY`: the mean of what reward functions said beside the score, over the
+        trajectories of `groups` that have KEY; `reward/missing`: trajectories left out so far, and
+        the same by cause."""
+        values: dict[str, list[float]] = defaultdict(list)
+        for trajectory in (t for g in groups for t in g.trajectories):
+            for key, value in trajectory.metadata.get(EXTRA, {}).items():
+                if isinstance(value, int | float):  # bool is an int
+                    values[key].append(float(value))
+        metrics = {f"reward_extra/{key}": sum(v) / len(v) for key, v in sorted(values.items())}
+        for cause, n in sorted(self.unscored.items()):
+            metrics[f"reward/missing/{cause}"] = float(n)
+        return metrics | {"reward/missing": float(self.unscored.total())}
+
+    async def aclose(self) -> None:
+        """End the reward's processes and connections."""
+        if self._manager is not None:
+            await self._manager.aclose()
+
+    async def _reward(self, groups: Sequence[Group]) -> dict[str, Trajectory]:
+        """The trajectories that were scored here, by uid."""
+        unscored = [(g, t) for g in groups for t in g.trajectories if t.reward is None]
+        if not unscored:
+            return {}
+        if self._manager is None or self._config is None:
+            self.unscored[NOT_CONFIGURED] += len(unscored)
+            return {}
+        asked = unscored
+        if self._config.manager == "group":  # which sees those that agents have scored as well
+            some = {g.prompt_uid for g, _ in unscored}
+            asked = [(g, t) for g in groups if g.prompt_uid in some for t in g.trajectories]
+        samples = await asyncio.to_thread(self._samples, asked)
+        outcomes = await self._manager.score(samples)
+        rewarded: dict[str, Trajectory] = {}
+        for (_, trajectory), outcome in zip(asked, outcomes, strict=True):
+            if trajectory.reward is not None:
+                continue
+            if isinstance(outcome, RewardError):
+                log.warning("%s is aborted: %s", trajectory.trajectory_uid, outcome)
+                self.unscored[type(outcome).__name__] += 1
+            else:
+                rewarded[trajectory.trajectory_uid] = _rewarded(trajectory, outcome)
+        return rewarded
+
+    def _samples(self, asked: Sequence[tuple[Group, Trajectory]]) -> list[RewardSample]:
+        return [self._sample(group, trajectory) for group, trajectory in asked]
+
+    def _sample(self, group: Group, trajectory: Trajectory) -> RewardSample:
+        """What the function gets. `extra_info` is the task, its metadata beneath (where verl's
+        functions look), and what only the rollout knows."""
+        if self._tokenizer is None:
+            raise RuntimeError("there is no reward function to make samples for")
+        task: Mapping[str, Any] = group.metadata.get("task") or {}
+        responses = [
+            str(self._tokenizer.decode(s.response_ids, skip_special_tokens=True))
+            for s in trajectory.steps
+        ]
+        length = sum(len(s.response_ids) for s in trajectory.steps)
+        return RewardSample(
+            data_source=str(task.get("data_source", "")),
+            solution_str=responses[-1],
+            ground_truth=task.get("answer"),
+            extra_info={
+                **(task.get("metadata") or {}),
+                **task,
+                "trajectory_uid": trajectory.trajectory_uid,
+                "prompt_uid": group.prompt_uid,
+                "responses": responses,
+                "num_turns": len(responses),
+                "response_length": length,
+                "truncated": trajectory.steps[-1].finish_reason == "length",
+                "agent_reward": trajectory.reward,
+            },
+            group=group.prompt_uid,
+            response_length=length,
+        )
+
+    def _watch(self, groups: Sequence[Group], scored: Sequence[Group]) -> None:
+        if not groups:
+            return
+        self._failed_batches = 0 if scored else self._failed_batches + 1
+        limits = RewardConfig.model_fields["max_failed_batches"]
+        limit = self._config.max_failed_batches if self._config else limits.default
+        if self._failed_batches >= limit:
+            causes = ", ".join(f"{n} × {cause}" for cause, n in self.unscored.most_common(3))
+            raise RewardError(
+                f"no trajectory could be scored in {self._failed_batches} batches running "
+                f"(left out so far: {causes}); "
+                + (
+                    "correct rollout.reward or the data's label_key; the log has each cause"
+                    if self._config
+                    else "set rollout.reward, or let the agent return its score"
+                )
             )
-        except RewardError as e:
-            log.warning("%s is left out: %s", trajectory.trajectory_uid, e)
-            self.unscored[type(e).__name__] += 1
-            return None
-        return replace(trajectory, steps=(*earlier, replace(last, reward=reward)))
+
+
+def _rewarded(trajectory: Trajectory, result: RewardResult) -> Trajectory:
+    *earlier, last = trajectory.steps
+    metadata = trajectory.metadata
+    if result.extra:
+        metadata = {**metadata, EXTRA: dict(result.extra)}
+    steps = (*earlier, replace(last, reward=result.score))
+    return replace(trajectory, steps=steps, metadata=metadata)

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import aiohttp
 import orjson
@@ -22,6 +22,8 @@ from backends.errors import (
     EngineTimeoutError,
     EngineUnavailableError,
 )
+
+MemoryTag: TypeAlias = Literal["weights", "kv_cache", "cuda_graph"]
 
 CONTROL_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
@@ -129,14 +131,14 @@ class EngineClient:
             raise EngineUnavailableError(f"{self.url}/generate broke off: {e!r}") from e
 
     async def abort(self, rid: str | None = None) -> None:
-        """Abort the requests whose id starts with `rid`; all if `rid` is None."""
+        """Abort the request `rid`, with it those whose id starts with that; all if it is None."""
         body = {"abort_all": True} if rid is None else {"rid": rid}
         await self._raw("POST", "/abort_request", body)
 
     # -- weights ------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode = "abort") -> None:
-        await self._raw("POST", "/pause_generation", {"mode": mode})
+    async def pause(self, mode: PauseMode = "abort", *, timeout_s: float | None = -1.0) -> None:
+        await self._raw("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s)
 
     async def continue_(self) -> None:
         await self._raw("POST", "/continue_generation", {})
@@ -161,12 +163,131 @@ class EngineClient:
             "flush_cache": flush_cache,
             "abort_all_requests": abort_all_requests,
         }
-        answer = await self._json("POST", "/update_weights_from_disk", body, timeout_s=timeout_s)
-        return UpdateResult(bool(answer["success"]), str(answer["message"]))
+        return await self._update("/update_weights_from_disk", body, timeout_s)
+
+    async def update_weights_from_tensor(
+        self,
+        payloads: Sequence[str],
+        version: int | str,
+        *,
+        flush_cache: bool = True,
+        timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> UpdateResult:
+        """Load serialised named tensors, one payload (base64) per tensor-parallel rank; within a
+        session (`begin_weight_update`).
+
+        Raises:
+            EngineRequestError: the engine could not load them; some may be in force.
+        """
+        body = {
+            "serialized_named_tensors": list(payloads),
+            "weight_version": str(version),
+            "flush_cache": flush_cache,
+        }
+        return await self._update("/update_weights_from_tensor", body, timeout_s)
+
+    async def update_weights_from_distributed(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        version: int | str,
+        *,
+        group_name: str,
+        flush_cache: bool = True,
+        timeout_s: float = LOAD_TIMEOUT_S,
+    ) -> UpdateResult:
+        """Load tensors that rank 0 of a group broadcasts in this order; within a session.
+
+        Raises:
+            EngineRequestError: the engine could not receive or load them; some may be in force.
+        """
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "weight_version": str(version),
+            "flush_cache": flush_cache,
+        }
+        return await self._update("/update_weights_from_distributed", body, timeout_s)
+
+    async def init_weights_update_group(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+    ) -> None:
+        """Join a process group whose rank 0 is the sender; answers when all have joined."""
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        await self._raw("POST", "/init_weights_update_group", body, timeout_s=timeout_s)
+
+    async def destroy_weights_update_group(self, group_name: str) -> None:
+        await self._raw("POST", "/destroy_weights_update_group", {"group_name": group_name})
+
+    async def begin_weight_update(self) -> None:
+        """Open a session, outside which no tensors are taken."""
+        await self._raw("POST", "/begin_weight_update", {})
+
+    async def end_weight_update(self) -> None:
+        await self._raw("POST", "/end_weight_update", {})
+
+    async def load_lora_adapter(self, name: str, path: str) -> dict[str, str]:
+        """Load an adapter that the engine's machine can read; the loaded ones, name -> path."""
+        body = {"lora_name": name, "lora_path": path}
+        answer = await self._json("POST", "/load_lora_adapter", body, timeout_s=LOAD_TIMEOUT_S)
+        return dict(answer["loaded_adapters"] or {})
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """A real SGLang answers when no request uses it any more."""
+        await self._raw("POST", "/unload_lora_adapter", {"lora_name": name})
+
+    async def update_weight_version(self, version: int | str) -> None:
+        """Rename the version in force; requests in flight stay."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._raw("POST", "/update_weight_version", body)
+
+    async def weight_hashes(self) -> list[dict[str, Any]] | None:
+        """`/weights_checker`: per rank `checksums` (parameter -> hash) and `parallelism_info`; None
+        if the engine has no such endpoint."""
+        try:
+            answer = await self._json(
+                "POST", "/weights_checker", {"action": "checksum"}, timeout_s=LOAD_TIMEOUT_S
+            )
+        except EngineRequestError as e:
+            if e.status in (404, 405, 501):
+                return None
+            raise
+        ranks: list[dict[str, Any]] = answer["ranks"]
+        return ranks
 
     async def flush(self) -> None:
         """Drop the prefix cache; refused (EngineRequestError) while requests are in flight."""
         await self._raw("POST", "/flush_cache", {})
+
+    async def release_memory(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Free the memory of `tags` (None: all) of an idle, best a paused engine. A launched SGLang
+        needs `--enable-memory-saver`, and weights come back only with
+        `--enable-weights-cpu-backup`: `engine.release_memory` sets both."""
+        body = {} if tags is None else {"tags": list(tags)}
+        await self._raw("POST", "/release_memory_occupation", body, timeout_s=LOAD_TIMEOUT_S)
+
+    async def resume_memory(self, tags: Sequence[MemoryTag] | None = None) -> None:
+        """Take memory back that was released. SGLang 0.5.23 dies of a tag that was not."""
+        body = {} if tags is None else {"tags": list(tags)}
+        await self._raw("POST", "/resume_memory_occupation", body, timeout_s=LOAD_TIMEOUT_S)
 
     async def weight_version(self) -> int:
         return version_number((await self.model_info())["weight_version"])
@@ -213,6 +334,10 @@ class EngineClient:
 
     # -- transport ----------------------------------------------------------------------------
 
+    async def _update(self, path: str, body: Mapping[str, Any], timeout_s: float) -> UpdateResult:
+        answer = await self._json("POST", path, body, timeout_s=timeout_s)
+        return UpdateResult(bool(answer["success"]), str(answer["message"]))
+
     def _http(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             self._session = aiohttp.ClientSession(
@@ -243,7 +368,8 @@ class EngineClient:
             raise EngineTimeoutError(f"{self.url}{path} did not answer within {limit:g} s") from e
         except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as e:
             raise EngineUnavailableError(
-                f"no engine answers at {self.url}{path} ({e!r}); is it running, is the url right?"
+                f"no engine answers at {self.url}{path} ({e!r}); is it running, is the url right?",
+                refused=isinstance(getattr(e, "os_error", None), ConnectionRefusedError),
             ) from e
 
     async def _raise_for_status(self, response: aiohttp.ClientResponse, path: str) -> None:

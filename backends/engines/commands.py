@@ -1,13 +1,24 @@
-"""Command lines of the engines. Pure; one builder per kind, looked up in `COMMANDS`."""
+"""What is run for an engine: one builder per kind, registered in `backends/registry.py`.
+
+    command_line(config, Launch(port=31000, model_path="/run/weights/v7", …))
+    -> CommandLine(["python", "-m", "backends.engines.embedded", …], {"PYTHONPATH": …})
+
+A builder is pure but for looking around on its machine (is SGLang installed, is there a GPU) and
+raises `EngineStartError` with the remedy if what it needs is not there. Does not own running it:
+`supervisor.py`. The real SGLang's is in `sglang.py`.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
 
 from backends.config import EngineConfig
+from backends.errors import BackendConfigError, BackendError
+from backends.registry import ENGINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +28,26 @@ class Launch:
     port: int
     model_path: str
     weight_version: str = "0"
+    extra_args: tuple[str, ...] = ()
+    """Of this process alone, e.g. `--node-rank 1`; before the configuration's own."""
 
 
-def _common(module: str, config: EngineConfig, launch: Launch) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """A process to start."""
+
+    argv: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Set over the supervisor's environment; `PYTHONPATH` is put before the one found there."""
+
+
+Builder: TypeAlias = Callable[[EngineConfig, Launch], CommandLine]
+
+
+def common_flags(config: EngineConfig, launch: Launch) -> list[str]:
+    """What the embedded engine and SGLang's `launch_server` both understand."""
     tokenizer = config.tokenizer_path or config.model_path
-    argv = [config.python or sys.executable, "-m", module]
-    argv += ["--model-path", launch.model_path, "--tokenizer-path", str(tokenizer)]
+    argv = ["--model-path", launch.model_path, "--tokenizer-path", str(tokenizer)]
     argv += ["--host", config.host, "--port", str(launch.port)]
     argv += ["--weight-version", launch.weight_version]
     argv += ["--max-running-requests", str(config.max_running_requests), "--dtype", config.dtype]
@@ -36,19 +61,37 @@ def _common(module: str, config: EngineConfig, launch: Launch) -> list[str]:
     return argv
 
 
-def embedded_argv(config: EngineConfig, launch: Launch) -> list[str]:
-    argv = _common("backends.engines.embedded", config, launch)
+def embedded(config: EngineConfig, launch: Launch) -> CommandLine:
+    """Stepwell's own server over transformers, for a machine without GPUs."""
+    argv = [config.python or sys.executable, "-m", "backends.engines.embedded"]
+    argv += common_flags(config, launch)
     argv += ["--threads", str(config.threads), "--seed", str(config.seed)]
-    return [*argv, *config.extra_args]
+    package_root = Path(__file__).resolve().parents[2]
+    return CommandLine(
+        [*argv, *launch.extra_args, *config.extra_args], {"PYTHONPATH": str(package_root)}
+    )
 
 
-def sglang_argv(config: EngineConfig, launch: Launch) -> list[str]:
-    """SGLang 0.5's `launch_server`. CPU-only or GPU flags come from `extra_args`."""
-    argv = _common("sglang.launch_server", config, launch)
-    argv += ["--random-seed", str(config.seed)]
-    return [*argv, *config.extra_args]
+def command_line(config: EngineConfig, launch: Launch) -> CommandLine:
+    """What `config.kind` makes of it, built in or a plug-in's.
 
-
-COMMANDS: Mapping[str, Callable[[EngineConfig, Launch], list[str]]] = MappingProxyType(
-    {"embedded": embedded_argv, "sglang": sglang_argv}
-)
+    Raises:
+        EngineStartError: what it needs is not there.
+        BackendConfigError: there is no such kind here, or its builder fails.
+    """
+    builder = ENGINES.load(config.kind)
+    try:
+        line = builder(config, launch)
+    except BackendError:
+        raise
+    except Exception as e:  # a plug-in's code
+        raise BackendConfigError(
+            f"engine.kind is {config.kind!r}, whose builder failed: {type(e).__name__}: {e}; "
+            "`stepwell backends` names its package"
+        ) from e
+    if not isinstance(line, CommandLine):
+        raise BackendConfigError(
+            f"engine.kind is {config.kind!r}, whose builder returned {line!r:.80}; it should "
+            "return a CommandLine"
+        )
+    return line

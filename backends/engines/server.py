@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from backends.config import EngineConfig
+from backends.engines.addresses import node_ip
 from backends.engines.client import EngineClient
 from backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
 from backends.errors import EngineStartError
@@ -45,7 +46,10 @@ class EngineServer:
             EngineStartError: it did not come up in time; the message says why.
         """
         if self._supervisor is not None:
-            return [await asyncio.to_thread(self._supervisor.start)]
+            url = await asyncio.to_thread(self._supervisor.start)
+            if self._config.host == "0.0.0.0":  # others may be on other nodes
+                url = f"http://{node_ip()}:{self._supervisor.port}"
+            return [url]
         await asyncio.gather(*(self._await_health(url) for url in self._config.urls))
         return list(self._config.urls)
 

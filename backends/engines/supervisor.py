@@ -1,13 +1,15 @@
 """Runs one engine process and keeps it running, at the current weights.
 
-    starting ──healthy──► up ──dies──► restarting ──healthy, at current.json──► up
+    starting ──healthy──► up ──dies──► restarting ──healthy, at current.json, lock held──► up
        │                   │               └──more than max_restarts in a row──► failed
        └─dies, too slow──► failed          stop() ──► stopped, from any state
 
 One thread starts the process, waits for its end and restarts it, so the fork's thread lives as
 long as the engine may: when the supervisor's process dies, by whatever cause, so does the engine
-(`die_with_parent.py`). A restart reads the committed version (`backends/weights.py`), before launch
-and again when healthy: a publication may have committed meanwhile.
+(`die_with_parent.py`). A restart reads the committed version (`backends/weights/store.py`), before
+launch and again when healthy, then under the store's lock: a publication may have committed
+meanwhile, or be about to. Until then it is paused: it serves nothing that was replaced. The
+embedded engine starts paused; another is paused as soon as it is healthy.
 
 Synchronous, no Ray; `server.py` is the Ray actor around it. Does not publish weights or route
 requests.
@@ -16,7 +18,6 @@ requests.
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import logging
 import os
@@ -32,9 +33,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backends.config import EngineConfig
-from backends.engines.commands import COMMANDS, Launch
+from backends.engines.commands import Launch, command_line
 from backends.errors import EngineStartError
-from backends.weights import Published, read_current
+from backends.weights import Published, StoreLock, read_current
+from backends.weights.transports import ADAPTER_NAME
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ PROBE_INTERVAL_S = 0.05
 HEALTHY_FOR_S = 60.0
 """After this long up, earlier crashes no longer count against `max_restarts`."""
 _WRAPPER = Path(__file__).with_name("die_with_parent.py")
+LOCK_RETRY_S = 0.01
+_CONTROL_TIMEOUT_S = 60.0
 _LOAD_TIMEOUT_S = 600.0
 
 
@@ -59,8 +63,8 @@ class Supervisor:
     ) -> None:
         """`weights_dir`: the `WeightStore` whose committed version a restart serves; None always
         serves `config.model_path` as version 0."""
-        if config.kind not in COMMANDS:
-            raise ValueError(f"engine.kind is {config.kind!r}; only {', '.join(COMMANDS)} launch")
+        if config.kind == "attach":
+            raise ValueError("engine.kind is 'attach'; there is nothing to launch")
         self.config = config
         self.log_file = Path(log_dir).absolute() / "engine.log"
         self.state: State = "new"
@@ -133,12 +137,6 @@ class Supervisor:
                 f"engine.model_path is '{config.model_path}', which has no config.json; "
                 "point it at a Hugging Face model directory"
             )
-        needs_sglang = config.kind == "sglang" and config.python is None
-        if needs_sglang and importlib.util.find_spec("sglang") is None:
-            raise EngineStartError(
-                "engine.kind is 'sglang', but the package sglang is not installed here; "
-                "pip install 'stepwell[sglang]', or set engine.python to an interpreter that has it"
-            )
         if config.port and _in_use(config.host, config.port):
             raise EngineStartError(
                 f"engine.port is {config.port}, but something already listens on "
@@ -164,9 +162,9 @@ class Supervisor:
                 else:
                     if self._stop.is_set():
                         break
-                    self._catch_up()
-                    self.state = "up"
-                    self._settled.set()
+                    if self._catch_up():
+                        self.state = "up"
+                        self._settled.set()
                     self._await_end()
                 if not self._stop.is_set():
                     self._note_crash(time.monotonic() - started)
@@ -187,17 +185,19 @@ class Supervisor:
         if not self.config.port and not self.port:
             self.port = _free_port(self.config.host)
         current = self._committed()
-        launch = Launch(self.port, current.path, str(current.version))
-        argv = COMMANDS[self.config.kind](self.config, launch)
-        threads = str(self.config.threads)
+        launch = self._fenced_launch(current)
+        line = command_line(self.config, launch)
+        argv, threads = line.argv, str(self.config.threads)
         env = {
             **os.environ,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            # The engine's modules must be importable wherever this process was started.
-            "PYTHONPATH": os.pathsep.join([str(_package_root()), os.environ.get("PYTHONPATH", "")]),
+            **line.env,
             **self.config.env,
         }
+        if "PYTHONPATH" in line.env:  # none of the three replaces another
+            paths = [source.get("PYTHONPATH") for source in (line.env, self.config.env, os.environ)]
+            env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self._lock, self.log_file.open("ab") as out:
             if self._stop.is_set():
@@ -214,6 +214,17 @@ class Supervisor:
                 start_new_session=True,
             )
             self.pid = self._process.pid
+
+    def _fenced_launch(self, current: Published) -> Launch:
+        """At what is committed now, and where an engine can, paused: `_catch_up` continues it."""
+        extra: tuple[str, ...] = ()
+        model = current.path
+        if self._weights_dir is not None and self._starts_paused:
+            extra = ("--start-paused",)
+        if current.adapter:
+            model = str(self.config.model_path)
+            extra += ("--lora-paths", f"{ADAPTER_NAME}={current.path}")
+        return Launch(self.port, model, str(current.version), extra)
 
     def _wait_healthy(self, deadline: float) -> None:
         while not self._stop.is_set():
@@ -232,18 +243,60 @@ class Supervisor:
                 )
             self._stop.wait(PROBE_INTERVAL_S)
 
-    def _catch_up(self) -> None:
-        """Load what was committed between launch and health."""
-        while True:
-            current = self._committed()
-            answer = _get(f"{self.url}/model_info", timeout=30.0)
-            if answer is None:  # it died again; `_await_end` sees it
-                return
-            if str(json.loads(answer)["weight_version"]) in _names(current.version):
-                return
-            body = {"model_path": current.path, "weight_version": str(current.version)}
-            if _post(f"{self.url}/update_weights_from_disk", body, _LOAD_TIMEOUT_S) is None:
-                raise self._failed(f"could not load the committed version {current.version}")
+    def _catch_up(self) -> bool:
+        """Bring a process that serves nothing yet to the committed version, and let it serve: not
+        while a publication is under way, which would commit without it. False: it ended."""
+        if self._weights_dir is None:
+            return True
+        if not self._starts_paused:
+            _post(f"{self.url}/pause_generation", {"mode": "retract"}, _CONTROL_TIMEOUT_S)
+        lock = StoreLock(self._weights_dir)
+        while not self._stop.is_set() and self._is_running():
+            with lock.tried() as mine:
+                if mine:
+                    return self._admit()
+            self._stop.wait(LOCK_RETRY_S)
+        return False
+
+    def _admit(self) -> bool:
+        current = self._committed()
+        answer = _get(f"{self.url}/model_info", timeout=30.0)
+        if answer is None:  # it died again, or is a later node of a server: only the first answers
+            return self._is_running()
+        served = str(json.loads(answer)["weight_version"])
+        if served not in _names(current.version) and not self._load(current):
+            log.error("%s could not load version %d; it is restarted", self.url, current.version)
+            self._signal_kill()
+            return False
+        _post(f"{self.url}/continue_generation", {}, _CONTROL_TIMEOUT_S)
+        return self._is_running()
+
+    def _is_running(self) -> bool:
+        process = self._process
+        return process is not None and process.poll() is None
+
+    def _load(self, current: Published) -> bool:
+        version = {"new_version": str(current.version), "abort_all_requests": False}
+        steps: list[tuple[str, dict[str, Any]]] = [
+            (
+                "update_weights_from_disk",
+                {"model_path": current.path, "weight_version": str(current.version)},
+            )
+        ]
+        if current.adapter:
+            adapter = {"lora_name": ADAPTER_NAME}
+            _post(f"{self.url}/unload_lora_adapter", adapter, _LOAD_TIMEOUT_S)
+            steps = [
+                ("load_lora_adapter", {**adapter, "lora_path": current.path}),
+                ("update_weight_version", version),
+            ]
+        return all(
+            _post(f"{self.url}/{path}", body, _LOAD_TIMEOUT_S) is not None for path, body in steps
+        )
+
+    @property
+    def _starts_paused(self) -> bool:
+        return self.config.kind == "embedded"
 
     def _port_was_taken(self) -> bool:
         """Somebody else took the free port between its choice and the launch: choose again."""
@@ -284,6 +337,11 @@ class Supervisor:
             return f"(unreadable: {e})"
         return "\n".join(lines[-LOG_TAIL_LINES:])
 
+    def _signal_kill(self) -> None:
+        process = self._process
+        if process is not None:
+            _signal_group(process, signal.SIGKILL)
+
     def _kill(self) -> None:
         process, self._process = self._process, None
         self.pid = None
@@ -294,10 +352,6 @@ class Supervisor:
 
 def _names(version: int) -> tuple[str, ...]:
     return (str(version), "default") if version == 0 else (str(version),)
-
-
-def _package_root() -> Path:
-    return Path(__file__).resolve().parents[2]
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -341,7 +395,7 @@ def _get(url: str, timeout: float) -> bytes | None:
         return None
 
 
-def _post(url: str, body: dict[str, str], timeout: float) -> bytes | None:
+def _post(url: str, body: dict[str, Any], timeout: float) -> bytes | None:
     request = urllib.request.Request(
         url, data=json.dumps(body).encode(), headers={"content-type": "application/json"}
     )

@@ -33,7 +33,7 @@ from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
 from gateway.errors import ContextLengthError, GatewayError, RequestError
 from gateway.messages import Message, Tool
 from gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
-from gateway.web import field, number
+from gateway.web import field, number, top_p
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
@@ -437,7 +437,7 @@ def parse(body: Mapping[str, Any]) -> Parsed:
         template_args=template_args,
         max_tokens=number(body, "max_tokens", 1, 2**31 - 1, integral=True),
         temperature=number(body, "temperature", 0, 2),
-        top_p=_top_p(body),
+        top_p=top_p(body),
         top_k=number(body, "top_k", 0, 2**31 - 1, integral=True) or None,
         stop=_stop_sequences(body),
         constraint=_constraint(body, ignored),
@@ -470,13 +470,6 @@ def _check_fields(body: Mapping[str, Any]) -> list[str]:
             f"{name} is {value!r:.80}, which this gateway does not support; {remedy}", name
         )
     return ignored
-
-
-def _top_p(body: Mapping[str, Any]) -> float | None:
-    top_p: float | None = number(body, "top_p", 0, 1)
-    if top_p == 0:
-        raise RequestError("top_p is 0; send a number in (0, 1]", "top_p")
-    return top_p
 
 
 def _stop_sequences(body: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ calls, prompts, tool-call parsing.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ from gateway.calls import ChatRequest, Reply, SampledToken
 from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
 from gateway.errors import GatewayError, RequestError
 from gateway.messages import Message, Tool
-from gateway.parsing import ReasoningDelta, ToolCall
+from gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
 from gateway.tokenization import ChatTokenizer
-from gateway.web import error_body, field, number
+from gateway.web import error_body, field, number, top_p
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
@@ -156,7 +156,7 @@ class OpenAIChat:
             "usage": usage(replies),
         }
 
-    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """`ChatCompletionChunk`s and `[DONE]`."""
         options: Options = exchange.parsed.options
         head = {
@@ -165,49 +165,27 @@ class OpenAIChat:
             "created": exchange.created,
             "model": exchange.model,
         }
-        no_usage = {"usage": None} if options.include_usage else {}
         new_tokens = NewTokens(exchange)
-
-        def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-            entries = None
-            # Not beside the role: the SDK's accumulator would count them twice.
-            if options.logprobs and "role" not in delta and (tokens := new_tokens.of(index)):
-                entries = logprobs(tokens, exchange.tokenizer)
-            choice = {
-                "index": index,
-                "delta": delta,
-                "logprobs": entries,
-                "finish_reason": finish_reason,
-            }
-            return sse({**head, "choices": [choice], **no_usage})
-
-        replies: dict[int, Reply] = {}
         n_calls = [0] * exchange.parsed.n
-        for i in range(exchange.parsed.n):
-            yield chunk(i, {"role": "assistant", "content": ""})
-        try:
-            async for event in exchange.events():
-                if event is None:
-                    yield KEEP_ALIVE
-                    continue
-                i, item = event
-                if isinstance(item, Reply):
-                    replies[i] = item
-                    yield chunk(i, {}, item.finish_reason)
-                elif isinstance(item, ToolCall):
-                    yield chunk(i, {"tool_calls": [{"index": n_calls[i], **_call(item)}]})
-                    n_calls[i] += 1
-                elif isinstance(item, ReasoningDelta):
-                    yield chunk(i, {"reasoning_content": item.text})
-                else:
-                    yield chunk(i, {"content": item.text})
-        except GatewayError as e:
-            yield sse(self.error(e))
-            return
-        if options.include_usage:
-            yield sse({**head, "choices": [], "usage": usage([*replies.values()])})
-        yield b"data: [DONE]\n\n"
-        exchange.delivered()
+
+        def choice(index: int, item: Delta | Reply) -> dict[str, Any]:
+            delta: dict[str, Any] = {}
+            if isinstance(item, ToolCall):
+                delta = {"tool_calls": [{"index": n_calls[index], **item.entry()}]}
+                n_calls[index] += 1
+            elif isinstance(item, ReasoningDelta):
+                delta = {"reasoning_content": item.text}
+            elif isinstance(item, ContentDelta):
+                delta = {"content": item.text}
+            entries = None
+            if options.logprobs and (tokens := new_tokens.of(index)):
+                entries = logprobs(tokens, exchange.tokenizer)
+            finish_reason = item.finish_reason if isinstance(item, Reply) else None
+            return _delta(index, delta, entries, finish_reason)
+
+        # Log-probs not beside the role: the SDK's accumulator would count them twice.
+        roles = [_delta(i, {"role": "assistant", "content": ""}) for i in range(exchange.parsed.n)]
+        return completion_frames(exchange, head, choice, self.error, roles)
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """OpenAI's error object."""
@@ -255,7 +233,7 @@ def sampling_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `ChatRequest` that are fields of all of OpenAI's completions."""
     return {
         "temperature": number(body, "temperature", 0, 2),
-        "top_p": _top_p(body),
+        "top_p": top_p(body),
         "top_k": number(body, "top_k", -1, 2**31 - 1, integral=True),
         "min_p": number(body, "min_p", 0, 1),
         "stop": _stop(body),
@@ -282,6 +260,38 @@ def options(body: Mapping[str, Any], want_logprobs: bool, ignored: Iterable[str]
     )
 
 
+async def completion_frames(
+    exchange: Exchange,
+    head: Mapping[str, Any],
+    choice: Callable[[int, Delta | Reply], dict[str, Any]],
+    error: Callable[[GatewayError], dict[str, Any]],
+    first: Iterable[dict[str, Any]] = (),
+) -> AsyncIterator[bytes]:
+    """`head` around each choice of `first` and of every event, then the usage if it was asked for,
+    and `[DONE]`."""
+    options: Options = exchange.parsed.options
+    no_usage = {"usage": None} if options.include_usage else {}
+    replies: dict[int, Reply] = {}
+    for opening in first:
+        yield sse({**head, "choices": [opening], **no_usage})
+    try:
+        async for event in exchange.events():
+            if event is None:
+                yield KEEP_ALIVE
+                continue
+            i, item = event
+            if isinstance(item, Reply):
+                replies[i] = item
+            yield sse({**head, "choices": [choice(i, item)], **no_usage})
+    except GatewayError as e:
+        yield sse(error(e))
+        return
+    if options.include_usage:
+        yield sse({**head, "choices": [], "usage": usage([*replies.values()])})
+    yield b"data: [DONE]\n\n"
+    exchange.delivered()
+
+
 class NewTokens:
     """The sampled tokens that a stream has not shown yet, for each sample."""
 
@@ -304,7 +314,7 @@ def _choice(index: int, reply: Reply, entries: dict[str, Any] | None) -> dict[st
     if reply.text.reasoning:
         message["reasoning_content"] = reply.text.reasoning
     if reply.text.tool_calls:
-        message["tool_calls"] = [_call(c) for c in reply.text.tool_calls]
+        message["tool_calls"] = [c.entry() for c in reply.text.tool_calls]
         if not reply.text.content.strip():
             message["content"] = None
     return {
@@ -315,12 +325,13 @@ def _choice(index: int, reply: Reply, entries: dict[str, Any] | None) -> dict[st
     }
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+def _delta(
+    index: int,
+    delta: dict[str, Any],
+    entries: dict[str, Any] | None = None,
+    finish_reason: str | None = None,
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": entries, "finish_reason": finish_reason}
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -418,13 +429,6 @@ def _effort(body: Mapping[str, Any], chat_template: str, ignored: list[str]) -> 
         return {"enable_thinking": False}
     ignored.append(f"reasoning_effort={effort}")
     return {}
-
-
-def _top_p(body: Mapping[str, Any]) -> float | None:
-    top_p: float | None = number(body, "top_p", 0, 1)
-    if top_p == 0:
-        raise RequestError("top_p is 0; send a number in (0, 1]", "top_p")
-    return top_p
 
 
 def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:

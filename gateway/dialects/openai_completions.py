@@ -21,20 +21,21 @@ from starlette.datastructures import Headers
 
 from datapool.types import TokenIds
 from gateway.calls import ChatRequest, Reply, SampledToken
-from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
+from gateway.dialects.base import Parsed
 from gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
     MAX_TOP_LOGPROBS,
     NEUTRAL,
     NewTokens,
     Options,
+    completion_frames,
     options,
     refuse_unsupported,
     sampling_fields,
     usage,
 )
 from gateway.errors import ContextLengthError, GatewayError, RequestError
-from gateway.parsing import ContentDelta
+from gateway.parsing import ContentDelta, Delta
 from gateway.tokenization import ChatTokenizer
 from gateway.web import error_body, number
 
@@ -101,36 +102,17 @@ class OpenAICompletions:
             choices.append(_choice(i, reply.text.content, entries, reply.generation.finish_reason))
         return {**_head(exchange), "choices": choices, "usage": usage(replies)}
 
-    async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
+    def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """`Completion`s with what is new, and `[DONE]`."""
-        shape: Options = exchange.parsed.options
-        head = _head(exchange)
-        no_usage = {"usage": None} if shape.include_usage else {}
         new_tokens = NewTokens(exchange)
         shown = [_Logprobs(exchange) for _ in range(exchange.parsed.n)]
-        replies: dict[int, Reply] = {}
-        try:
-            async for event in exchange.events():
-                if event is None:
-                    yield KEEP_ALIVE
-                    continue
-                i, item = event
-                text, finish_reason = "", None
-                if isinstance(item, Reply):
-                    replies[i] = item
-                    finish_reason = item.generation.finish_reason
-                elif isinstance(item, ContentDelta):
-                    text = item.text
-                entries = shown[i].of(new_tokens.of(i))
-                choice = _choice(i, text, entries, finish_reason)
-                yield sse({**head, "choices": [choice], **no_usage})
-        except GatewayError as e:
-            yield sse(self.error(e))
-            return
-        if shape.include_usage:
-            yield sse({**head, "choices": [], "usage": usage([*replies.values()])})
-        yield b"data: [DONE]\n\n"
-        exchange.delivered()
+
+        def choice(index: int, item: Delta | Reply) -> dict[str, Any]:
+            text = item.text if isinstance(item, ContentDelta) else ""
+            finish_reason = item.generation.finish_reason if isinstance(item, Reply) else None
+            return _choice(index, text, shown[index].of(new_tokens.of(index)), finish_reason)
+
+        return completion_frames(exchange, _head(exchange), choice, self.error)
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """OpenAI's error object; the conversation is called `prompt` here."""

@@ -39,7 +39,7 @@ from gateway.errors import (
     UnknownItemError,
 )
 from gateway.messages import Message, Tool
-from gateway.web import error_body, field, number
+from gateway.web import error_body, field, number, top_p
 
 if TYPE_CHECKING:
     from gateway.exchange import Exchange
@@ -166,7 +166,7 @@ class OpenAIResponses:
             template_args=template_args,
             max_tokens=number(body, "max_output_tokens", 1, 2**31 - 1, integral=True),
             temperature=number(body, "temperature", 0, 2),
-            top_p=_top_p(body),
+            top_p=top_p(body),
             n_logprobs=n_logprobs,
             constraint=constraint,
             constraint_field="text.format",
@@ -486,13 +486,6 @@ def _allowed(choice: Mapping[str, Any], toolbox: Toolbox) -> tuple[list[Tool], s
 
 def _parallel(body: Mapping[str, Any]) -> bool:
     return field(body, "parallel_tool_calls", bool, "true or false") is not False
-
-
-def _top_p(body: Mapping[str, Any]) -> float | None:
-    top_p: float | None = number(body, "top_p", 0, 1)
-    if top_p == 0:
-        raise RequestError("top_p is 0; send a number in (0, 1]", "top_p")
-    return top_p
 
 
 def _metadata(body: Mapping[str, Any]) -> dict[str, str]:

@@ -23,8 +23,6 @@ from backends.base import (
     LossOutput,
     TokenBatch,
     TrainingBackend,
-    backend_class,
-    build_backend,
 )
 from backends.errors import (
     BackendConfigError,
@@ -36,25 +34,19 @@ from backends.rows import build_rows, micro_batches
 from backends.torch_backend import TorchBackend, TorchBatch
 from backends.torch_config import TorchBackendConfig
 from datapool.types import Step
+from tests.backends.models import (
+    SMALL,
+    SMALL_GPT2,
+    VOCAB,
+    plain_forward,
+    qwen3,
+    save_model,
+    step,
+)
 from trainer.loss_config import LossConfig
 from trainer.losses import coefficients, make_loss_fn
 
-VOCAB = 40
-QWEN3 = Qwen3Config(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    tie_word_embeddings=True,
-    initializer_range=0.2,
-    eos_token_id=1,
-    pad_token_id=0,
-    bos_token_id=None,
-)
+QWEN3 = qwen3(max_position_embeddings=256, pad_token_id=0, bos_token_id=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -64,9 +56,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(QWEN3).save_pretrained(path)
+    path = save_model(QWEN3, tmp_path_factory.mktemp("model"))
     (path / "tokenizer_config.json").write_text("{}")
     (path / "chat_template.jinja").write_text("{{ messages }}")
     return path
@@ -76,25 +66,6 @@ def backend(model_path: Path, **options: Any) -> TorchBackend:
     return TorchBackend(
         TorchBackendConfig.model_validate({"max_grad_norm": 1e9, "device": "cpu"} | options),
         model_path,
-    )
-
-
-def step(
-    prompt: Sequence[int],
-    response: Sequence[int],
-    uid: str = "t",
-    index: int = 0,
-    temperature: float = 1.0,
-    **fields: Any,
-) -> Step:
-    return Step(
-        prompt_ids=list(prompt),
-        response_ids=list(response),
-        trajectory_uid=uid,
-        prompt_uid="p",
-        step_index=index,
-        metadata={"sampling_params": {"temperature": temperature}},
-        **fields,
     )
 
 
@@ -136,19 +107,6 @@ def gradients(trained: TorchBackend) -> list[Tensor]:
     return [state[i]["exp_avg"] / 0.1 for i in sorted(state)]
 
 
-def plain_forward(model: Any, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
-    """log π and entropy of each response token, one step at a time, all logits."""
-    log_probs, entropies = [], []
-    for s in steps:
-        ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids]).astype(np.int64))
-        p = len(s.prompt_ids)
-        logits = model(input_ids=ids[None]).logits[0, p - 1 : -1] / s.temperature
-        distribution = torch.distributions.Categorical(logits=logits)
-        log_probs.append(distribution.log_prob(ids[p:]))
-        entropies.append(distribution.entropy())
-    return torch.cat(log_probs), torch.cat(entropies)
-
-
 @functools.cache
 def reference_model(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -171,30 +129,6 @@ def test_a_plug_in_needs_convert_and_nothing_else() -> None:
     with pytest.raises(UnsupportedByBackendError, match=r"save_weights\(\)"):
         mine.save_weights("x")
     mine.close()
-
-
-def test_a_backend_is_built_by_name_or_dotted_path(model_path: Path) -> None:
-    assert backend_class("torch") is TorchBackend
-    assert backend_class("backends.torch_backend:TorchBackend") is TorchBackend
-    assert backend_class("backends.torch_backend.TorchBackend") is TorchBackend
-    built = build_backend("torch", TorchBackendConfig(device="cpu"), model_path)
-    assert isinstance(built, TorchBackend)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("trch", "backend is 'trch'; choose torch or give a dotted path"),
-        ("no.such:Thing", "'no.such:Thing', which cannot be imported"),
-        ("backends.base:Nothing", "cannot be imported"),
-        ("backends.base:TokenBatch", "is no TrainingBackend"),
-    ],
-)
-def test_an_unknown_backend_is_refused_in_one_line(name: str, reason: str) -> None:
-    with pytest.raises(BackendConfigError, match=reason) as e:
-        backend_class(name)
-    assert "\n" not in str(e.value)
-    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
 
 
 # --- columns and rows
@@ -373,19 +307,10 @@ def test_indices_outside_the_batch_are_refused(model_path: Path, indices: list[i
     ("config", "options"),
     [
         (
-            Gemma2Config(
-                vocab_size=VOCAB,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=8,
-                final_logit_softcapping=0.5,
-            ),
+            Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.5),
             {"attention": "eager"},
         ),
-        (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256), {}),
+        (GPT2Config(**SMALL_GPT2, vocab_size=VOCAB), {}),
     ],
     ids=["gemma2-soft-cap", "gpt2-absolute-positions"],
 )
@@ -612,7 +537,7 @@ def test_a_missing_gpu_is_named(model_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "bad", [{"lr": 0.0}, {"rows": "tree"}, {"learning_rate": 1e-3}, {"micro_batch_tokens": 0}]
+    "bad", [{"lr": 0.0}, {"rows": "trie"}, {"learning_rate": 1e-3}, {"micro_batch_tokens": 0}]
 )
 def test_a_config_out_of_bounds_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

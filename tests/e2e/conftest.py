@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import sys
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,6 +15,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from backends.config import EngineConfig
+from backends.engines.supervisor import Supervisor
 from trainer.config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -92,29 +93,14 @@ class EngineRecorder:
 
 @asynccontextmanager
 async def engine(log_dir: Path) -> AsyncIterator[str]:
-    """The embedded engine on a free port, as a process of its own; yields its url."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with (log_dir / "engine.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "backends.engines.embedded"),
-            *("--model-path", "examples/quickstart/model", "--port", str(port)),
-            stdout=log,
-            stderr=log,
-        )
-    url = f"http://127.0.0.1:{port}"
+    """The embedded engine on a free port, as a process of its own; yields its url. With
+    `STEPWELL_TEST_ENGINES=sglang` a real SGLang."""
+    config = EngineConfig(
+        kind=os.environ.get("STEPWELL_TEST_ENGINES", "embedded"),
+        model_path=ROOT / "examples" / "quickstart" / "model",
+    )
+    supervisor = Supervisor(config, log_dir)
     try:
-        async with aiohttp.ClientSession() as session:
-            for _ in range(600):
-                assert process.returncode is None, (log_dir / "engine.log").read_text()
-                try:
-                    async with session.get(f"{url}/health") as reply:
-                        if reply.status == 200:
-                            break
-                except aiohttp.ClientConnectionError:
-                    await asyncio.sleep(0.1)
-        yield url
+        yield await asyncio.to_thread(supervisor.start)
     finally:
-        process.terminate()
-        await process.wait()
+        await asyncio.to_thread(supervisor.stop)

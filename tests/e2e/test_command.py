@@ -11,11 +11,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import ROOT, SMALL
+from trainer.ledger import LEDGER, audit
 
 pytestmark = pytest.mark.e2e
 
@@ -33,19 +37,33 @@ def run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_a_run_leaves_its_files_and_a_second_one_resumes_it(tmp_path: Path) -> None:
-    first = run(command(tmp_path, "trainer.total_steps=2"))
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two optimizer steps that was asked for two more, its batches recorded."""
+    folder = tmp_path_factory.mktemp("run")
+    recorded = f"trainer.save_debug_rollout_data={folder / 'batches'}"
+    first = run(command(folder, "trainer.total_steps=2", recorded))
     assert first.returncode == 0, first.stderr
-    second = run(command(tmp_path, "trainer.total_steps=4"))
+    second = run(command(folder, "trainer.total_steps=4", recorded))
     assert second.returncode == 0, second.stderr
     assert "resumed at optimizer step 2" in second.stdout
+    return folder
 
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Path) -> None:
+    tmp_path = resumed
+    records = records_of(tmp_path)
     assert [r["step"] for r in records] == [1, 2, 3, 4]
     for record in records:
         for key in (
             *("step", "time_s", "policy_version", "reward/mean", "staleness/mean", "loss"),
             *("tokens_per_s", "pool/ready", "off_policy_share", "steps_per_trajectory"),
+            *("time/wait_s", "time/score_s", "time/train_s", "time/step_s"),
+            *("wait/trainer_starved", "wait/generation_saturated"),
         ):
             assert isinstance(record[key], int | float), key
     assert [r["policy_version"] for r in records] == sorted(r["policy_version"] for r in records)
@@ -54,7 +72,60 @@ def test_a_run_leaves_its_files_and_a_second_one_resumes_it(tmp_path: Path) -> N
     assert summary["optimizer_steps"] == 4
     for key in ("eval_before", "eval_after", "tool_use_before", "tool_use_after"):
         assert 0 <= summary[key] <= 1
+    assert 0 < summary["trainer_starved"] <= 1
+    assert 0 <= summary["generation_saturated"] <= 1
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_its_ledger_accounts_for_every_prompt(resumed: Path) -> None:
+    found = audit(resumed / "checkpoints" / LEDGER)
+    assert found.trained == 8
+    assert found.updates == {1: 2, 2: 2, 3: 2, 4: 2}
+    assert found.doubled == ()
+    assert len(found.draws) == 8 + found.dropped.total() - found.returned + len(
+        found.in_flight + found.waiting
+    )
+
+
+def test_a_recording_is_trained_again_without_engines_to_the_same_bits(resumed: Path) -> None:
+    done = run(
+        command(
+            resumed,
+            "trainer.total_steps=4",
+            f"trainer.load_debug_rollout_data={resumed / 'batches'}",
+            "run.resume=never",  # a replay has nothing to start over: it leaves the run alone
+        )
+    )
+    assert done.returncode == 0, done.stderr
+    replayed, recorded = records_of(resumed / "replay"), records_of(resumed)
+    assert [r["step"] for r in replayed] == [1, 2, 3, 4]
+    for key in ("loss", "grad_norm", "staleness/mean", "off_policy_share", "policy_version"):
+        assert [r[key] for r in replayed] == [r[key] for r in recorded], key
+    assert "gateway" not in done.stdout
+
+    missing = run(command(resumed, f"trainer.load_debug_rollout_data={resumed / 'nowhere'}"))
+    assert missing.returncode == 1
+    assert "no batch is recorded" in missing.stderr
+
+
+def test_its_policy_is_exported_as_a_model_that_transformers_loads(
+    resumed: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "model"
+    done = run(
+        [sys.executable, "-m", "trainer.cli", "export", str(resumed), "--to", str(target)],
+    )
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(target, local_files_only=True)
+    start = AutoModelForCausalLM.from_pretrained(
+        ROOT / "examples" / "quickstart" / "model", local_files_only=True
+    ).state_dict()
+    assert any(not torch.equal(w, start[name]) for name, w in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template
+
+    again = run([sys.executable, "-m", "trainer.cli", "export", str(resumed), "--to", str(target)])
+    assert again.returncode == 1
+    assert "exists; remove it" in again.stderr
 
 
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
@@ -81,6 +152,9 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> No
     # A version belongs to one policy: none that the lost steps published is used again.
     versions = [r["policy_version"] for r in records]
     assert versions == sorted(versions)
+    found = audit(tmp_path / "checkpoints" / LEDGER)
+    assert found.trained == 12
+    assert found.doubled == ()
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

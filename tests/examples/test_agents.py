@@ -19,6 +19,7 @@ from examples.quickstart.agent import (
     http_client,
 )
 from examples.smollm2.agent import agent as one_turn_agent
+from tests.helpers import serving_posts
 
 TASK = {"question": "12 + 34 =", "answer": "46", "data_source": "chain_sum", "metadata": {}}
 
@@ -75,18 +76,10 @@ def calls(*arguments: str) -> dict[str, Any]:
 
 @asynccontextmanager
 async def serving(policy: Policy) -> AsyncIterator[Policy]:
-    app = web.Application()
-    app.router.add_post("/{trajectory_uid}/{prompt_uid}/v1/chat/completions", policy.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0]
-        policy.base_url = f"http://{host}:{port}/trajectory/prompt"
+    path = "/{trajectory_uid}/{prompt_uid}/v1/chat/completions"
+    async with serving_posts(path, policy.answer) as address:
+        policy.base_url = f"{address}/trajectory/prompt"
         yield policy
-    finally:
-        await runner.cleanup()
 
 
 async def play(*replies: str | dict[str, Any] | int) -> tuple[float | None, Policy]:

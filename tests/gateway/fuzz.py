@@ -31,6 +31,8 @@ async def fuzz(cases_per_operation: int, seed: int | None = None) -> tuple[int, 
                     *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
                     *("--checks", "not_a_server_error", "--phases", "fuzzing", "--no-color"),
                     *("--max-examples", str(cases_per_operation), "--warnings", "off"),
+                    # A busy machine is no failure.
+                    *("--wait-for-schema", "60", "--request-timeout", "60"),
                     *(() if seed is None else ("--seed", str(seed))),
                 ]
                 process = await asyncio.create_subprocess_exec(

@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from hypothesis import given, settings
@@ -427,6 +428,25 @@ async def test_forced_sampling_parameters_are_used_and_recorded(worlds: Any) -> 
     sent = world.engine.requests[0]["sampling_params"]
     assert (sent["temperature"], sent["top_p"], sent["sampling_seed"]) == (1.0, 1.0, 7)
     assert world.pool.stored()[0].metadata["sampling_params"]["temperature"] == 1.0
+
+
+async def test_a_greedy_baseline_is_sampled_at_temperature_0_whatever_is_asked_or_forced(
+    worlds: Any,
+) -> None:
+    world = await worlds(sampling_overrides={"temperature": 0.9})
+    for uid, metadata in (("plain", {}), ("greedy", {"greedy_baseline": True})):
+        async with httpx.AsyncClient() as http:
+            began = await http.post(
+                f"{world.url}/init_trajectory",
+                json={"trajectory_uid": uid, "prompt_uid": "p1", "metadata": metadata},
+            )
+        assert began.status_code == 200
+        client = await world.client(uid)
+        await client.chat.completions.create(model="m", messages=[user(uid)], temperature=0.5)
+    sent = [r["sampling_params"]["temperature"] for r in world.engine.requests]
+    assert sent == [0.9, 0.0]
+    (step,) = world.pool.stored("greedy")
+    assert step.metadata["sampling_params"]["temperature"] == 0.0
 
 
 async def test_max_tokens_is_clamped_to_what_fits(worlds: Any) -> None:

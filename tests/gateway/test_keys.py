@@ -243,6 +243,16 @@ async def test_a_trajectory_key_names_its_trajectory_where_the_url_has_none(
     assert [(s.trajectory_uid, s.prompt_uid) for s in world.pool.stored()] == [("t ü", "p.1")] * 2
 
 
+async def test_a_trajectory_key_reads_no_other_trajectorys_stored_response(
+    locked: Any, http: Http
+) -> None:
+    mine, other = (bearer(locked.gateway.keys.issue(uid, "p")) for uid in ("mine", "other"))
+    _, response = await http("POST", "/v1/responses", mine, {"model": "m", "input": "hello"})
+    path = f"/v1/responses/{response['id']}"
+    for key, status in ((mine, 200), (other, 404), (bearer(ADMIN), 200)):
+        assert (await http("GET", path, key))[0] == status
+
+
 async def test_a_trajectory_key_works_for_its_trajectory_alone(locked: Any, http: Http) -> None:
     key = bearer(locked.gateway.keys.issue("t", "p"))
     assert (await http("POST", "/t/p/v1/chat/completions", key, CHAT))[0] == 200

@@ -1,26 +1,71 @@
-"""Advantages: closed forms, and what holds for every group."""
+"""Advantages: verl's values, closed forms, and what holds for every group."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import logging
 import math
 import pickle
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
 
-from datapool.types import Group, Step, Trajectory
-from trainer.advantages import ESTIMATORS, dr_grpo, estimator, grpo, rloo, step_advantages
-from trainer.errors import RewardError, UnknownNameError
+from datapool.types import GREEDY, Group, Step, Trajectory
+from tests.trainer.golden.advantages import (
+    GAMMA,
+    KINDS,
+    LAM,
+    RECORDED,
+    Case,
+    moved,
+    random_case,
+    verl_results,
+)
+from trainer.advantage_config import AdvantageConfig
+from trainer.advantages import (
+    ESTIMATORS,
+    GREEDY_REWARD,
+    Batch,
+    Returns,
+    baselined,
+    compute_advantages,
+    dr_grpo,
+    estimator,
+    gae,
+    grpo,
+    opo,
+    remax,
+    rescue,
+    rloo,
+    to_go,
+    whiten,
+)
+from trainer.errors import ColumnError, RewardError, UnknownNameError
 
 rewards = st.lists(st.floats(-10, 10).map(lambda r: round(r, 3)), min_size=2, max_size=12)
+GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "opo")
+NAMES = (*ESTIMATORS, "gae")
 
 
-def trajectory(uid: str, *step_rewards: float | None, prompt_uid: str = "p") -> Trajectory:
+def trajectory(
+    uid: str,
+    *step_rewards: float | None,
+    prompt_uid: str = "p",
+    tokens: Sequence[int] | None = None,
+    **metadata: Any,
+) -> Trajectory:
     steps = tuple(
         Step(
             prompt_ids=[1],
-            response_ids=[2],
+            response_ids=[2] * (1 if tokens is None else tokens[i]),
             reward=r,
             trajectory_uid=uid,
             prompt_uid=prompt_uid,
@@ -28,53 +73,323 @@ def trajectory(uid: str, *step_rewards: float | None, prompt_uid: str = "p") -> 
         )
         for i, r in enumerate(step_rewards)
     )
-    return Trajectory(uid, prompt_uid, steps)
+    return Trajectory(uid, prompt_uid, steps, metadata)
+
+
+def advantages(groups: Sequence[Group], name: str, **options: Any) -> list[float]:
+    config = AdvantageConfig.model_validate({"name": name, **options})
+    values = torch.zeros(sum(len(s.response_ids) for g in groups for s in g.steps))
+    result = compute_advantages(groups, config, values=values if name == "gae" else None)
+    return [float(a) for a in result.columns["advantages"]]
+
+
+# --- verl -----------------------------------------------------------------------------------------
+
+LOST_BY_VERL = ("reinforce_plus_plus", "remax", "gae")
+"""verl drops a reward on a masked token here; a step's reward is never dropped by us."""
+AGREEING = dict.fromkeys(KINDS, NAMES) | {"tool": tuple(n for n in NAMES if n not in LOST_BY_VERL)}
+
+
+def recorded() -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = json.loads(RECORDED.read_text())
+    assert [e["case"]["kind"] for e in entries] == list(KINDS)
+    return entries
+
+
+def test_every_estimator_agrees_with_the_values_recorded_from_verl() -> None:
+    for entry in recorded():
+        assert_agrees(entry["case"], entry["verl"], AGREEING[entry["case"]["kind"]])
+
+
+def test_a_reward_that_verl_loses_on_a_tools_token_is_earned_by_the_step_before() -> None:
+    (entry,) = (e for e in recorded() if e["case"]["kind"] == "tool")
+    assert_agrees(entry["case"], entry["verl_moved"], NAMES)
+    for name in LOST_BY_VERL:
+        with pytest.raises(AssertionError, match="Mismatched elements"):
+            assert_agrees(entry["case"], entry["verl"], [name])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs the [verl] extra")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_every_estimator_agrees_with_verl_run_live(kind: str, seed: int) -> None:
+    case = random_case(kind, seed)
+    assert_agrees(case, verl_results(case), AGREEING[kind])
+    assert_agrees(case, verl_results(moved(case)), NAMES)
+
+
+def assert_agrees(
+    case: Case, found_by_verl: dict[str, list[list[float]]], names: Sequence[str]
+) -> None:
+    groups, rows, at = as_groups(case)
+    inner = np.array(case["mask"], bool)
+    dense = case["kind"] == "dense"
+
+    def in_rows(column: Tensor) -> np.ndarray:
+        out = np.zeros(inner.shape)
+        out[rows, at] = column.double().numpy()
+        return out
+
+    values = torch.tensor(case["values"])[rows, at]
+    token_rewards = torch.tensor(case["rewards"])[rows, at] if dense else None
+    for name in names:
+        # verl discounts tokens and sums process rewards to go in these three.
+        config = AdvantageConfig.model_validate(
+            {"name": name}
+            | ({"credit": "token"} if name in LOST_BY_VERL else {})
+            | ({"gamma": GAMMA} if name in ("gae", "reinforce_plus_plus") else {})
+            | ({"lam": LAM} if name == "gae" else {})
+        )
+        ours = compute_advantages(groups, config, token_rewards=token_rewards, values=values)
+        wanted = np.array(found_by_verl[name])
+        np.testing.assert_allclose(
+            in_rows(ours.columns["advantages"]), wanted, rtol=1e-6, atol=1e-6, err_msg=name
+        )
+        if "returns" in ours.columns:
+            np.testing.assert_allclose(
+                in_rows(ours.columns["returns"]),
+                np.array(found_by_verl["gae_returns"]),
+                rtol=1e-6,
+                atol=1e-6,
+            )
+
+
+def as_groups(case: Case) -> tuple[list[Group], np.ndarray, np.ndarray]:
+    """A case as Stepwell has it, and the (row, position) of every response token.
+
+    A run of sampled tokens is a step; what the tool wrote after it belongs to the next prompt, and
+    a reward there to the step before.
+    """
+    members: dict[int, list[Trajectory]] = {}
+    places: dict[int, list[tuple[int, int]]] = {}
+    for row, (mask, earned, g) in enumerate(
+        zip(case["mask"], case["rewards"], case["group"], strict=True)
+    ):
+        steps: list[Step] = []
+        starts = [t for t, m in enumerate(mask) if m and (t == 0 or not mask[t - 1])]
+        for k, start in enumerate(starts):
+            length = next(n for n in range(1, len(mask)) if not mask[start + n])
+            following = starts[k + 1] if k + 1 < len(starts) else len(mask)
+            steps.append(
+                Step(
+                    prompt_ids=[1],
+                    response_ids=[2] * length,
+                    # Dense rewards come as a column instead; the sum is there to be "scored".
+                    reward=0.0 if case["kind"] == "dense" else sum(earned[start:following]),
+                    trajectory_uid=f"row{row}",
+                    prompt_uid=f"prompt{g}",
+                    step_index=k,
+                )
+            )
+            places.setdefault(g, []).extend((row, start + t) for t in range(length))
+        members.setdefault(g, []).append(Trajectory(f"row{row}", f"prompt{g}", tuple(steps)))
+    groups = [
+        Group(f"prompt{g}", tuple(ts), metadata={GREEDY_REWARD: case["greedy"][g]})
+        for g, ts in members.items()
+    ]
+    rows, at = np.array([place for g in members for place in places[g]]).T
+    return groups, rows, at
+
+
+# --- closed forms ---------------------------------------------------------------------------------
 
 
 def test_grpo_divides_by_the_unbiased_std_of_the_group() -> None:
     a = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-    assert grpo([1.0, 0.0, 0.0, 1.0]) == pytest.approx([a, -a, -a, a], abs=1e-12)
+    assert grpo(Returns.of([1.0, 0.0, 0.0, 1.0])) == pytest.approx([a, -a, -a, a], abs=1e-12)
 
 
 def test_dr_grpo_only_subtracts_the_mean() -> None:
-    assert dr_grpo([1.0, 0.0, 0.0, 0.0]) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+    assert dr_grpo(Returns.of([1.0, 0.0, 0.0, 0.0])) == pytest.approx([0.75, -0.25, -0.25, -0.25])
 
 
 def test_rloo_compares_each_with_the_mean_of_the_others() -> None:
-    assert rloo([3.0, 0.0, 6.0]) == pytest.approx([0.0, -4.5, 4.5])
+    assert rloo(Returns.of([3.0, 0.0, 6.0])) == pytest.approx([0.0, -4.5, 4.5])
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+def test_opo_weighs_the_baseline_by_length() -> None:
+    assert opo(Returns.of([1.0, 0.0], tokens=[30, 10])) == pytest.approx([0.25, -0.75])
+
+
+def test_remax_subtracts_the_greedy_reward_even_from_a_single_rollout() -> None:
+    assert remax(Returns.of([1.0, 0.0], greedy=0.75)) == pytest.approx([0.25, -0.75])
+    assert remax(Returns.of([1.0], greedy=0.75)) == pytest.approx([0.25])
+
+
+def test_whitening_counts_a_unit_as_often_as_it_has_tokens() -> None:
+    batch = Batch(np.array([1.0, 0.0]), np.array([3.0, 1.0]), np.array([1.0, 0.0]))
+    expected = np.array([1.0, 1.0, 1.0, 0.0])
+    expected = (expected - 0.75) / np.sqrt(expected.var(ddof=1) + 1e-8)
+    assert whiten(batch) == pytest.approx(expected[[0, 3]])
+
+
+@pytest.mark.parametrize("tokens", [[1.0], [3.0, 5.0]])
+def test_whitening_one_token_or_equal_values_gives_zero(tokens: list[float]) -> None:
+    n = len(tokens)
+    assert not whiten(Batch(np.full(n, 1 / 3), np.array(tokens), np.ones(n))).any()
+
+
+def test_gpg_makes_up_for_trajectories_without_reward() -> None:
+    batch = Batch(np.array([0.5, -0.5]), np.ones(2), np.array([1.0, 0.0, 0.0, 0.0]))
+    assert rescue(batch) == pytest.approx([2.0, -2.0])
+    assert rescue(Batch(np.zeros(2), np.ones(2), np.zeros(2))) == pytest.approx([0.0, 0.0])
+
+
+def test_gae_with_lambda_one_is_the_return_minus_the_value_and_with_zero_the_td_error() -> None:
+    r, v = np.array([0.0, 0.0, 1.0, 5.0]), np.array([0.5, 0.25, 2.0, 3.0])
+    of = np.array([0, 0, 0, 1])  # a trajectory of three, one of one
+    monte_carlo, returns = gae(r, v, of, gamma=0.5, lam=1.0)
+    assert monte_carlo == pytest.approx([0.25 - 0.5, 0.5 - 0.25, 1.0 - 2.0, 5.0 - 3.0])
+    assert returns == pytest.approx([0.25, 0.5, 1.0, 5.0])
+    td, _ = gae(r, v, of, gamma=0.5, lam=0.0)
+    assert td == pytest.approx([0.125 - 0.5, 1.0 - 0.25, 1.0 - 2.0, 5.0 - 3.0])
+
+
+@settings(deadline=None)
+@given(
+    units=st.lists(st.lists(st.floats(-9, 9), min_size=1, max_size=6), min_size=1, max_size=5),
+    discount=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+)
+def test_returns_to_go_are_discounted_sums_within_a_trajectory(
+    units: list[list[float]], discount: float
+) -> None:
+    of = np.repeat(np.arange(len(units)), [len(u) for u in units])
+    expected = [
+        sum(discount**j * x for j, x in enumerate(own[k:]))
+        for own in units
+        for k in range(len(own))
+    ]
+    assert to_go(np.concatenate(units), of, discount) == pytest.approx(expected, abs=1e-9)
+
+
+# --- what holds for every group -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GROUP_BASELINES)
 def test_a_group_of_one_keeps_its_raw_score(name: str) -> None:
-    assert estimator(name)([0.7]) == [0.7]
+    assert advantages([Group("p", (trajectory("a", 0.25, 0.5),))], name) == [0.75, 0.75]
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", GROUP_BASELINES)
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.3])
 def test_equal_rewards_give_exactly_zero(name: str, reward: float) -> None:
-    assert estimator(name)([reward] * 7) == [0.0] * 7
+    assert not estimator(name).within_group(Returns.of([reward] * 7)).any()
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+@settings(deadline=None)
 @given(rewards=rewards, shift=st.floats(-5, 5))
 def test_advantages_sum_to_zero_and_ignore_a_shift_of_the_rewards(
     name: str, rewards: list[float], shift: float
 ) -> None:
-    advantages = estimator(name)(rewards)
-    assert math.fsum(advantages) == pytest.approx(0, abs=1e-6)
-    shifted = estimator(name)([r + shift for r in rewards])
-    assert shifted == pytest.approx(advantages, abs=1e-5)
+    estimate = estimator(name).within_group
+    result = estimate(Returns.of(rewards))
+    assert math.fsum(result) == pytest.approx(0, abs=1e-6)
+    assert estimate(Returns.of([r + shift for r in rewards])) == pytest.approx(result, abs=1e-5)
 
 
+@settings(deadline=None)
 @given(rewards=rewards)
 def test_grpo_ignores_the_scale_of_the_rewards(rewards: list[float]) -> None:
-    scaled = [1000 * r for r in rewards]
-    assert grpo(scaled, epsilon=0.0) == pytest.approx(grpo(rewards, epsilon=0.0), abs=1e-6)
+    scaled = grpo(Returns.of([1000 * r for r in rewards]), epsilon=0.0)
+    assert scaled == pytest.approx(grpo(Returns.of(rewards), epsilon=0.0), abs=1e-6)
 
 
-def test_an_unknown_estimator_is_refused_with_the_known_names() -> None:
-    with pytest.raises(UnknownNameError, match=r"'gpro'.*grpo, dr_grpo, rloo"):
-        estimator("gpro")
+trajectories_of_steps = st.lists(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(-3, 3)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=5,
+)
+
+
+def group_of(trajectories: list[list[tuple[int, int]]], *, outcome: bool) -> Group:
+    return Group(
+        "p",
+        tuple(
+            trajectory(
+                f"t{i}",
+                *([None] * (len(steps) - 1) + [float(steps[-1][1])] if outcome else map(_r, steps)),
+                tokens=[n for n, _ in steps],
+            )
+            for i, steps in enumerate(trajectories)
+        ),
+        metadata={GREEDY_REWARD: 0.5},
+    )
+
+
+def _r(step: tuple[int, int]) -> float:
+    return float(step[1])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(deadline=None)
+@given(trajectories=trajectories_of_steps)
+def test_with_one_reward_at_the_end_every_credit_gives_the_same(
+    name: str, trajectories: list[list[tuple[int, int]]]
+) -> None:
+    group = group_of(trajectories, outcome=True)
+    whole = advantages([group], name, credit="trajectory")
+    for credit in ("step", "token"):
+        assert advantages([group], name, credit=credit) == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(deadline=None)
+@given(trajectories=trajectories_of_steps)
+def test_credit_by_trajectory_only_sees_the_sum_of_the_step_rewards(
+    name: str, trajectories: list[list[tuple[int, int]]]
+) -> None:
+    summed = [
+        [*((n, 0) for n, _ in steps[:-1]), (steps[-1][0], sum(r for _, r in steps))]
+        for steps in trajectories
+    ]
+    assert advantages([group_of(trajectories, outcome=False)], name) == pytest.approx(
+        advantages([group_of(summed, outcome=False)], name), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "remax"])
+@settings(deadline=None)
+@given(trajectories=trajectories_of_steps)
+def test_a_step_is_credited_with_nothing_that_was_earned_before_it(
+    name: str, trajectories: list[list[tuple[int, int]]]
+) -> None:
+    """Under credit "step" the last step's return is its own reward alone."""
+    group = group_of(trajectories, outcome=False)
+    plain = AdvantageConfig(name="reinforce_plus_plus", credit="step", whiten=False)
+    at = np.cumsum([len(s.response_ids) for s in group.steps]) - 1
+    per_step = compute_advantages([group], plain).columns["advantages"][torch.from_numpy(at)]
+    expected = [
+        sum(s.reward or 0.0 for s in t.steps[k:])
+        for t in group.trajectories
+        for k in range(len(t.steps))
+    ]
+    assert per_step.tolist() == pytest.approx(expected)
+    # And whatever the baseline, it moves all steps of a trajectory alike, or scales them.
+    config = AdvantageConfig.model_validate({"name": name, "credit": "step", "whiten": False})
+    shifted = (
+        compute_advantages([group], config).columns["advantages"][torch.from_numpy(at)].tolist()
+    )
+    start = 0
+    for t in group.trajectories:
+        own, mine = expected[start:][: len(t.steps)], shifted[start:][: len(t.steps)]
+        for k in range(1, len(own)):
+            if own[k] == own[0]:
+                assert mine[k] == pytest.approx(mine[0], abs=1e-5)
+        start += len(t.steps)
+
+
+def test_credit_by_step_discounts_per_step_and_by_token_per_token() -> None:
+    group = Group("p", (trajectory("a", 0.0, 1.0, tokens=[2, 2]),))
+    plain = {"name": "reinforce_plus_plus", "whiten": False, "gamma": 0.5}
+    assert advantages([group], **plain, credit="step") == pytest.approx([0.5, 0.5, 1, 1])
+    assert advantages([group], **plain, credit="token") == pytest.approx([0.125, 0.25, 0.5, 1])
+
+
+def test_rloo_by_step_leaves_the_own_trajectory_out_whatever_its_steps() -> None:
+    group = Group("p", (trajectory("a", 1.0, 3.0), trajectory("b", 2.0)))
+    # a: returns to go 4 and 3 against b's 2; b: 2 against a's mean of 3.5.
+    assert advantages([group], "rloo", credit="step") == pytest.approx([2.0, 1.0, -1.5])
 
 
 def test_a_trajectory_is_worth_the_sum_of_its_steps_and_all_its_steps_get_that_advantage() -> None:
@@ -84,13 +399,124 @@ def test_a_trajectory_is_worth_the_sum_of_its_steps_and_all_its_steps_get_that_a
     ]
     # p: rewards 1 and 0; q: 2, 1 and 0, normalised by itself.
     h = 0.5
-    assert step_advantages(groups, dr_grpo) == pytest.approx([h, h, -h, -h, -h, 1, 0, -1, -1])
-    assert len(step_advantages(groups)) == sum(len(g.steps) for g in groups)
+    assert advantages(groups, "dr_grpo") == pytest.approx([h, h, -h, -h, -h, 1, 0, -1, -1])
+
+
+@pytest.mark.parametrize("name", GROUP_BASELINES)
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4), data=st.data())
+def test_groups_do_not_touch_each_other(name: str, sizes: list[int], data: st.DataObject) -> None:
+    groups = [
+        Group(
+            str(g),
+            tuple(trajectory(f"{g}.{i}", float(data.draw(st.integers(-3, 3)))) for i in range(n)),
+        )
+        for g, n in enumerate(sizes)
+    ]
+    alone = [a for g in groups for a in advantages([g], name)]
+    assert advantages(groups, name) == pytest.approx(alone)
+
+
+def test_gae_over_steps_values_a_step_at_its_first_token_and_trains_the_critic_there() -> None:
+    group = Group("p", (trajectory("a", 0.0, 1.0, tokens=[2, 3]), trajectory("b", 4.0)))
+    values = torch.tensor([0.5, 9.0, 0.25, 9.0, 9.0, 3.0])
+    config = AdvantageConfig(name="gae", credit="step", gamma=0.5, lam=0.0, whiten=False)
+    result = compute_advantages([group], config, values=values)
+    first, second = 0.5 * 0.25 - 0.5, 1 - 0.25
+    assert result.columns["advantages"].tolist() == pytest.approx(
+        [first] * 2 + [second] * 3 + [1.0]
+    )
+    nan = math.nan
+    assert result.columns["returns"].tolist() == pytest.approx(
+        [0.125, nan, 1.0, nan, nan, 4.0], nan_ok=True
+    )
+
+
+def test_metrics_tell_which_share_of_groups_teaches_nothing() -> None:
+    groups = [
+        Group("p", (trajectory("a", 1.0), trajectory("b", 1.0))),
+        Group("q", (trajectory("c", 1.0), trajectory("d", 0.0))),
+    ]
+    metrics = compute_advantages(groups, AdvantageConfig(name="dr_grpo")).metrics
+    assert metrics["advantage/no_signal_groups"] == 0.5
+    assert metrics["advantage/mean"] == 0
+    assert metrics["advantage/std"] == pytest.approx(math.sqrt(2 * 0.25 / 4))
+
+
+# --- ReMax's greedy rollout -----------------------------------------------------------------------
+
+
+def test_the_greedy_rollout_is_the_baseline_and_is_not_trained() -> None:
+    group = Group(
+        "p",
+        (trajectory("a", 1.0), trajectory("g", 0.75, **{GREEDY: True}), trajectory("b", 0.0)),
+    )
+    config = AdvantageConfig(name="remax")
+    (kept,) = baselined([group], config)
+    assert [t.trajectory_uid for t in kept.trajectories] == ["a", "b"]
+    assert advantages([kept], "remax") == pytest.approx([0.25, -0.75])
+    (other,) = baselined([group], AdvantageConfig(name="grpo"))
+    assert [t.trajectory_uid for t in other.trajectories] == ["a", "b"]
+
+
+def test_a_group_whose_greedy_rollout_failed_is_left_out_not_compared_with_zero(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = AdvantageConfig(name="remax")
+    whole = Group("p", (trajectory("a", 1.0), trajectory("g", 0.0, **{GREEDY: True})))
+    broken = Group("q", (trajectory("b", 1.0),), metadata={GREEDY: True})
+    with caplog.at_level(logging.WARNING):
+        assert [g.prompt_uid for g in baselined([whole, broken], config)] == ["p"]
+    assert "q is left out: its greedy rollout failed" in caplog.text
+    nobody = Group("r", (trajectory("b", 1.0),))
+    with pytest.raises(RewardError, match=r"group 'r' has no greedy rollout.*greedy_baseline"):
+        baselined([whole, nobody], config)
+    with pytest.raises(RewardError, match="baselined"):
+        advantages([broken], "remax")
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def test_an_unknown_estimator_is_refused_with_the_known_names() -> None:
+    with pytest.raises(UnknownNameError, match=r"'gpro'.*grpo, dr_grpo, rloo"):
+        estimator("gpro")
+    with pytest.raises(ValidationError, match="'grpo', 'dr_grpo'"):
+        AdvantageConfig.model_validate("gpro")
+
+
+def test_a_bare_name_is_the_whole_section() -> None:
+    assert AdvantageConfig.model_validate("rloo") == AdvantageConfig(name="rloo")
+    assert AdvantageConfig(name="gae").unit == "token"
+    assert AdvantageConfig(name="grpo").unit == "trajectory"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "gae", "credit": "trajectory"}, "choose 'step' or 'token'"),
+        ({"name": "grpo", "gamma": 0.9}, "gamma is 0.9 but a trajectory's rewards are summed"),
+        ({"name": "rloo", "lam": 0.9}, "lam is 0.9 but name is 'rloo'"),
+    ],
+)
+def test_options_that_mean_nothing_together_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        AdvantageConfig.model_validate(options)
 
 
 def test_a_trajectory_without_a_reward_is_an_error_not_a_zero() -> None:
     group = Group("p", (trajectory("a", 1.0), trajectory("b", None, None)))
     with pytest.raises(RewardError, match=r"'b' of prompt 'p' has reward None") as e:
-        step_advantages([group])
+        compute_advantages([group], AdvantageConfig())
     assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
     assert isinstance(e.value, ValueError)
+
+
+def test_columns_of_the_wrong_length_and_gae_without_values_are_refused() -> None:
+    group = Group("p", (trajectory("a", 1.0), trajectory("b", 0.0)))
+    with pytest.raises(ColumnError, match=r"token_rewards has shape \(3,\) for 2"):
+        compute_advantages([group], AdvantageConfig(), token_rewards=torch.zeros(3))
+    with pytest.raises(ColumnError, match="gae has no values"):
+        compute_advantages([group], AdvantageConfig(name="gae"))

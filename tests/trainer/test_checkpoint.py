@@ -1,35 +1,122 @@
-"""Checkpoints are whole or absent, and old ones make room."""
+"""Checkpoints are whole or absent, old ones make room, and the one that was asked for is found."""
 
+from __future__ import annotations
+
+import random
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.checkpoint import CheckpointStore
+from backends.torch_backend import TorchBackend
+from backends.torch_config import TorchBackendConfig
+from trainer.checkpoint import (
+    CheckpointStore,
+    checkpoint_due,
+    export_checkpoint,
+    rng_state,
+    set_rng_state,
+)
+from trainer.config import RunSection
 from trainer.errors import CheckpointError
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+
+
+def latest(store: CheckpointStore) -> dict[str, Any] | None:
+    path = store.find("auto")
+    return None if path is None else store.load(path)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     store.save(10, {"weights": torch.arange(3), "pending": [{"question": "1 + 1"}]})
-    state = store.load_latest()
+    state = latest(store)
     assert state is not None
     assert state["weights"].tolist() == [0, 1, 2]
     assert state["pending"] == [{"question": "1 + 1"}]
 
 
-def test_the_newest_is_loaded_by_number_and_not_by_name(tmp_path: Path) -> None:
+def test_the_newest_is_found_by_number_and_not_by_name(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for step in (9, 10, 100):
         store.save(step, {"step": step})
-    assert store.load_latest() == {"step": 100}
+    assert latest(store) == {"step": 100}
 
 
 def test_only_the_last_few_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2, 3):
         store.save(step, {})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_2", "step_3"]
+    assert names(tmp_path) == ["step_2", "step_3"]
+
+
+def test_the_best_are_kept_besides_the_last_and_the_later_of_equals(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, keep_best=2)
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.1), (4, 0.5), (5, 0.2)):
+        store.save(step, {})
+        store.score(step, score)
+    assert store.steps() == [2, 4, 5]
+    assert store.best() == 2
+
+
+def test_a_score_that_comes_later_than_the_next_checkpoint_still_counts(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2, keep_best=1)
+    store.save(1, {})
+    store.save(2, {})
+    store.score(1, 0.7)
+    store.save(3, {})
+    assert store.steps() == [1, 2, 3]
+    assert CheckpointStore(tmp_path).scores() == {1: 0.7}
+
+
+@pytest.mark.parametrize("died_after", ["the draft", "the first rename", "the second rename"])
+def test_a_kill_at_any_point_of_a_save_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, died_after: str
+) -> None:
+    """Also of the very step that is saved once more: then the older one must not go first."""
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(2, {"which": "old"})
+    renames = 0
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    class KilledError(BaseException):
+        pass
+
+    def counted(self: Path, target: Path) -> Path:
+        nonlocal renames
+        if renames == ["the draft", "the first rename", "the second rename"].index(died_after):
+            raise KilledError
+        renames += 1
+        return rename(self, target)
+
+    def removed(path: Path, ignore_errors: bool = False) -> None:
+        if renames == 2 and path.suffix == ".old":
+            raise KilledError
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(Path, "rename", counted)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    with pytest.raises(KilledError):
+        store.save(2, {"which": "new"})
+    monkeypatch.undo()
+
+    after = CheckpointStore(tmp_path, keep=1)
+    expected = "new" if died_after == "the second rename" else "old"
+    assert latest(after) == {"which": expected}
+    after.save(2, {"which": "newer"})
+    assert latest(after) == {"which": "newer"}
+    after.save(3, {})
+    assert after.steps() == [3]
 
 
 def test_an_interrupted_save_is_not_a_checkpoint(tmp_path: Path) -> None:
@@ -37,13 +124,55 @@ def test_an_interrupted_save_is_not_a_checkpoint(tmp_path: Path) -> None:
     store.save(1, {"step": 1})
     (tmp_path / "step_2.tmp").mkdir()
     (tmp_path / "step_2.tmp" / "state.pt").write_bytes(b"half")
-    assert store.load_latest() == {"step": 1}
-    store.save(2, {"step": 2})
-    assert store.load_latest() == {"step": 2}
+    assert latest(store) == {"step": 1}
+    store.save(3, {"step": 3})
+    assert latest(store) == {"step": 3}
+    assert names(tmp_path) == ["step_1", "step_3"]
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
-    assert CheckpointStore(tmp_path / "not there", keep=1).load_latest() is None
+    store = CheckpointStore(tmp_path / "not there", keep=1)
+    assert store.find("auto") is None
+    assert store.find("never") is None
+    store.score(0, 0.5)  # evaluated before anything was saved
+    assert not (tmp_path / "not there").exists()
+
+
+def test_a_run_goes_back_to_the_step_it_is_told(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        store.save(step, {"step": step})
+        store.score(step, step / 10)
+    for asked in (2, tmp_path / "step_2"):
+        path = store.find(asked)
+        assert path is not None
+        assert store.load(path) == {"step": 2}
+    store.set_aside(after=2)
+    assert latest(store) == {"step": 2}
+    assert store.scores() == {1: 0.1, 2: 0.2}
+    assert "step_3.aside" in names(tmp_path)
+    with pytest.raises(CheckpointError, match=r"run\.resume is 7, .* it has 1, 2"):
+        store.find(7)
+
+
+def test_a_run_starts_from_anothers_checkpoint_until_it_has_its_own(tmp_path: Path) -> None:
+    other = CheckpointStore(tmp_path / "other", keep=1).save(20, {"of": "other"})
+    store = CheckpointStore(tmp_path / "mine", keep=1)
+    assert store.find(other) == other
+    store.save(21, {"of": "mine"})
+    assert store.find(other) == tmp_path / "mine" / "step_21"
+    with pytest.raises(CheckpointError, match=r"run\.resume is .*atuo.* has no state\.pt"):
+        CheckpointStore(tmp_path / "new", keep=1).find(Path("atuo"))
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("auto", "auto"), ("never", "never"), (10, 10), ("a/step_3", Path("a/step_3"))],
+)
+def test_the_configuration_takes_a_word_a_step_or_a_path(given: object, read: object) -> None:
+    section = TypeAdapter(RunSection).validate_python({"name": "r", "dir": "d", "resume": given})
+    assert section.resume == read
+    assert type(section.resume) is type(read)
 
 
 def test_a_damaged_checkpoint_is_an_error_that_names_it_and_the_remedy(tmp_path: Path) -> None:
@@ -51,10 +180,82 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it_and_the_remedy(tmp_path:
     path = store.save(3, {})
     (path / "state.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"step_3 cannot be read .* delete that folder"):
-        store.load_latest()
+        store.load(path)
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         CheckpointStore(tmp_path / "file", keep=1).save(1, {})
+
+
+def test_evaluated_steps_have_a_checkpoint_when_the_best_are_kept() -> None:
+    due = [s for s in range(1, 13) if checkpoint_due(s - 1, s, every=5, eval_every=4, keep_best=1)]
+    assert due == [4, 5, 8, 10, 12]
+    due = [s for s in range(1, 13) if checkpoint_due(s - 1, s, every=5, eval_every=4, keep_best=0)]
+    assert due == [5, 10]
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    state = rng_state()
+    drawn = (random.random(), float(np.random.rand()))
+    set_rng_state(state)
+    assert (random.random(), float(np.random.rand())) == drawn
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of two policies: step 1 is the start, in step 2 a weight is 1."""
+    folder = tmp_path_factory.mktemp("run")
+    config = TorchBackendConfig()
+    backend = TorchBackend(config, MODEL)
+    store = CheckpointStore(folder / "checkpoints", keep=2)
+    about = {
+        "model_path": str(MODEL),
+        "backend": "torch",
+        "backend_config": config.model_dump(mode="json"),
+    }
+    store.save(1, {"backend": backend.state_dict()}, about)
+    state = backend.state_dict()
+    name = next(n for n in state["model"] if n.endswith("norm.weight"))
+    changed = {**state["model"], name: torch.ones_like(state["model"][name])}
+    store.save(2, {"backend": {**state, "model": changed}}, about)
+    store.score(1, 0.8)
+    store.score(2, 0.3)
+    return folder
+
+
+def test_an_exported_checkpoint_loads_in_transformers_with_its_tokenizer(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    exported = export_checkpoint(run_dir, "latest", tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(exported, local_files_only=True)
+    norms = [w for n, w in model.state_dict().items() if n.endswith("norm.weight")]
+    assert any(bool((w == 1).all()) for w in norms)
+    tokenizer = AutoTokenizer.from_pretrained(exported, local_files_only=True)
+    original = AutoTokenizer.from_pretrained(MODEL, local_files_only=True)
+    assert tokenizer("347 - 91").input_ids == original("347 - 91").input_ids
+    assert tokenizer.chat_template == original.chat_template
+    assert names(tmp_path) == ["model"]
+
+
+def test_the_best_checkpoint_or_a_step_is_exported_on_request(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    start = AutoModelForCausalLM.from_pretrained(MODEL, local_files_only=True).state_dict()
+    for number, which in enumerate(("best", 1)):
+        exported = export_checkpoint(run_dir, which, tmp_path / str(number))
+        model = AutoModelForCausalLM.from_pretrained(exported, local_files_only=True)
+        assert all(torch.equal(w, start[n]) for n, w in model.state_dict().items())
+
+
+def test_an_export_refuses_a_folder_that_is_there_and_a_run_without_checkpoints(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="exists; remove it"):
+        export_checkpoint(run_dir, 1, tmp_path)
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        export_checkpoint(tmp_path, "latest", tmp_path / "model")
+    CheckpointStore(tmp_path / "checkpoints", keep=1).save(1, {})
+    with pytest.raises(CheckpointError, match="has no scored checkpoint"):
+        export_checkpoint(tmp_path, "best", tmp_path / "model")

@@ -33,6 +33,14 @@ def test_overrides_go_over_the_file() -> None:
     assert config.run.dir == Path("runs/mine")
 
 
+def test_an_engine_is_chosen_by_its_kind_alone_and_keeps_its_other_keys() -> None:
+    chosen = load_config("quickstart", ["engine=sglang", "engine.port=31000"]).engine
+    usual = load_config("quickstart", ["engine.port=31000"]).engine
+    assert (chosen.kind, usual.kind) == ("sglang", "embedded")
+    assert chosen.model_dump(exclude={"kind"}) == usual.model_dump(exclude={"kind"})
+    assert "engine kind is 'sglnag'; did you mean sglang?" in fails("engine=sglnag")
+
+
 def test_the_missions_keys_are_read_as_they_stand() -> None:
     config = load_config(
         "quickstart",

@@ -1,16 +1,36 @@
 """The prompt source: order, epochs, what was put back, what is saved, what is refused."""
 
+import base64
+import datetime
+import io
 import json
+import os
+import random
+import sys
+import tempfile
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
 from pydantic import TypeAdapter, ValidationError
+from transformers import AutoTokenizer
 
+from trainer.buffer_filters import Returned
+from trainer.config import RolloutConfig
 from trainer.data import DataError, DataExhaustedError, PromptSource, Task
 from trainer.data_config import DataConfig, SourceConfig
+from trainer.prompt_length import PromptMeter
+from trainer.rollout import _new_uid
 
 WriteLines = Callable[..., Path]
 
@@ -32,6 +52,13 @@ def take(source: PromptSource, n: int) -> list[str]:
     return [source.next()["instance_id"] for _ in range(n)]
 
 
+@pytest.fixture(autouse=True)
+def caches_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> WriteLines:
     def write(*rows: Any) -> Path:
@@ -40,6 +67,13 @@ def write(tmp_path: Path) -> WriteLines:
         return path
 
     return write
+
+
+def next_or_none(source: PromptSource) -> Task | None:
+    try:
+        return source.next()
+    except DataExhaustedError:
+        return None
 
 
 # ── epochs and order ─────────────────────────────────────────────────────────────────────────────
@@ -101,6 +135,136 @@ def test_a_task_put_back_after_the_last_epoch_is_still_handed_out() -> None:
         source.next()
 
 
+# ── the buffer and its filter ────────────────────────────────────────────────────────────────────
+
+
+def pop_stale_first(
+    config: SourceConfig, rollout_id: int, buffer: list[Returned], num_samples: int
+) -> list[Returned]:
+    """What the pool evicted goes first; what timed out is given up."""
+    assert num_samples == 1
+    buffer[:] = [r for r in buffer if r.reason != "timeout"]
+    buffer.sort(key=lambda r: r.reason != "stale")
+    return [buffer.pop(0)] if buffer else []
+
+
+def wait_until_five(
+    config: SourceConfig, rollout_id: int, buffer: list[Returned], num_samples: int
+) -> list[Returned]:
+    return [buffer.pop(0)] if rollout_id >= 5 else []
+
+
+def leaves_what_it_returns(
+    config: SourceConfig, rollout_id: int, buffer: list[Returned], num_samples: int
+) -> list[Returned]:
+    return buffer[:num_samples]
+
+
+def fails(*_: Any) -> list[Returned]:
+    raise KeyError("weight_versions")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> str:
+    """This module by a name that can be imported (pytest's importlib mode gives it none)."""
+    monkeypatch.setitem(sys.modules, "the_tests_filters", sys.modules[__name__])
+    return "the_tests_filters"
+
+
+def test_a_filter_by_dotted_path_chooses_what_goes_out_and_what_is_given_up(here: str) -> None:
+    source = PromptSource(chain_sum(buffer_filter=f"{here}:pop_stale_first", shuffle=False))
+    a, b, c, _ = (source.next() for _ in range(4))
+    source.put_back([a], "timeout")
+    source.put_back([b], "surplus")
+    source.put_back([c], "stale")
+    assert [source.next() for _ in range(2)] == [c, b]
+    assert source.given_up == {"buffer_filter": 1}
+    assert source.next()["instance_id"] == "chain_sum-4"
+
+
+def test_what_a_filter_leaves_waits_and_the_data_set_fills_the_gap(here: str) -> None:
+    source = PromptSource(chain_sum(buffer_filter=f"{here}:wait_until_five", shuffle=False))
+    first = source.next()
+    source.put_back([first])
+    assert take(source, 4) == [f"chain_sum-{i}" for i in range(1, 5)]
+    assert source.waiting == 1
+    assert source.next() == first
+
+
+def test_what_came_back_least_often_goes_first_if_so_configured() -> None:
+    source = PromptSource(chain_sum(buffer_filter="pop_least_returned"))
+    poison, fine = source.next(), source.next()
+    source.put_back([poison])
+    assert source.next() == poison
+    source.put_back([poison, fine])
+    assert [source.next(), source.next()] == [fine, poison]
+
+
+def test_a_task_that_keeps_coming_back_is_given_up_until_the_next_epoch() -> None:
+    source = PromptSource(chain_sum(size=2, max_returns=2, epochs=2))
+    poison = source.next()
+    for _ in range(2):
+        source.put_back([poison])
+        assert source.next() == poison
+    source.put_back([poison])
+    assert source.next() != poison
+    assert source.given_up == {"max_returns": 1}
+    assert poison in [source.next(), source.next()], "the next epoch tries it again"
+    source.put_back([poison])
+    assert source.next() == poison
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pop_frist", "buffer_filter is 'pop_frist', which cannot be imported.*pop_first"),
+        ("json:__doc__", "which is no function"),
+    ],
+)
+def test_a_filter_that_is_none_is_refused_at_once(name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        PromptSource(chain_sum(buffer_filter=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("leaves_what_it_returns", "left what it returned in the buffer"),
+        ("fails", "fails' failed: KeyError: 'weight_versions'"),
+    ],
+)
+def test_a_filter_that_errs_is_named(here: str, name: str, message: str) -> None:
+    source = PromptSource(chain_sum(buffer_filter=f"{here}:{name}"))
+    source.put_back([source.next()])
+    with pytest.raises(DataError, match=message):
+        source.next()
+
+
+# ── ids to skip ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_skipped_ids_are_never_handed_out_and_more_may_be_skipped_on_resume(tmp_path: Path) -> None:
+    source = PromptSource(chain_sum(skip_instance_ids=["chain_sum-3", "chain_sum-5"]))
+    seen = take(source, 8)
+    assert sorted(seen) == [f"chain_sum-{i}" for i in (0, 1, 2, 4, 6, 7, 8, 9)]
+    ids = tmp_path / "done.txt"
+    ids.write_text("chain_sum-3\n\nchain_sum-5 \nchain_sum-7\n")
+    again = PromptSource(chain_sum(skip_instance_ids=str(ids)))
+    again.load_state_dict(source.state_dict())
+    assert sorted(take(again, 7)) == [f"chain_sum-{i}" for i in (0, 1, 2, 4, 6, 8, 9)]
+
+
+def test_a_list_of_ids_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(DataError, match=r"skip_instance_ids is .*gone.txt.*one id a line"):
+        PromptSource(chain_sum(skip_instance_ids="gone.txt"))
+
+
+def test_rollouts_per_prompt_go_by_either_name_but_not_by_both() -> None:
+    assert RolloutConfig.model_validate({"agent": "a:b", "n_samples_per_prompt": 3}).n == 3
+    with pytest.raises(ValidationError, match=r"n is 8 and n_samples_per_prompt is 3.*set n alone"):
+        RolloutConfig.model_validate({"agent": "a:b", "n": 8, "n_samples_per_prompt": 3})
+
+
 # ── save and load ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -115,10 +279,43 @@ def test_a_restored_source_goes_on_exactly_where_it_stood(handed_out: int) -> No
     assert take(restored, 25) == take(source, 25)
 
 
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.sampled_from(["next", "back", "save"]), max_size=40), st.integers(0, 99))
+def test_whatever_happens_a_restored_source_repeats_and_skips_nothing(
+    moves: list[str], seed: int
+) -> None:
+    draw = random.Random(seed)
+    source = PromptSource(chain_sum(size=6, epochs=1, shuffle_seed=seed))
+    out: list[Task] = []
+    for move in moves:
+        if move == "next":
+            if (task := next_or_none(source)) is not None:
+                out.append(task)
+            else:
+                assert not source.waiting
+                assert len(out) == 6
+        elif move == "back" and out:
+            source.put_back([out.pop(draw.randrange(len(out)))])
+        elif move == "save":
+            state = json.loads(json.dumps(source.state_dict()))
+            source = PromptSource(chain_sum(size=6, epochs=1, shuffle_seed=seed))
+            source.load_state_dict(state)
+    rest = list(iter(lambda: next_or_none(source), None))
+    ids = [t["instance_id"] for t in out + rest]
+    assert sorted(ids) == sorted({f"chain_sum-{i}" for i in range(6)})
+
+
 def test_the_state_of_other_data_is_refused_by_what_differs() -> None:
     state = PromptSource(chain_sum(size=10)).state_dict()
     with pytest.raises(DataError, match=r"other data: size 10 \(now 11\)"):
         PromptSource(chain_sum(size=11)).load_state_dict(state)
+
+
+def test_the_state_of_a_file_that_grew_is_refused(write: WriteLines) -> None:
+    rows = [{"question": q, "answer": "1"} for q in "abc"]
+    state = PromptSource(jsonl(write(*rows))).state_dict()
+    with pytest.raises(DataError, match=r"tasks 3 \(now 4\)"):
+        PromptSource(jsonl(write(*rows, rows[0]))).load_state_dict(state)
 
 
 def test_more_epochs_may_be_asked_for_on_resume() -> None:
@@ -236,6 +433,17 @@ def test_an_instance_id_is_kept_where_there_is_one_and_assigned_where_not(
     assert [t["instance_id"] for t in PromptSource(jsonl(path)).all()] == ["mine", "7", "some-4"]
 
 
+@pytest.mark.parametrize("instance_id", ["django/django-1", "a b?c#d%e", "é/", "plain-1.2_3~4"])
+def test_any_instance_id_makes_a_prompt_uid_that_may_stand_in_a_url(
+    write: WriteLines, instance_id: str
+) -> None:
+    task = only(write({"question": "a", "answer": "1", "instance_id": instance_id}))
+    assert task["instance_id"] == instance_id
+    uid = _new_uid(task)
+    assert quote(uid, safe="") == uid
+    assert uid != _new_uid(task)
+
+
 def test_an_instance_id_that_occurs_twice_is_refused(write: WriteLines) -> None:
     row = {"question": "a", "answer": "1", "instance_id": "mine"}
     with pytest.raises(DataError, match="instance_id 'mine' occurs 2 times"):
@@ -254,7 +462,7 @@ def test_data_without_labels_is_read_when_told_so(write: WriteLines) -> None:
     [
         ("{", r"some.jsonl:2 is no JSON"),
         ("[1]", r"some.jsonl:2 holds a list"),
-        ('{"answer": "1"}', r"some.jsonl:2: question is None.*the line has answer"),
+        ('{"answer": "1"}', r"some.jsonl:2: question is None.*it has answer"),
         ('{"question": "", "answer": "1"}', r"some.jsonl:2: question is ''"),
         ('{"question": "a", "answer": "1", "metadata": 3}', r"some.jsonl:2: metadata is 3"),
     ],
@@ -273,6 +481,433 @@ def test_a_missing_file_and_an_empty_one_are_refused_by_path(
         PromptSource(jsonl(write()))
 
 
+def test_a_folder_of_files_is_one_data_set_whose_ids_do_not_collide(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        for name in ("b", "a"):
+            line = json.dumps({"question": f"{folder}{name}", "answer": ""})
+            (tmp_path / folder / f"{name}.jsonl").write_text(line)
+    tasks = PromptSource(jsonl(tmp_path / "*" / "*.jsonl", shuffle=False)).all()
+    assert [t["question"] for t in tasks] == ["xa", "xb", "ya", "yb"]
+    assert [t["instance_id"] for t in tasks] == ["x-a-1", "x-b-1", "y-a-1", "y-b-1"]
+    one = PromptSource(jsonl(tmp_path / "y")).all()
+    assert [t["instance_id"] for t in one] == ["a-1", "b-1"]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=6), st.booleans())
+def test_any_text_is_read_back_from_its_line(texts: list[str], ends: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "any.jsonl"
+        lines = [json.dumps({"question": f"q{t}", "answer": t}, ensure_ascii=False) for t in texts]
+        clean = [ln.encode("utf-8", "surrogatepass") for ln in lines]
+        path.write_bytes(b"\n".join(clean) + b"\n" * ends)
+        assert [t["answer"] for t in PromptSource(jsonl(path)).all()] == texts
+
+
+def test_numbers_that_only_python_reads_are_read(write: WriteLines) -> None:
+    task = only(write('{"question": "a", "answer": 123456789012345678901234567890}'))
+    assert task["answer"] == 123456789012345678901234567890
+
+
+def test_lines_stay_on_disk(write: WriteLines) -> None:
+    """What is held after opening does not grow with what the lines hold."""
+
+    def held(size: int) -> int:
+        path = write(*({"question": "x" * size, "answer": str(i)} for i in range(300)))
+        tracemalloc.start()
+        source = PromptSource(jsonl(path))
+        try:
+            assert len(source) == 300
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+
+    assert held(10_000) < held(10) + 300 * 1_000
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_tools_are_read_as_a_list_or_as_its_text(write: WriteLines, tools: Any) -> None:
+    row = {"question": "a", "answer": "1", "tools": tools}
+    assert only(write(row), tool_key="tools")["tools"] == [TOOL]
+    assert "tools" not in only(write(row))
+
+
+def test_a_row_without_tools_has_none(write: WriteLines) -> None:
+    row = {"question": "a", "answer": "1", "tools": []}
+    assert "tools" not in only(write(row), tool_key="tools")
+
+
+def test_tools_that_are_none_are_refused_by_their_row(write: WriteLines) -> None:
+    row = {"question": "a", "answer": "1", "tools": ["f"]}
+    with pytest.raises(DataError, match=r"some.jsonl:1: tools is \['f'\]; it is a list of tools"):
+        PromptSource(jsonl(write(row), tool_key="tools"))
+
+
+def test_a_key_with_dots_reaches_into_objects_as_verls_data_needs(write: WriteLines) -> None:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": json.dumps({"split": "train"}),
+    }
+    keys = {"prompt_key": "prompt", "label_key": "reward_model.ground_truth"}
+    assert only(write(row), **keys, metadata_key="extra_info") == {
+        "instance_id": "some-1",
+        "data_source": "openai/gsm8k",
+        "messages": row["prompt"],
+        "answer": "4",
+        "metadata": {"split": "train"},
+    }
+
+
+# ── media ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_placeholders_become_content_parts_with_the_rows_media_in_order(write: WriteLines) -> None:
+    row = {
+        "question": "<image>Same as <image>? And <audio>",
+        "answer": "no",
+        "images": ["a.png", {"path": "b.png"}],
+        "sound": "c.wav",
+    }
+    keys = {"image": "images", "audio": "sound"}
+    assert only(write(row), multimodal_keys=keys)["messages"] == [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": "a.png"}},
+                {"type": "text", "text": "Same as "},
+                {"type": "image_url", "image_url": {"url": "b.png"}},
+                {"type": "text", "text": "? And "},
+                {"type": "audio_url", "audio_url": {"url": "c.wav"}},
+            ],
+        }
+    ]
+
+
+def test_media_and_placeholders_that_do_not_match_are_refused(write: WriteLines) -> None:
+    row = {"question": "<image>?", "answer": "no", "images": ["a.png", "b.png"]}
+    with pytest.raises(DataError, match=r"1 × <image> and images holds 2; write one placeholder"):
+        PromptSource(jsonl(write(row), multimodal_keys={"image": "images"}))
+
+
+# ── Parquet and Hugging Face ─────────────────────────────────────────────────────────────────────
+
+CHAT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]},
+    {"role": "tool", "content": "4", "tool_call_id": "1"},
+]
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Two files and an empty one; the schema gives every message all fields, as Parquet does."""
+    (tmp_path / "table").mkdir()
+    for part, size in enumerate((3, 0, 2)):
+        rows = [{"prompt": CHAT, "answer": "4", "extra": {"n": n, "none": None}} for n in range(3)]
+        pq.write_table(
+            pa.Table.from_pylist(rows).slice(0, size),
+            tmp_path / "table" / f"part-{part}.parquet",
+        )
+    return tmp_path / "table"
+
+
+def test_parquet_rows_are_tasks_whose_messages_hold_no_nulls_of_the_schema(table: Path) -> None:
+    source = PromptSource(
+        config(kind="parquet", path=table, prompt_key="prompt", metadata_key="extra", shuffle=False)
+    )
+    assert [t["instance_id"] for t in source.all()] == [
+        *("part-0-0", "part-0-1", "part-0-2"),
+        *("part-2-0", "part-2-1"),
+    ]
+    task = source.next()
+    assert task["messages"] == CHAT
+    assert task["metadata"] == {"n": 0, "none": None}
+    assert task["data_source"] == "part-0"
+
+
+def test_what_json_has_not_becomes_text(tmp_path: Path) -> None:
+    rows = [{"question": "a", "answer": "1", "metadata": {"day": datetime.date(2026, 1, 2)}}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
+    task = only_of(kind="parquet", path=tmp_path / "t.parquet")
+    assert task["metadata"] == {"day": "2026-01-02"}
+
+
+def test_the_lengths_of_one_slice_are_not_taken_for_anothers(tmp_path: Path) -> None:
+    made = datasets.Dataset.from_dict({"question": ["a", "b " * 90], "answer": ["1", "2"]})
+    made.to_parquet(str(tmp_path / "t.parquet"))
+
+    def kept(split: str) -> int:
+        source = config(
+            kind="huggingface", path=str(tmp_path / "t.parquet"), split=split, max_prompt_tokens=40
+        )
+        return len(PromptSource(source, tokenizer_path=MODEL))
+
+    assert kept("train[:1]") == 1
+    with pytest.raises(DataError, match="all 1 prompts are longer"):
+        kept("train[1:]")
+
+
+def test_a_hugging_face_data_set_is_read_from_disk_by_split(tmp_path: Path) -> None:
+    made = datasets.DatasetDict(
+        {s: datasets.Dataset.from_dict({"question": [s], "answer": ["1"]}) for s in ("train", "b")}
+    )
+    made.save_to_disk(str(tmp_path / "saved"))
+    task = only_of(kind="huggingface", path=tmp_path / "saved", split="b")
+    assert (task["question"], task["instance_id"]) == ("b", "saved-b-0")
+    with pytest.raises(DataError, match=r"split is 'c'; .*saved with train, b"):
+        only_of(kind="huggingface", path=tmp_path / "saved", split="c")
+
+
+def test_a_hugging_face_folder_of_files_is_read_with_slices(tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    lines = [{"question": f"q{i}", "answer": "1", "meta": {f"k{i}": i}} for i in range(4)]
+    (tmp_path / "hub" / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source = PromptSource(
+        config(
+            kind="huggingface", path=str(tmp_path / "hub"), split="train[1:3]", metadata_key="meta"
+        )
+    )
+    tasks = source.all()
+    assert [t["question"] for t in tasks] == ["q1", "q2"]
+    assert [t["metadata"] for t in tasks] == [{"k1": 1}, {"k2": 2}], "objects keep their own keys"
+    assert [t["instance_id"] for t in tasks] == ["hub-train-1-3-0", "hub-train-1-3-1"]
+
+
+def test_stored_images_travel_as_they_are_in_data_urls(tmp_path: Path) -> None:
+    png = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(png, "PNG")
+    features = datasets.Features(
+        {
+            "question": datasets.Value("string"),
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    rows = {"question": ["<image>?"], "images": [[{"bytes": png.getvalue(), "path": None}]]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "i.parquet"))
+    task = only_of(
+        kind="parquet",
+        path=tmp_path / "i.parquet",
+        label_key=None,
+        multimodal_keys={"image": "images"},
+    )
+    url = task["messages"][0]["content"][0]["image_url"]["url"]
+    assert url.startswith("data:image/png;base64,")
+    assert base64.b64decode(url.partition(",")[2]) == png.getvalue()
+    assert json.loads(json.dumps(task)) == task
+
+
+def only_of(**fields: Any) -> Task:
+    fields["path"] = str(fields["path"])
+    (task,) = PromptSource(config(**fields)).all()
+    return task
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "a", "answer": "1"}, {"question": "", "answer": "1"}], "t row 1: question"),
+        ([{"question": "a"}], "t row 0 has no answer"),
+        ([{"question": "a", "answer": "1", "instance_id": 3}] * 2, "'3' occurs 2 times"),
+        ([], "t.parquet has no rows"),
+    ],
+)
+def test_a_bad_row_of_a_table_is_refused_at_the_start(
+    tmp_path: Path, rows: list[dict[str, Any]], message: str
+) -> None:
+    schema = None if rows else pa.schema([("question", pa.string())])
+    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=message):
+        PromptSource(config(kind="parquet", path=tmp_path / "t.parquet"))
+
+
+def test_what_cannot_be_loaded_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "no.parquet").write_text("not a table")
+    with pytest.raises(DataError, match=r"no.parquet.*cannot be read"):
+        PromptSource(config(kind="parquet", path=tmp_path / "no.parquet"))
+    with pytest.raises(DataError, match=r"no \*.parquet in"):
+        PromptSource(config(kind="parquet", path=tmp_path / "gone"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"data set .*empty.* cannot be loaded"):
+        PromptSource(config(kind="huggingface", path=str(tmp_path / "empty")))
+
+
+# ── long prompts ─────────────────────────────────────────────────────────────────────────────────
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+
+
+def tokens(task: Task) -> int:
+    """As the gateway will count them."""
+    messages = task.get("messages") or [{"role": "user", "content": task["question"]}]
+    ids = AutoTokenizer.from_pretrained(MODEL).apply_chat_template(
+        messages, tools=task.get("tools"), add_generation_prompt=True, return_dict=False
+    )
+    return len(ids)
+
+
+def long_prompts(path: Path, limit: int, **fields: Any) -> PromptSource:
+    fields = {"max_prompt_tokens": limit, "shuffle": False, "label_key": None} | fields
+    return PromptSource(jsonl(path, **fields), tokenizer_path=MODEL)
+
+
+def test_prompts_beyond_the_limit_are_left_out_template_and_tools_counted(
+    write: WriteLines,
+) -> None:
+    path = write(
+        {"question": "a"},
+        {"question": "b " * 200},
+        {"question": "c", "tools": [TOOL]},
+    )
+    sizes = [tokens(t) for t in PromptSource(jsonl(path, label_key=None, tool_key="tools")).all()]
+    limit = sizes[2] - 1
+    assert sizes[0] <= limit < sizes[1]
+    kept = long_prompts(path, limit, tool_key="tools").all()
+    assert [t["instance_id"] for t in kept] == ["some-1"], "ids are those of the lines"
+    kept = long_prompts(path, limit + 1, tool_key="tools").all()
+    assert [t["instance_id"] for t in kept] == ["some-1", "some-3"]
+
+
+def test_text_that_no_tokenizer_takes_is_refused_by_its_line(write: WriteLines) -> None:
+    path = write({"question": "a"}, {"question": "\ud800", "instance_id": "\ud800"})
+    with pytest.raises(DataError, match=r"some.jsonl:2: the tokenizer refuses .*surrogate"):
+        long_prompts(path, 40)
+
+
+def test_when_every_prompt_is_too_long_the_shortest_is_named(write: WriteLines) -> None:
+    path = write({"question": "b " * 90}, {"question": "b " * 30})
+    shortest = min(tokens(t) for t in PromptSource(jsonl(path, label_key=None)).all())
+    with pytest.raises(DataError, match=rf"all 2 prompts .*the shortest has {shortest}\)"):
+        long_prompts(path, 10)
+
+
+def test_by_default_nothing_is_cut_that_was_not_asked_for(write: WriteLines) -> None:
+    path = write({"question": "a"}, {"question": "b " * 90})
+    with pytest.raises(DataError, match=r"some.jsonl:2: the prompt has \d+ tokens.*truncation"):
+        long_prompts(path, 40, filter_overlong_prompts=False)
+
+
+LONG = {
+    "question": [
+        {"role": "system", "content": "Rules. " * 3},
+        {"role": "user", "content": "one two three four five six seven eight nine ten " * 2},
+        {"role": "assistant", "content": "I see."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": "a.png"}},
+                {"type": "text", "text": "1 2 3 4 5 6 7 8 9 10 11 12"},
+            ],
+        },
+    ]
+}
+
+
+def words(task: Task) -> str:
+    texts = [
+        m["content"] if isinstance(m["content"], str) else m["content"][1]["text"]
+        for m in task["messages"][1:]
+    ]
+    return "|".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("side", "begins", "ends"),
+    [("left", False, True), ("right", True, False), ("middle", True, True)],
+)
+def test_cutting_takes_text_from_the_named_side_and_nothing_else(
+    write: WriteLines, side: str, begins: bool, ends: bool
+) -> None:
+    source = long_prompts(write(LONG), 80, filter_overlong_prompts=False, truncation=side)
+    task = source.next()
+    whole = LONG["question"]
+    assert task["truncated_tokens"] > 0
+    assert words(task).startswith("one two") is begins
+    assert words(task).endswith("11 12") is ends
+    assert task["messages"][0] == whole[0], "system messages are not cut"
+    assert task["messages"][3]["content"][0] == whole[3]["content"][0], "media are not cut"
+    assert [m["role"] for m in task["messages"]] == [m["role"] for m in whole]
+    text_only = [{**m, "content": words({"messages": [{}, m]})} for m in task["messages"][1:]]
+    length = tokens({"messages": [task["messages"][0], *text_only]})
+    assert 70 < length <= 80, "as little as needed"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    text=st.text(min_size=30, max_size=120),
+    limit=st.integers(30, 60),
+    side=st.sampled_from(["left", "right", "middle"]),
+)
+def test_a_cut_prompt_fits_and_holds_nothing_that_was_not_in_it(
+    text: str, limit: int, side: str
+) -> None:
+    meter = PromptMeter(MODEL, {})
+    task = {"question": text}
+    (before,) = meter.count([task])
+    try:
+        cut = meter.truncate(task, limit, side)  # type: ignore[arg-type]
+    except DataError:
+        (empty,) = meter.count([{"question": ""}])
+        assert empty >= limit - 8, "only the markup is left"
+        return
+    (after,) = meter.count([cut])
+    assert after <= max(limit, min(before, limit))
+    kept = cut["question"]
+    if "truncated_tokens" not in cut:
+        assert kept == text
+    elif side == "left":
+        assert text.endswith(kept)
+    elif side == "right":
+        assert text.startswith(kept)
+    else:
+        assert any(
+            text.startswith(kept[:i]) and text.endswith(kept[i:]) for i in range(len(kept) + 1)
+        )
+
+
+def test_what_must_not_be_cut_is_refused_when_it_is_too_long(write: WriteLines) -> None:
+    messages = [{"role": "system", "content": "Rules. " * 30}, {"role": "user", "content": "hi"}]
+    path = write({"question": "hi"}, {"question": messages})
+    with pytest.raises(DataError, match=r"some.jsonl:2: the prompt cannot be cut to .* = 40"):
+        long_prompts(path, 40, filter_overlong_prompts=False, truncation="left")
+
+
+def test_lengths_are_measured_once_and_again_when_the_file_changes(
+    write: WriteLines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    count = PromptMeter.count
+
+    def counted(self: PromptMeter, tasks: Any) -> list[int]:
+        measured.append(len(tasks))
+        return count(self, tasks)
+
+    monkeypatch.setattr(PromptMeter, "count", counted)
+    path = write({"question": "a"}, {"question": "b " * 90})
+    assert len(long_prompts(path, 40)) == 1
+    assert len(long_prompts(path, 4000)) == 2
+    assert measured == [2], "another limit needs no new measure"
+    write({"question": "a"}, {"question": "b " * 91})
+    os.utime(path, ns=(1, 1))
+    long_prompts(path, 40)
+    assert measured == [2, 2]
+    long_prompts(path, 40, apply_chat_template_kwargs={"x": 1})
+    assert measured == [2, 2, 2]
+
+
+def test_measuring_without_a_tokenizer_is_refused(write: WriteLines, tmp_path: Path) -> None:
+    path = write({"question": "a"})
+    with pytest.raises(DataError, match=r"max_prompt_tokens is 5.*tokenizer_path"):
+        PromptSource(jsonl(path, label_key=None, max_prompt_tokens=5))
+    with pytest.raises(DataError, match="no tokenizer can be loaded from"):
+        PromptSource(jsonl(path, label_key=None, max_prompt_tokens=5), tokenizer_path=tmp_path)
+
+
 # ── configuration ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -281,10 +916,24 @@ def test_a_missing_file_and_an_empty_one_are_refused_by_path(
     [
         ({"sise": 3}, "sise"),
         ({"size": 0}, "size"),
-        ({"kind": "csv"}, "'reasoning_gym', 'jsonl'"),
+        ({"kind": "csv"}, "'reasoning_gym', 'jsonl', 'parquet', 'huggingface'"),
         ({"epochs": 0}, "epochs"),
     ],
 )
 def test_a_wrong_key_or_value_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         chain_sum(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"truncation": "left", "max_prompt_tokens": 9}, "filter_overlong_prompts leaves nothing"),
+        ({"truncation": "left", "filter_overlong_prompts": False}, "set max_prompt_tokens"),
+    ],
+)
+def test_truncation_that_could_never_happen_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        jsonl(Path("x.jsonl"), **fields)

@@ -72,3 +72,10 @@ def test_the_summary_shows_before_and_after_and_where_the_files_are(
     shown = capsys.readouterr().out
     for part in ("0.34", "0.95", "0.99", "summary.json", "reward.png"):
         assert part in shown
+
+
+def test_a_step_of_the_critics_warm_up_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    alone = {k: v for k, v in RECORD.items() if k != "loss"} | {"critic/loss": 0.25}
+    with Display("run", 10, "plain") as display:
+        display.step(alone)
+    assert "warm-up of the critic, loss 0.2500" in capsys.readouterr().out

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import pickle
+from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
 from trainer.errors import ColumnError, VersionError
-from trainer.loss_config import LossConfig, OffPolicyConfig
+from trainer.loss_config import PRESETS, LossConfig, Method, OffPolicyConfig
 from trainer.losses import make_loss_fn
-from trainer.off_policy import Correction, correct, lags
+from trainer.off_policy import Correction, correct, lags, proximal_log_probs
 
 logits = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
 
@@ -26,9 +27,12 @@ def run(
     step_lags: list[float],
     mu: Tensor | None = None,
     advantages: Tensor | None = None,
+    mask: Tensor | None = None,
     **options: object,
 ) -> Correction:
     mu = torch.full_like(log_ratio, -1.0) if mu is None else mu
+    if advantages is None:  # the default's clip needs them
+        options = {"clip": None, **options}
     return correct(
         torch.nan_to_num(mu, nan=-1.0) + log_ratio,
         mu,
@@ -37,6 +41,7 @@ def run(
         staleness_threshold=0.1,
         config=OffPolicyConfig.model_validate(options),
         advantages=advantages,
+        mask=mask,
     )
 
 
@@ -62,6 +67,7 @@ def test_a_version_that_was_never_published_is_an_error() -> None:
 
 
 @given(mu=logits, pi=logits)
+@settings(deadline=None)
 def test_the_mean_weight_under_mu_is_one_minus_the_total_variation(
     mu: list[float], pi: list[float]
 ) -> None:
@@ -73,6 +79,7 @@ def test_the_mean_weight_under_mu_is_one_minus_the_total_variation(
 
 
 @given(mu=logits, pi=logits)
+@settings(deadline=None)
 def test_without_a_cap_the_weighted_mean_under_mu_is_the_mean_under_pi(
     mu: list[float], pi: list[float]
 ) -> None:
@@ -189,7 +196,7 @@ def test_weights_are_constants_to_autograd() -> None:
         [2],
         [1.0],
         staleness_threshold=0.1,
-        config=OffPolicyConfig(cap=None),
+        config=OffPolicyConfig(cap=None, clip=None),
     )
     assert not result.weights.requires_grad
 
@@ -201,6 +208,7 @@ def test_metrics_are_told_per_lag_bucket() -> None:
         [1, 2, 1],
         [0.0, 1.0, 9.0],
         advantages=torch.tensor([1.0, -1.0, 1.0, 2.0]),
+        clip=None,
     )
     m = result.metrics
     assert m["staleness/mean"] == pytest.approx(10 / 3)
@@ -221,6 +229,7 @@ def test_metrics_are_told_per_lag_bucket() -> None:
 
 
 @given(mu=logits, pi=logits)
+@settings(deadline=None)
 def test_the_bucket_metrics_estimate_the_true_divergences(mu: list[float], pi: list[float]) -> None:
     """Averaged over μ exactly (one batch per token), k1, k3 and χ² are the divergences."""
     log_mu, log_pi = torch.tensor(mu).log_softmax(0), torch.tensor(pi).log_softmax(0)
@@ -238,6 +247,190 @@ def test_the_bucket_metrics_estimate_the_true_divergences(mu: list[float], pi: l
         assert mean == pytest.approx(value, abs=1e-4, rel=1e-4)
 
 
+# --- methods of the field as presets
+
+RATIOS = torch.log(torch.tensor([0.4, 1.5, 3.0, 0.9]))
+"""One stale step of three tokens, product 1.8, and a fresh step of one."""
+
+
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [
+        ("staleness_aware", [0.0, 1.0, 1.0, 1.0]),  # A < 0, and gone below 0.8 already
+        ("none", [1.0, 1.0, 1.0, 1.0]),
+        ("bypass", [1.0, 1.0, 1.0, 1.0]),
+        ("decoupled", [0.4, 1.5, 3.0, 0.9]),
+        ("tis", [0.4, 1.5, 2.0, 0.9]),
+        ("geometric_tis", [1.8 ** (1 / 3)] * 3 + [0.9]),
+        ("sequence_tis", [1.8] * 3 + [0.9]),
+        ("mis", [0.4, 1.5, 0.0, 0.9]),
+        ("sequence_mis", [1.8] * 3 + [0.9]),
+        ("geometric_mis", [0.0, 0.0, 0.0, 0.0]),
+        ("icepop", [0.0, 1.5, 3.0, 0.9]),
+        ("opsm", [1.0, 1.0, 1.0, 0.0]),
+    ],
+)
+def test_every_method_is_a_preset_of_the_same_options(method: str, weights: list[float]) -> None:
+    advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    result = run(RATIOS, [3, 1], [1.0, 0.0], advantages=advantages, method=method)
+    torch.testing.assert_close(result.weights, torch.tensor(weights))
+
+
+def test_the_presets_are_the_methods_and_what_is_given_beside_one_wins() -> None:
+    assert set(PRESETS) == set(get_args(Method))
+    assert OffPolicyConfig(method="staleness_aware") == OffPolicyConfig()
+    mine = OffPolicyConfig(method="icepop", band=(0.1, 10.0))
+    assert mine.band == (0.1, 10.0)
+    assert mine.cap is None
+    assert OffPolicyConfig.model_validate(mine.model_dump()) == mine
+    assert OffPolicyConfig(method="tis", granularity="sequence") == OffPolicyConfig(
+        method="sequence_tis"
+    ).model_copy(update={"method": "tis"})
+
+
+def test_the_clip_masks_what_has_gone_on_since_where_its_advantage_sends_it() -> None:
+    ratios = torch.log(torch.tensor([1.5, 1.5, 0.5, 0.5, 1.2, 0.9]))
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
+    stale = run(ratios, [2, 2, 2], [1.0, 8.0, 1.0], advantages=advantages)
+    torch.testing.assert_close(stale.weights, torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0, 0.9]))
+    assert stale.metrics["off_policy/clip_share"] == pytest.approx(2 / 6)
+    fresh = run(ratios, [2, 2, 2], [0.0] * 3, advantages=advantages)
+    assert fresh.weights.tolist() == [1.0] * 6
+    wide = run(ratios, [2, 2, 2], [1.0] * 3, advantages=advantages, clip=(0.6, 0.6))
+    torch.testing.assert_close(wide.weights, torch.tensor([1.0, 1.0, 0.5, 0.5, 1.0, 0.9]))
+    with pytest.raises(ColumnError, match=r"off_policy.clip .* pass advantages"):
+        run(ratios, [2, 2, 2], [1.0] * 3, clip=(0.2, 0.2))
+
+
+def test_opsm_masks_bad_steps_that_the_policy_has_left_and_no_good_ones() -> None:
+    left = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5, 2.0]))
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0])
+    args = (left, [2, 2, 1], [1.0, 1.0, 1.0])
+    result = run(*args, advantages=advantages, method="opsm", opsm=0.1)
+    assert result.weights.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert result.metrics["off_policy/opsm_share"] == pytest.approx(2 / 5)
+    lenient = run(*args, advantages=advantages, method="opsm", opsm=0.7)
+    assert lenient.weights.tolist() == [1.0] * 5
+    with pytest.raises(ColumnError, match="pass advantages"):
+        run(*args, method="opsm")
+
+
+@pytest.mark.parametrize(
+    ("over", "weights"),
+    [
+        ("token", [1.0, 0.0, 0.0, 1.0]),
+        ("mean", [1.0, 1.0, 1.0, 1.0]),
+        ("sum", [0.0, 0.0, 0.0, 1.0]),
+        ("max", [0.0, 0.0, 0.0, 1.0]),
+    ],
+)
+def test_a_divergence_that_is_too_large_masks_its_token_or_its_step(
+    over: str, weights: list[float]
+) -> None:
+    log_ratio = torch.tensor([0.0, 1.0, -1.0, 0.1])
+    result = run(
+        log_ratio,
+        [3, 1],
+        [1.0, 1.0],
+        granularity="none",
+        max_divergence=0.4,
+        divergence="k2",
+        divergence_over=over,
+    )
+    assert result.weights.tolist() == weights
+    assert result.metrics["off_policy/divergence_share"] == weights.count(0.0) / 4
+
+
+def test_the_band_may_look_at_another_granularity_than_the_weight() -> None:
+    result = run(
+        torch.log(torch.tensor([0.5, 2.2, 0.5, 0.5])),
+        [2, 2],
+        [1.0, 1.0],
+        cap=None,
+        band=(0.9, 1.2),
+        band_granularity="step",
+    )
+    torch.testing.assert_close(result.weights, torch.tensor([0.5, 2.2, 0.0, 0.0]))
+    assert result.metrics["off_policy/band_share"] == 0.5
+
+
+def test_a_floor_keeps_weights_from_vanishing() -> None:
+    log_ratio = torch.log(torch.tensor([0.01, 0.9]))
+    weights = run(log_ratio, [2], [1.0], floor=0.2).weights
+    torch.testing.assert_close(weights, torch.tensor([0.2, 0.9]))
+
+
+def test_on_policy_steps_are_weighed_likewise_or_under_a_cap_of_their_own() -> None:
+    log_ratio = torch.log(torch.tensor([3.0, 3.0]))
+    args = (log_ratio, [1, 1], [0.0, 1.0])
+    assert run(*args, cap=2.0).weights.tolist() == [1.0, 2.0]
+    assert run(*args, cap=2.0, weigh_on_policy=True).weights.tolist() == [2.0, 2.0]
+    assert run(*args, cap=1.0, on_policy_cap=1.5).weights.tolist() == [1.5, 1.0]
+
+
+def test_normalized_weights_have_mean_one_over_tokens_or_over_steps() -> None:
+    log_ratio = torch.log(torch.tensor([0.5, 0.25, 1.0, 0.25]))
+    args = (log_ratio, [1, 3], [1.0, 1.0])
+    assert run(*args, normalize=True).weights.mean().item() == pytest.approx(1.0)
+    by_step = run(*args, normalize=True, granularity="sequence").weights
+    assert (by_step[0] + by_step[1]).item() == pytest.approx(2.0)
+    assert run(torch.zeros(1), [1], [1.0], normalize=True, band=(2.0, 3.0)).weights.item() == 0.0
+
+
+def test_a_kept_step_without_log_probs_weighs_one_and_is_counted() -> None:
+    mu = torch.tensor([math.nan, -1.0])
+    result = run(torch.zeros(2), [1, 1], [1.0, 1.0], mu=mu, method="none")
+    assert result.weights.tolist() == [1.0, 1.0]
+    assert result.metrics["off_policy/missing_steps"] == 1.0
+
+
+def test_a_mask_does_not_strike_where_the_ratio_is_unknown() -> None:
+    mu = torch.tensor([math.nan, -1.0])
+    log_ratio = torch.tensor([0.0, math.log(0.5)])
+    result = run(log_ratio, [1, 1], [1.0, 1.0], mu=mu, band=(0.1, 0.9), missing="keep")
+    assert result.weights.tolist() == [1.0, 0.5]
+    assert result.metrics["off_policy/band_share"] == 0.0
+
+
+def test_untrained_tokens_count_in_no_ratio_and_no_metric() -> None:
+    log_ratio = torch.log(torch.tensor([0.5, 1e-6, 0.5, 0.25]))
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    args = (log_ratio, [3, 1], [1.0, 1.0])
+    masked = run(*args, mask=mask, granularity="step", veto=1e-3)
+    torch.testing.assert_close(masked.weights[[0, 2, 3]], torch.tensor([0.5, 0.5, 0.25]))
+    kept = run(log_ratio[[0, 2, 3]], [2, 1], [1.0, 1.0], granularity="step", veto=1e-3)
+    for name, value in kept.metrics.items():
+        assert masked.metrics[name] == pytest.approx(value), name
+    nothing = run(*args, mask=torch.zeros(4))
+    assert nothing.dropped.all()
+    assert not any(k.startswith("off_policy/lag") for k in nothing.metrics)
+
+
+def test_bypass_takes_the_behaviour_policy_and_recomputes_only_for_want_of_it() -> None:
+    calls = []
+
+    def recompute() -> Tensor:
+        calls.append(1)
+        return torch.tensor([-1.0, -2.0])
+
+    known, partly = torch.tensor([-0.5, -0.6]), torch.tensor([-0.5, math.nan])
+    config = OffPolicyConfig(method="bypass")
+    assert proximal_log_probs(recompute, known, config).tolist() == known.tolist()
+    assert not calls
+    assert proximal_log_probs(recompute, partly, config).tolist() == [-0.5, -2.0]
+    assert proximal_log_probs(recompute, known, OffPolicyConfig()).tolist() == [-1.0, -2.0]
+    assert len(calls) == 2
+
+
+def test_the_whole_batch_has_its_divergences_too() -> None:
+    log_ratio = torch.log(torch.tensor([2.0, 0.5, 0.5]))
+    m = run(log_ratio, [2, 1], [1.0, 0.0]).metrics
+    assert m["off_policy/kl_k1"] == pytest.approx(math.log(2) / 3)
+    assert m["off_policy/chi2"] == pytest.approx(4.5 / 3 - 1)
+    assert m["off_policy/chi2_step"] == pytest.approx((1 + 0.25) / 2 - 1)
+    assert m["off_policy/ess"] == pytest.approx(2.5**2 / (3 * 2.25))
+
+
 def test_columns_of_the_wrong_length_are_refused() -> None:
     with pytest.raises(ColumnError, match=r"rollout_log_probs has shape \(3,\) for 2 response"):
         correct(
@@ -253,7 +446,19 @@ def test_columns_of_the_wrong_length_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"band": (2.0, 1.0)}, {"veto": 1.0}, {"cap": 0.0}, {"decay": 1.5}, {"capp": 1.0}]
+    "bad",
+    [
+        {"band": (2.0, 1.0)},
+        {"veto": 1.0},
+        {"clip": (1.5, 0.2)},
+        {"clip": (0.2, -0.1)},
+        {"cap": 0.0},
+        {"decay": 1.5},
+        {"capp": 1.0},
+        {"floor": 2.0},
+        {"method": "ties"},
+        {"granularity": "none", "on_policy_cap": 2.0},
+    ],
 )
 def test_an_off_policy_config_out_of_bounds_is_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
 
 from datapool import DataPoolClient, PoolConfig, Step, start_data_pool
-from trainer.reclaim import reclaim
+from trainer.config import RolloutConfig
+from trainer.data import PromptSource
+from trainer.ledger import Ledger
+from trainer.reclaim import reclaim, renew, settle
+from trainer.rollout import Producer
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,7 @@ async def test_ready_groups_of_the_checkpoint_are_kept_and_all_others_issued_aga
     result = await reclaim(pool, trained={}, pending=pending, version=3)
 
     assert result.kept == {"ready": task("ready")}
-    assert result.again == [task(uid) for uid in ("open", "fresh", "gone")]
+    assert result.again == {uid: task(uid) for uid in ("open", "fresh", "gone")}
     assert await live(pool) == {"ready", "agent"}
     assert result.dropped == {
         "producer_restarted": 1,
@@ -109,3 +114,52 @@ async def test_nothing_is_left_of_an_evaluation(pool: DataPoolClient) -> None:
     await group(pool, "v", channel="val")
     await reclaim(pool, trained={}, pending={}, version=0)
     assert await live(pool, "val") == set()
+
+
+async def test_settling_takes_out_what_was_trained_even_if_its_lease_ran_out(
+    pool: DataPoolClient,
+) -> None:
+    for uid in "ab":
+        await group(pool, uid)
+    kept, lost = await pool.lease_batch(), await pool.lease_batch(lease_s=0.01)
+    assert kept is not None
+    assert lost is not None
+    while "b" not in {r.prompt_uid for r in (await pool.list_groups(state="ready")).items}:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await renew(pool, kept.lease_id)
+    await renew(pool, lost.lease_id)  # too late, and no reason to end the run
+
+    trained = {x.lease_id: [g.prompt_uid for g in x.groups] for x in (kept, lost)}
+    await settle(pool, trained)
+    assert await live(pool) == set()
+
+
+async def test_what_the_pool_dropped_before_it_forgot_its_events_is_issued_again(
+    pool: DataPoolClient,
+) -> None:
+    """A kill of the pool between a drop and the producer's next look."""
+    ledger = Ledger()
+    source = Source()
+    config = RolloutConfig(agent="nobody:agent", min_n=1)
+    producer = Producer(config, cast(PromptSource, source), pool, [], ledger)
+    for uid in ("dropped", "there", "trained"):
+        ledger.issued(uid, uid)
+        producer.in_flight[uid] = task(uid)
+    await group(pool, "there")
+    await group(pool, "dropped")
+    await pool.drop_group("dropped", "evicted")
+    ledger.trained(1, ["trained"])  # acked, and not settled yet
+
+    await producer._find_dropped()
+
+    assert source.returned == [task("dropped")]
+    assert set(producer.in_flight) == {"there", "trained"}
+    assert set(ledger.open) == {"there"}
+
+
+class Source:
+    def __init__(self) -> None:
+        self.returned: list[dict[str, str]] = []
+
+    def put_back(self, tasks: list[dict[str, str]], reason: str) -> None:
+        self.returned += tasks

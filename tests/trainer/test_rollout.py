@@ -1,7 +1,9 @@
 """Rollouts end in exactly one way, and a failure is an abort with its reason, never a score."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -12,6 +14,8 @@ from trainer.config import RolloutConfig
 from trainer.errors import RolloutError
 from trainer.rollout import RolloutWorker, load_agent
 
+compact = partial(json.dumps, separators=(",", ":"))
+
 
 class RecordingGateway:
     """The trajectory endpoints of the gateway, which remember what they were told."""
@@ -19,6 +23,7 @@ class RecordingGateway:
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, dict[str, Any]]] = []
         self.url = ""
+        self.closed = False
         self._called = asyncio.Event()
 
     async def init(self, request: web.Request) -> web.Response:
@@ -29,6 +34,9 @@ class RecordingGateway:
         return web.json_response({"trajectory_uid": uid, "base_url": base_url})
 
     async def end(self, request: web.Request) -> web.Response:
+        if self.closed:
+            error = {"message": "it is closed", "code": "trajectory_closed"}
+            return web.json_response({"error": error}, status=409, dumps=compact)
         self.calls.append(
             (request.match_info["how"], request.match_info["uid"], await request.json())
         )
@@ -108,6 +116,20 @@ async def test_every_rollout_of_a_group_is_a_trajectory_of_its_own(
     assert gateway.told("complete") == [{"reward": 1.0}] * 4
 
 
+async def test_the_last_rollouts_are_marked_as_greedy_baselines_and_so_are_their_retries(
+    gateway: RecordingGateway,
+) -> None:
+    worker = RolloutWorker(RolloutConfig(agent=f"{__name__}:crashes"), [gateway.url])
+    await worker.run_group({"question": "?"}, "p", 3, "train", n_greedy=1)
+    await worker.close()
+    marks = sorted(
+        (b["metadata"]["rollout_index"], b["metadata"].get("greedy_baseline"), b["attempt"])
+        for b in gateway.told("init")
+    )
+    expected = ((0, None), (1, None), (2, True))
+    assert marks == [(i, greedy, attempt) for i, greedy in expected for attempt in (0, 1)]
+
+
 async def test_an_agent_that_returns_none_leaves_the_score_open(gateway: RecordingGateway) -> None:
     assert await run(gateway, "unscored") == {"complete": 1}
     assert gateway.told("complete") == [{"reward": None}]
@@ -122,6 +144,13 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
 async def test_a_hanging_agent_is_cut_off_and_aborted(gateway: RecordingGateway) -> None:
     assert await run(gateway, "hangs", max_attempts=1, timeout_s=0.05) == {"timeout": 1}
     assert gateway.told("abort") == [{"reason": "timeout", "will_retry": False}]
+
+
+async def test_a_rollout_that_the_pool_has_closed_already_does_not_end_the_run(
+    gateway: RecordingGateway,
+) -> None:
+    gateway.closed = True
+    assert await run(gateway, "right", max_attempts=1) == {"_ClosedError": 1}
 
 
 async def test_a_failed_attempt_is_tried_again_as_a_new_trajectory(

@@ -23,6 +23,8 @@ BENCHES: Mapping[str, str] = MappingProxyType(
         "pool": "trainer.bench.pool",
         "pool-crash": "trainer.bench.crash",
         "pool-starvation": "trainer.bench.pool.starvation",
+        "trainer": "trainer.bench.trainer",
+        "resume": "trainer.bench.resume",
     }
 )
 """Name -> module with `async def run(…) -> BenchResult`; its keyword arguments are its options."""

@@ -1,33 +1,55 @@
 """Rewards: functions that score an answer.
 
 A reward function takes `(data_source, solution_str, ground_truth, extra_info, **kwargs)` and
-returns a number, or a dict with the number under "score"; it may be async. It is named by
+returns a number, or a dict with the number under "score" (its other keys are metrics); it may be
+async. It is named by
 
-- a built-in's name: `reasoning_gym`, `exact_match`
+- a built-in's name: `math`, `deepscaler`, `dapo`, `f1`, `gpqa`, `exact_match`, `reasoning_gym`,
+  `remote`, `llm_judge`; `boxed_` before it scores what the answer has in \\boxed{}
 - a dotted path: `package.module:function`
 - a file: `path/to/file.py:function`
 
-Owns: finding the function, running it under a time limit, telling a score from a failure. Does not
-own: what happens to a trajectory without a score (`trainer/scoring.py`).
+A class in its place is made once, with the configured `kwargs`, and then called. With the managers
+`batch` and `group` the four arguments are lists, and so is the result.
+
+Owns: finding the function, running it under a time limit, trying again, telling a score from a
+failure. Does not own: what happens to a trajectory without a score (`trainer/scoring.py`).
 """
 
 from trainer.errors import RewardError
-from trainer.rewards.base import BUILT_IN, RewardFn, load_reward, score_with
+from trainer.rewards.base import (
+    BUILT_IN,
+    RewardFn,
+    RewardResult,
+    RewardSample,
+    last_boxed,
+    load_reward,
+    score_with,
+)
+from trainer.rewards.config import RewardConfig
 from trainer.rewards.errors import (
     RewardCrashError,
     RewardLoadError,
     RewardTimeoutError,
     RewardValueError,
 )
+from trainer.rewards.manager import RewardManager, build_manager, overlong_penalty
 
 __all__ = [
     "BUILT_IN",
+    "RewardConfig",
     "RewardCrashError",
     "RewardError",
     "RewardFn",
     "RewardLoadError",
+    "RewardManager",
+    "RewardResult",
+    "RewardSample",
     "RewardTimeoutError",
     "RewardValueError",
+    "build_manager",
+    "last_boxed",
     "load_reward",
+    "overlong_penalty",
     "score_with",
 ]

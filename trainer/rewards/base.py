@@ -8,10 +8,14 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, cast
+
+import numpy as np
 
 from trainer.errors import RewardError
 from trainer.rewards.errors import (
@@ -20,13 +24,28 @@ from trainer.rewards.errors import (
     RewardTimeoutError,
     RewardValueError,
 )
+from trainer.threads import function_name, in_thread
 
 Score: TypeAlias = float | Mapping[str, Any]
 
 BUILT_IN = {
+    "dapo": "trainer.rewards.maths:dapo",
+    "deepscaler": "trainer.rewards.maths:deepscaler",
     "exact_match": "trainer.rewards.exact_match:score",
+    "f1": "trainer.rewards.f1:score",
+    "gpqa": "trainer.rewards.gpqa:score",
+    "llm_judge": "trainer.rewards.judge:LLMJudge",
+    "math": "trainer.rewards.maths:score",
     "reasoning_gym": "trainer.rewards.reasoning_gym:score",
+    "remote": "trainer.rewards.remote:RemoteReward",
 }
+BOXED = "boxed_"
+BOXED_FORM = {
+    "dapo": "Answer: %s",
+    "deepscaler": "</think>\\boxed{%s}",
+    "math": "\\boxed{%s}",
+}
+"""Where these look for the answer by themselves."""
 
 
 class RewardFn(Protocol):
@@ -42,13 +61,41 @@ class RewardFn(Protocol):
     ) -> Score | Awaitable[Score]: ...
 
 
-def load_reward(path: str) -> RewardFn:
+@dataclass(frozen=True, slots=True)
+class RewardSample:
+    """One answer to be scored."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any]
+    group: str = ""
+    """Samples of one group are told by it: the prompt_uid."""
+    response_length: int = 0
+    """Sampled tokens, over all steps of the trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """A score and what the function said beside it."""
+
+    score: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of a dict result: metrics, where they are numbers."""
+
+
+def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
     """The reward function named by `path` (see the package's docstring for the forms).
+
+    Args:
+        kwargs: passed on with every call. Of a class, `path` gives an instance made with them.
 
     Raises:
         RewardLoadError: it cannot be found, imported or called like one.
     """
-    target = BUILT_IN.get(path, path)
+    boxed = path.startswith(BOXED) and path.removeprefix(BOXED) in BUILT_IN
+    plain = path.removeprefix(BOXED) if boxed else path
+    target = BUILT_IN.get(plain, plain)
     module_name, _, name = target.rpartition(":" if ":" in target else ".")
     if not module_name or not name:
         raise RewardLoadError(
@@ -57,7 +104,7 @@ def load_reward(path: str) -> RewardFn:
         )
     find = _import_file if module_name.endswith(".py") else _import
     module = find(path, module_name)
-    function = getattr(module, name, None)
+    function: Any = getattr(module, name, None)
     if not callable(function):
         functions = sorted(
             n
@@ -68,6 +115,16 @@ def load_reward(path: str) -> RewardFn:
             f"reward is {path!r}, but {module_name} has no function {name!r}; "
             f"it has {', '.join(functions) or 'none'}"
         )
+    if inspect.isclass(function):
+        try:
+            function = function(**(kwargs or {}))
+        except Exception as e:  # foreign code, or our own refusing its arguments
+            raise RewardLoadError(
+                f"reward is {path!r}, which cannot be made with kwargs {dict(kwargs or {})} "
+                f"({type(e).__name__}: {e})"
+            ) from e
+    elif kwargs:
+        function = partial(function, **kwargs)
     try:
         inspect.signature(function).bind("data_source", "solution", "answer", {})
     except TypeError as e:
@@ -75,7 +132,47 @@ def load_reward(path: str) -> RewardFn:
             f"reward is {path!r}, which cannot be called as "
             f"{name}(data_source, solution_str, ground_truth, extra_info): {e}"
         ) from e
-    return cast(RewardFn, function)
+    reward = cast(RewardFn, function)
+    return _Boxed(reward, BOXED_FORM.get(plain, "%s")) if boxed else reward
+
+
+class _Boxed:
+    """Scores what stands in the answer's last \\boxed{}; an answer without one is empty."""
+
+    def __init__(self, reward: RewardFn, form: str) -> None:
+        self._reward = reward
+        self._form = form
+
+    def __call__(
+        self, data_source: str, solution_str: str, *args: Any, **kwargs: Any
+    ) -> Score | Awaitable[Score]:
+        answer = self._form % (last_boxed(solution_str) or "")
+        return self._reward(data_source, answer, *args, **kwargs)
+
+    async def aclose(self) -> None:
+        await close(self._reward)
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last `\\boxed{…}` (or `\\fbox{…}`) of `text`; None: there is none, or its
+    braces never close."""
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    begin = text.index("{", start) + 1
+    depth = 1
+    for i in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[begin:i]
+    return None
+
+
+async def close(reward: RewardFn) -> None:
+    """Give back what a reward object holds (connections)."""
+    aclose = getattr(reward, "aclose", None)
+    if aclose is not None:
+        await aclose()
 
 
 async def score_with(
@@ -88,50 +185,98 @@ async def score_with(
     timeout_s: float = 60.0,
     **kwargs: Any,
 ) -> float:
-    """The score that `reward` gives. `kwargs` are passed on.
+    """The score that `reward` gives to one answer. `kwargs` are passed on.
 
     A sync function that times out cannot be stopped: its thread runs on, its result is ignored.
 
     Raises:
         RewardCrashError, RewardTimeoutError, RewardValueError: there is no score.
     """
-    call = f"reward {_name(reward)} on {data_source!r}"
+    call = describe(reward, data_source)
     args = (data_source, solution_str, ground_truth, extra_info or {})
+    return read_result(await call_within(timeout_s, call, reward, *args, **kwargs), call).score
+
+
+async def call_within(timeout_s: float, call: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `function`, sync or async, returns; `call` describes the call in errors.
+
+    Raises:
+        RewardCrashError, RewardTimeoutError
+    """
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
-            result: Any
-            if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
-                getattr(reward, "__call__", None)  # noqa: B004 - an object with async __call__
-            ):
-                result = await cast(Awaitable[Score], reward(*args, **kwargs))
-            else:
-                result = await asyncio.to_thread(reward, *args, **kwargs)
-                if inspect.isawaitable(result):
-                    result = await result
-    except RewardError:
-        raise
+            if is_async(function):
+                return await function(*args, **kwargs)
+            result = await in_thread(function, *args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
     except Exception as e:  # foreign code: any failure is a missing score, never 0
         if isinstance(e, TimeoutError) and limit.expired():
-            raise RewardTimeoutError(
-                f"{call} gave no score within {timeout_s:g} s; make it faster or raise the limit"
-            ) from e
-        raise RewardCrashError(f"{call} raised {type(e).__name__}: {e!s:.200}") from e
-    return _number(result, call)
+            raise timed_out(call, timeout_s) from e
+        raise crashed(call, e) from e
 
 
-def _number(result: Any, call: str) -> float:
-    value = result.get("score") if isinstance(result, Mapping) else result
+def is_async(function: Any) -> bool:
+    function = function.func if isinstance(function, partial) else function
+    call = getattr(function, "__call__", None)  # noqa: B004 - an object with async __call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def read_result(result: Any, call: str, key: str = "score") -> RewardResult:
+    """`result` of a reward function as a score.
+
+    Raises:
+        RewardValueError: it is none.
+    """
+    value = result.get(key) if isinstance(result, Mapping) else result
+    if isinstance(value, np.generic):
+        value = value.item()
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise RewardValueError(
             f"{call} returned {result!r:.80}; return a finite number, or a dict with one under "
-            "'score'"
+            f"{key!r}"
         )
-    return float(value)
+    extra = {k: v for k, v in result.items() if k != key} if isinstance(result, Mapping) else {}
+    return RewardResult(float(value), extra)
 
 
-def _name(reward: RewardFn) -> str:
-    return getattr(reward, "__qualname__", type(reward).__qualname__)
+def read_results(results: Any, n: int, call: str, key: str) -> list[RewardResult | RewardError]:
+    """What a function that scores lists returned: one result each, None where one is missing.
+
+    Raises:
+        RewardValueError: it is no sequence of `n`.
+    """
+    if hasattr(results, "tolist"):
+        results = results.tolist()
+    if not isinstance(results, Sequence) or isinstance(results, str) or len(results) != n:
+        raise RewardValueError(
+            f"{call} returned {results!r:.80} for {n} answers; return a list of {n} scores"
+        )
+    read: list[RewardResult | RewardError] = []
+    for result in results:
+        try:
+            read.append(read_result(result, call, key))
+        except RewardValueError as e:
+            read.append(e)
+    return read
+
+
+def describe(reward: Any, data_source: str) -> str:
+    function = reward.func if isinstance(reward, partial) else reward
+    return f"reward {function_name(function)} on {data_source!r}"
+
+
+def crashed(call: str, error: BaseException) -> RewardError:
+    """`error` of a reward function, as ours."""
+    if isinstance(error, RewardError):
+        return error
+    return RewardCrashError(f"{call} raised {type(error).__name__}: {error!s:.200}")
+
+
+def timed_out(call: str, timeout_s: float) -> RewardTimeoutError:
+    return RewardTimeoutError(
+        f"{call} gave no score within {timeout_s:g} s; make it faster or raise the limit"
+    )
 
 
 def _import(path: str, module_name: str) -> ModuleType:
@@ -153,7 +298,7 @@ def _import_file(path: str, file: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up here
     try:
         spec.loader.exec_module(module)
-    except Exception as e:
+    except Exception as e:  # the user's own file: it may raise anything
         del sys.modules[spec.name]
         raise RewardLoadError(
             f"reward is {path!r}, but {where} cannot be imported ({type(e).__name__}: {e})"

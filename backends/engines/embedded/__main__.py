@@ -39,6 +39,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reasoning-parser")
     parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lora-paths", metavar="NAME=PATH", help="an adapter to start with")
+    parser.add_argument(
+        "--start-paused", action="store_true", help="generate only after /continue_generation"
+    )
     parser.add_argument("--log-level", default="warning")
     args = parser.parse_args(argv)
     for name in ("max_running_requests", "threads", "stream_interval"):
@@ -95,6 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_running=args.max_running_requests,
             n_retained=args.max_running_requests if rows is None else rows,
         )
+        if args.lora_paths is not None:
+            name, _, path = args.lora_paths.rpartition("=")
+            runner.adapters.load(name or path, path)
     except (OSError, ValueError) as e:
         print(f"cannot load {args.model_path!r}: {e}", file=sys.stderr)
         return 2
@@ -106,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model_path=args.model_path,
         extra_eos_ids=() if eos is None else (eos,),
         seed=args.seed,
+        paused=args.start_paused,
     )
     loop = GenerationLoop(scheduler, threads=args.threads)
     info = ServerInfo(

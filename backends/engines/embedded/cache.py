@@ -103,6 +103,10 @@ class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transform
     def get_max_length(self) -> int:
         return self.owner.capacity
 
+    def drop(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+
     def copy_row(self, src: int, dst: int, n: int) -> None:
         if self.keys is not None and self.values is not None:
             self.keys[dst, :, :n] = self.keys[src, :, :n]
@@ -207,6 +211,14 @@ class KVCache(Cache):
         """Drop the KV of all finished requests."""
         self.kv_len[self.n_active :] = 0
         self.fresh[self.n_active :] = True
+
+    def drop(self) -> None:
+        """Free the memory of all keys and values, with no row running; the next forward takes it
+        again."""
+        self.kv_len[:] = 0
+        self.fresh[:] = True
+        for layer in self._slots:
+            layer.drop()
 
     def mark_stale(self) -> None:
         """The weights were replaced: no KV computed so far may serve another request."""

@@ -35,8 +35,7 @@ class EngineStoppedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    path: str
-    version: str | None
+    apply: Callable[[Scheduler], None]
     done: Future[int]
 
 
@@ -101,14 +100,17 @@ class GenerationLoop:
         self._commands.put(run)
         return await asyncio.wrap_future(future)
 
-    async def update_weights(self, path: str, version: str | None, *, abort_all: bool) -> int:
-        """Replace the weights, once paused or drained; returns how many requests are held.
+    async def update_weights(
+        self, apply: Callable[[Scheduler], None], *, abort_all: bool = False
+    ) -> int:
+        """`apply(scheduler)`, which replaces weights, once paused or drained; returns how many
+        requests are held.
 
         Raises:
             WeightLoadError: the old weights still serve.
         """
         self._require_alive()
-        update = _Update(path, version, Future())
+        update = _Update(apply, Future())
 
         def enqueue() -> None:
             if abort_all:
@@ -163,7 +165,7 @@ class GenerationLoop:
     def _update(self) -> None:
         update = self._updates.pop(0)
         try:
-            self.scheduler.update_weights(update.path, update.version)
+            update.apply(self.scheduler)
         except BaseException as e:  # noqa: BLE001 - handed to the caller; the old weights serve
             update.done.set_exception(e)
         else:

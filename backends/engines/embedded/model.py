@@ -8,7 +8,7 @@ masks or states and are refused. Not thread-safe: the scheduler's thread owns it
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from backends.engines.embedded.adapters import Adapters, WeightLoadError
 from backends.engines.embedded.cache import KVCache, WritePlan
+from backends.weights.digest import model_hashes
+from backends.weights.transports import delta_base
 
 DTYPES = {
     "auto": "auto",
@@ -28,10 +31,6 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-
-
-class WeightLoadError(ValueError):
-    """A checkpoint cannot replace the present weights; they are unchanged."""
 
 
 class ModelRunner:
@@ -60,6 +59,8 @@ class ModelRunner:
         self.vocab_size = int(self._model.get_input_embeddings().num_embeddings)
         self.eos_ids = _eos_ids(self._model)
         self.cache = KVCache(self.config.num_hidden_layers, max_running, n_retained)
+        self.adapters = Adapters(self._model)
+        self._offloaded = False
         self._columns = torch.arange(0, device=self.device)
 
     def forward(
@@ -110,18 +111,53 @@ class ModelRunner:
         logits: Tensor = out.logits.float()
         return logits
 
-    def load_weights(self, path: str) -> None:
-        """Replace the weights from a Hugging Face directory; all or nothing.
+    def load_weights(self, path: str, version: str = "") -> None:
+        """Replace the weights from a Hugging Face directory; all or nothing. A directory with
+        `delta.json` (`backends/weights/transports.py`) holds what changed since one version, and
+        is for an engine at that `version` only.
 
         Raises:
             WeightLoadError: unreadable, or another architecture. The old weights are untouched.
         """
         try:
+            base = delta_base(path)
             new = self._read_checkpoint(path)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
             raise WeightLoadError(f"Failed to load weights from {path!r}: {e}") from e
+        if base is not None and base != version:
+            raise WeightLoadError(
+                f"Failed to load weights from {path!r}: it is what changed since version {base}, "
+                f"but this engine has {version}"
+            )
+        self._replace(new, f"Failed to load weights from {path!r}: ", partial=base is not None)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace some or all of the weights; all of those given or none.
+
+        Raises:
+            WeightLoadError: a name or shape that the model does not have, or a value not finite.
+        """
+        self._replace(tensors, "Failed to load tensors: ", partial=True)
+
+    def offload(self) -> None:
+        """Keep the weights in the host's memory and free the device's."""
+        self._model.to("cpu")
+        self._offloaded = True
+
+    def reload(self) -> None:
+        """Bring the weights back to the device."""
+        self._model.to(self.device)
+        self._offloaded = False
+
+    def hashes(self) -> dict[str, str]:
+        """Name -> hash of every weight, and of a loaded adapter's tensors as they came."""
+        return {**model_hashes(self._model), **self.adapters.hashes}
+
+    def _replace(self, new: Mapping[str, Tensor], refusal: str, *, partial: bool) -> None:
+        if self._offloaded:
+            raise WeightLoadError(f"{refusal}released; resume_memory_occupation comes first")
         own = self._model.state_dict()
-        missing = sorted(self._required_names(own) - new.keys())
+        missing = [] if partial else sorted(self._required_names(own) - new.keys())
         unknown = sorted(new.keys() - own.keys())
         wrong = [
             f"{k} {tuple(new[k].shape)} instead of {tuple(own[k].shape)}"
@@ -130,14 +166,13 @@ class ModelRunner:
         ]
         if missing or unknown or wrong:
             raise WeightLoadError(
-                f"Failed to load weights from {path!r}: not a checkpoint of this model; "
+                f"{refusal}not a checkpoint of this model; "
                 f"missing {missing[:3]}, unknown {unknown[:3]}, wrong shape {wrong[:3]}"
             )
         broken = [k for k, v in new.items() if not torch.isfinite(v).all()]
         if broken:
-            raise WeightLoadError(
-                f"Failed to load weights from {path!r}: not finite in {broken[:3]}"
-            )
+            raise WeightLoadError(f"{refusal}not finite in {broken[:3]}")
+        self.adapters.forget()  # its weights are replaced, or what it was added to is
         with torch.no_grad():
             for name, value in new.items():
                 own[name].copy_(value)

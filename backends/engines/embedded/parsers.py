@@ -65,8 +65,8 @@ def parse_tool_calls(
 ) -> dict[str, Any]:
     """SGLang's answer of `/parse_function_call`.
 
-    A block that is no valid JSON, is cut off, or names a tool that was not offered is no call; if
-    no call is left, `normal_text` is the whole text.
+    A block that is no valid JSON, is cut off, or names a tool that was not offered is no call.
+    `normal_text` is what stands before the first block, as SGLang has it: what comes later is lost.
 
     Raises:
         InvalidRequestError: no such parser, and the tokenizer has no response template.
@@ -90,7 +90,7 @@ def parse_tool_calls(
         for call in raw_calls
         if isinstance(call, Mapping) and call.get("name") in offered
     ]
-    return {"normal_text": content if calls else text, "calls": calls}
+    return {"normal_text": content, "calls": calls}
 
 
 def _by_format(text: str, fmt: ToolFormat) -> tuple[str, list[Any]]:
@@ -104,7 +104,8 @@ def _by_format(text: str, fmt: ToolFormat) -> tuple[str, list[Any]]:
             continue
         for call in message.get("tool_calls", []):
             calls.extend(call if isinstance(call, list) else [call])
-    return text.split(fmt.open, 1)[0].strip(), calls
+    before, opened, _ = text.partition(fmt.open)
+    return before.strip() if opened else text, calls
 
 
 def _by_tokenizer(text: str, tokenizer: Any) -> tuple[str, list[Any]]:
@@ -113,7 +114,7 @@ def _by_tokenizer(text: str, tokenizer: Any) -> tuple[str, list[Any]]:
     except ValueError:  # truncated or malformed: no call can be trusted
         return text, []
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    return message.get("content") or "", calls
+    return (message.get("content") or "") if calls else text, calls
 
 
 def separate_reasoning(text: str, parser: str | None) -> dict[str, str]:

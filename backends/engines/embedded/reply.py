@@ -36,7 +36,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_sampling_mask": (None, False),
     "return_entropy": (None, False),
     "session_params": (None,),
-    "lora_path": (None,),
     "lora_id": (None,),
     "custom_logit_processor": (None,),
     "max_thinking_tokens": (None,),
@@ -89,7 +88,9 @@ def parse_generate(
 
 def _prompts(body: dict[str, Any], tokenizer: Any) -> tuple[list[list[int]], bool]:
     ids, text = body.get("input_ids"), body.get("text")
-    if (ids is None) == (text is None):
+    if ids is None and text is None:
+        raise InvalidRequestError("Either text, input_ids or input_embeds should be provided.")
+    if ids is not None and text is not None:
         raise InvalidRequestError("Either text or input_ids should be provided, and not both.")
     if text is not None:
         batch = isinstance(text, list)

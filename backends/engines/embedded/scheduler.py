@@ -23,7 +23,7 @@ version whose weights did not compute its KV. Only `in_place` mixes, and its spa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -51,13 +51,16 @@ class Scheduler:
         model_path: str = "",
         extra_eos_ids: Iterable[int] = (),
         seed: int = 0,
+        paused: bool = False,
     ) -> None:
         self.runner = runner
         self.cache = runner.cache
         self.weight_version = weight_version
         self.model_path = model_path
         self.eos_ids = runner.eos_ids | frozenset(extra_eos_ids)
-        self.paused = False
+        self.paused = paused
+        self.released: set[str] = set()
+        """Kinds of memory that are lent to somebody else (`memory.py`)."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Index = cache row."""
@@ -111,7 +114,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, rid: str | None, message: str = "Aborted") -> None:
-        """Abort the requests whose id starts with `rid`; all if `rid` is None."""
+        """Abort the request `rid` and, as SGLang does, those whose id starts with it; nothing
+        happens if there is no request of that id. All if `rid` is None."""
+        if rid is not None and rid not in self.by_rid:
+            return
         chosen = [r for r in self.by_rid.values() if rid is None or r.rid.startswith(rid)]
         for request in chosen:
             self.cancel(request, message)
@@ -148,15 +154,33 @@ class Scheduler:
         Raises:
             WeightLoadError: the old weights and KV still serve, unchanged.
         """
-        self.runner.load_weights(path)
+        self.runner.load_weights(path, self.weight_version)
         self.model_path = path
+        self._weights_changed(version)
+
+    def update_tensors(self, tensors: Mapping[str, torch.Tensor], version: str | None) -> None:
+        """Likewise, with some or all of the model's tensors themselves."""
+        self.runner.load_tensors(tensors)
+        self._weights_changed(version)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Likewise, with a LoRA adapter in place of any other; the version keeps its name."""
+        self.runner.adapters.load(name, path)
+        self._weights_changed(None)
+
+    def unload_adapter(self, name: str) -> None:
+        """Likewise, back to the weights without one."""
+        self.runner.adapters.unload(name)
+        self._weights_changed(None)
+
+    def _weights_changed(self, version: str | None) -> None:
         if version is not None:
             self.weight_version = version
         self.cache.mark_stale()
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting) and not self.paused
+        return bool(self.running or self.waiting) and not self.paused and not self.released
 
     def take_changed(self) -> list[Request]:
         """Requests with news since the last call, each once."""

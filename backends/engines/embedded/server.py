@@ -24,11 +24,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
+from backends.engines.embedded.adapters import WeightLoadError
 from backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
-from backends.engines.embedded.model import WeightLoadError
+from backends.engines.embedded.memory import add_memory_routes
 from backends.engines.embedded.parsers import parse_tool_calls, separate_reasoning
 from backends.engines.embedded.reply import Reply, parse_generate
 from backends.engines.embedded.request import InvalidRequestError, Request, SamplingParams
+from backends.engines.embedded.updates import add_update_routes
 
 VERSION = "stepwell-embedded"
 HEALTH_TIMEOUT_S = 20.0
@@ -96,6 +98,11 @@ class Server:
             body = orjson.loads(await http.body())
         except orjson.JSONDecodeError as e:
             raise InvalidRequestError(f"the body is no JSON: {e}") from e
+        scheduler = self.loop.scheduler
+        if scheduler.released and not scheduler.paused:
+            raise HTTPException(
+                503, f"{sorted(scheduler.released)} released; call /resume_memory_occupation first"
+            )
         requests, batch = parse_generate(
             body, self.tokenizer, stream_interval=self.info.stream_interval
         )
@@ -103,6 +110,11 @@ class Server:
             self.loop.scheduler.validate(request)
             if request.rid in self.rids:
                 raise InvalidRequestError(f"Duplicate request ID detected: {request.rid}")
+        adapter = self.loop.scheduler.runner.adapters.name
+        if body.get("lora_path") not in (None, adapter):
+            raise InvalidRequestError(
+                f"lora_path is {body['lora_path']!r}, which is not loaded; {adapter!r} is"
+            )
         text = bool(body.get("return_text_in_logprobs"))
         replies = [Reply(r, self.tokenizer, text_in_logprobs=text) for r in requests]
         if body.get("stream"):
@@ -178,7 +190,7 @@ class Server:
         """Generate one token; while paused, only the loop's answer is asked for."""
 
         async def probe() -> None:
-            if await self.loop.call(lambda s: s.paused):
+            if await self.loop.call(lambda s: s.paused or bool(s.released)):
                 return
             done = asyncio.Event()
             request = Request(
@@ -205,7 +217,8 @@ class Server:
     async def update_weights(self, body: UpdateBody) -> Response:
         try:
             held = await self.loop.update_weights(
-                body.model_path, body.weight_version, abort_all=body.abort_all_requests
+                lambda s: s.update_weights(body.model_path, body.weight_version),
+                abort_all=body.abort_all_requests,
             )
         except WeightLoadError as e:
             failed = {"success": False, "message": str(e), "num_paused_requests": 0}
@@ -390,6 +403,8 @@ def create_app(
 
     app.post("/abort_request")(server.abort)
     app.post("/update_weights_from_disk")(server.update_weights)
+    add_update_routes(app, loop)
+    add_memory_routes(app, loop)
     return app
 
 

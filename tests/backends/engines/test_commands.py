@@ -4,52 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from backends.config import EngineConfig
-from backends.engines.commands import Launch, embedded_argv, sglang_argv
+from backends.engines.commands import Launch, embedded
 from backends.engines.embedded.__main__ import parse_args
-
-LAUNCH = Launch(port=31000, model_path="/run/weights/v7", weight_version="7")
-
-
-def pairs(argv: list[str]) -> dict[str, str]:
-    return {a: b for a, b in pairwise(argv) if a.startswith("--")}
-
-
-def test_sglang_is_launched_with_its_own_flags() -> None:
-    config = EngineConfig(
-        kind="sglang",
-        model_path=Path("/models/base"),
-        python="/opt/sglang/bin/python",
-        context_length=4096,
-        reasoning_parser=None,
-        extra_args=("--tp", "2"),
-    )
-    argv = sglang_argv(config, LAUNCH)
-    assert argv[:3] == ["/opt/sglang/bin/python", "-m", "sglang.launch_server"]
-    assert argv[-2:] == ["--tp", "2"]
-    flags = pairs(argv)
-    assert flags["--model-path"] == "/run/weights/v7"
-    assert flags["--tokenizer-path"] == "/models/base"
-    assert flags["--weight-version"] == "7"
-    assert flags["--port"] == "31000"
-    assert flags["--context-length"] == "4096"
-    assert flags["--tool-call-parser"] == "qwen25"
-    assert "--reasoning-parser" not in argv
-    assert "--threads" not in argv
 
 
 def test_the_embedded_command_line_is_understood_by_the_embedded_engine(model_dirs: Any) -> None:
     config = EngineConfig(
         model_path=model_dirs.base, threads=2, context_length=256, max_running_requests=3, seed=5
     )
-    argv = embedded_argv(config, Launch(31000, str(model_dirs.base), "7"))
+    argv = embedded(config, Launch(31000, str(model_dirs.base), "7")).argv
     assert argv[:3] == [sys.executable, "-m", "backends.engines.embedded"]
     args = parse_args(argv[3:])
     assert (args.threads, args.context_length, args.max_running_requests) == (2, 256, 3)
@@ -64,7 +33,7 @@ def test_the_embedded_command_line_is_understood_by_the_embedded_engine(model_di
         ({}, "model_path is not set"),
         ({"model_path": "/m", "port": 70000}, "65535"),
         ({"model_path": "/m", "thread": 1}, "Extra inputs"),
-        ({"model_path": "/m", "kind": "vllm"}, "'embedded', 'sglang' or 'attach'"),
+        ({"model_path": "/m", "kind": "vllm"}, "choose embedded, sglang, attach"),
     ],
 )
 def test_a_wrong_configuration_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -52,6 +53,17 @@ async def test_a_request_id_in_use_is_refused(client: EngineClient) -> None:
     with pytest.raises(EngineRequestError, match="Duplicate request ID detected: one"):
         await client.generate(PROMPT, rid="one")
     await stream.aclose()  # type: ignore[attr-defined]  # it is an async generator
+
+
+async def test_the_same_seed_samples_the_same_tokens(client: EngineClient) -> None:
+    """SGLang heeds seeds with `--enable-deterministic-inference`, which no CPU attention has."""
+    params = {"max_new_tokens": 20, "ignore_eos": True, "sampling_seed": 11}
+    one, two, other = await asyncio.gather(
+        client.generate(PROMPT, params),
+        client.generate(PROMPT, params),
+        client.generate(PROMPT, {**params, "sampling_seed": 12}),
+    )
+    assert one["output_ids"] == two["output_ids"] != other["output_ids"]
 
 
 async def test_an_update_after_an_unpaused_drain_says_success(

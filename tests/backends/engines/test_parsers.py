@@ -41,10 +41,11 @@ def test_one_malformed_call_does_not_hide_the_others() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["just text", block("rm"), block("add")[:-20], '<tool_call>{"name": "add", "arg', ""],
+    ["just text ", block("rm"), block("add")[:-20], '<tool_call>{"name": "add", "arg', ""],
 )
-def test_without_a_valid_call_the_whole_text_is_kept(text: str) -> None:
-    assert parse_tool_calls(text, TOOLS, "qwen25") == {"normal_text": text, "calls": []}
+def test_without_a_valid_call_the_text_is_what_stands_before_the_first_block(text: str) -> None:
+    before = "" if "<tool_call>" in text else text
+    assert parse_tool_calls(text, TOOLS, "qwen25") == {"normal_text": before, "calls": []}
 
 
 def test_the_tokenizers_own_template_is_used_when_no_parser_is_named(model_dirs: Any) -> None:

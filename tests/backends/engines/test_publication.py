@@ -95,14 +95,14 @@ async def test_a_replica_that_refuses_rolls_the_others_back(
         assert (await short(engine))["meta_info"]["weight_version"] == "0"
 
 
-async def test_a_dead_replica_is_named_and_the_others_go_on(
+async def test_a_dead_replica_is_fenced_and_the_others_go_on(
     client: EngineClient, model_dirs: Any
 ) -> None:
     async with EngineClient("http://127.0.0.1:9") as dead:
-        with pytest.raises(WeightUpdateError, match=r"127\.0\.0\.1:9") as e:
-            await publish([client, dead], model_dirs.new, 4, "abort")
-    assert e.value.serving == {client.url: 0, dead.url: None}
-    assert (await short(client))["meta_info"]["weight_version"] == "0"
+        done = await publish([client, dead], model_dirs.new, 4, "abort")
+    assert list(done.fenced) == [dead.url]
+    assert done.verified == {client.url: "checksum"}
+    assert (await short(client))["meta_info"]["weight_version"] == "4"
 
 
 async def test_a_cancelled_publication_still_ends_and_leaves_no_engine_paused(

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from backends.config import EngineConfig
+from backends.engines import sglang
 from backends.engines.client import EngineClient
 from backends.engines.supervisor import Supervisor
 from backends.errors import EngineStartError
@@ -29,12 +30,15 @@ Launch = Callable[..., Supervisor]
 
 @pytest.fixture
 def launch(
-    model_dirs: Any, make_engine_config: Callable[..., EngineConfig], tmp_path: Path
+    engine_kind: str,
+    model_dirs: Any,
+    make_engine_config: Callable[..., EngineConfig],
+    tmp_path: Path,
 ) -> Iterator[Launch]:
     started: list[Supervisor] = []
 
     def make(weights_dir: Path | None = None, **fields: Any) -> Supervisor:
-        config = make_engine_config("embedded", model_dirs.base, **fields)
+        config = make_engine_config(engine_kind, model_dirs.base, **fields)
         started.append(Supervisor(config, tmp_path / "logs", weights_dir))
         return started[-1]
 
@@ -70,7 +74,7 @@ async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_wei
         async def back() -> bool:
             return supervisor.restarts == 1 and supervisor.state == "up"
 
-        await eventually(back)
+        await eventually(back, 240.0)
         info = await client.model_info()
     assert (info["weight_version"], info["model_path"]) == ("5", str(model_dirs.new))
     assert supervisor.url == url
@@ -125,10 +129,14 @@ def test_a_port_in_use_is_one_clear_line(launch: Launch) -> None:
     )
 
 
-def test_a_missing_model_and_a_missing_package_are_named(model_dirs: Any, tmp_path: Path) -> None:
+def test_a_missing_model_and_a_missing_package_are_named(
+    model_dirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = EngineConfig(model_path=tmp_path / "absent")
     with pytest.raises(EngineStartError, match=r"engine\.model_path is .*absent"):
         Supervisor(config, tmp_path).start()
+    monkeypatch.setattr(sglang, "_CHECKOUT", tmp_path)
+    monkeypatch.chdir(tmp_path)
     config = EngineConfig(kind="sglang", model_path=model_dirs.base)
     with pytest.raises(EngineStartError, match=r"sglang is not installed.*stepwell\[sglang\]"):
         Supervisor(config, tmp_path).start()
@@ -141,13 +149,15 @@ def test_stop_before_start_is_harmless(launch: Launch) -> None:
     assert supervisor.status()["state"] == "stopped"
 
 
-def test_killing_the_supervisors_process_leaves_no_engine(model_dirs: Any, tmp_path: Path) -> None:
+def test_killing_the_supervisors_process_leaves_no_engine(
+    engine_kind: str, model_dirs: Any, tmp_path: Path
+) -> None:
     script = f"""
         import sys, time
         from pathlib import Path
         from backends.config import EngineConfig
         from backends.engines.supervisor import Supervisor
-        config = EngineConfig(model_path=Path({str(model_dirs.base)!r}))
+        config = EngineConfig(kind={engine_kind!r}, model_path=Path({str(model_dirs.base)!r}))
         supervisor = Supervisor(config, {str(tmp_path)!r})
         supervisor.start()
         print(supervisor.pid, flush=True)
@@ -160,10 +170,11 @@ def test_killing_the_supervisors_process_leaves_no_engine(model_dirs: Any, tmp_p
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
         assert not gone(pid, 0.1)
+        own = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     finally:
         owner.kill()
         owner.wait()
-    assert gone(pid)
+    assert all(gone(pid) for pid in own)
 
 
 async def test_a_publication_during_a_restart_is_caught_up(
@@ -190,3 +201,52 @@ async def test_a_publication_during_a_restart_is_caught_up(
     async with EngineClient(url) as client:
         assert await client.weight_version() == 6
     await asyncio.sleep(0)
+
+
+async def test_a_restarted_engine_serves_nothing_until_a_publication_under_way_has_ended(
+    launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    supervisor = launch(store.folder)
+    async with EngineClient(supervisor.start()) as client:
+        assert supervisor.pid is not None
+        with store.lock.tried() as mine:
+            assert mine
+            os.kill(supervisor.pid, signal.SIGKILL)
+
+            async def listens() -> bool:
+                return supervisor.restarts == 1 and await client.health()
+
+            await eventually(listens, 120.0)
+            asked = asyncio.create_task(client.generate([40, 41], {"max_new_tokens": 2}))
+            done, _ = await asyncio.wait({asked}, timeout=0.3)
+            assert not done
+            assert await client.weight_version() == 0
+            store.commit(5, model_dirs.new)
+        answer = await asked
+    assert answer["meta_info"]["weight_versions"] == [{"version": "5", "start": 0, "end": 2}]
+
+
+async def test_an_engine_that_dies_again_while_it_is_brought_up_to_date_is_restarted_again(
+    launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    supervisor = launch(store.folder)
+    async with EngineClient(supervisor.start()) as client:
+        with store.lock.tried() as mine:
+            assert mine
+            for restarts in (1, 2):
+                assert supervisor.pid is not None
+                os.kill(supervisor.pid, signal.SIGKILL)
+
+                async def listens(n: int = restarts) -> bool:
+                    return supervisor.restarts == n and await client.health()
+
+                await eventually(listens, 120.0)
+            store.commit(5, model_dirs.new)
+
+        async def up() -> bool:
+            return supervisor.state == "up"
+
+        await eventually(up, 120.0)
+        assert await client.weight_version() == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
-THOUGHT = "<think>\nWhich one?\n</think>\n\n"
+from tests.gateway.contracts.dialogue import REPLIES, check_one_branch
 
 
 @tool
@@ -29,19 +28,6 @@ def lookup(expression: str) -> str:
 TOOLS = [calculator, lookup]
 
 
-def call(name: str, expression: str) -> str:
-    body = json.dumps({"name": name, "arguments": {"expression": expression}})
-    return f"<tool_call>\n{body}\n</tool_call>"
-
-
-REPLIES = [
-    THOUGHT + "I need both.\n" + call("calculator", "1 + 2") + "\n" + call("lookup", "three"),
-    THOUGHT + call("calculator", "3 * 3"),
-    THOUGHT + "It is 9.",
-    THOUGHT + "You are welcome 🙂",
-]
-
-
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANGSMITH_TRACING", "false")
@@ -51,13 +37,6 @@ def model(world: Any, **options: Any) -> ChatOpenAI:
     return ChatOpenAI(
         model="m", base_url=f"{world.base_url()}/v1", api_key="none", max_retries=0, **options
     )
-
-
-def check_one_branch(world: Any, n: int) -> None:
-    world.check_exact()
-    steps = world.pool.stored()
-    assert [s.parent_index for s in steps] == [None, *range(n - 1)]
-    assert all("branch" not in s.metadata for s in steps)
 
 
 async def ask(agent: Any, messages: list[BaseMessage], stream: bool) -> AIMessage:

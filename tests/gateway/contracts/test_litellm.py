@@ -10,34 +10,18 @@ from typing import Any
 import openai
 import pytest
 
-THOUGHT = "<think>\nWhich one?\n</think>\n\n"
+from tests.gateway.contracts.dialogue import EXPRESSION, REPLIES, TOOL_NAMES, check_one_branch
+
 TOOLS: Any = [
     {
         "type": "function",
         "function": {
             "name": name,
             "description": about,
-            "parameters": {
-                "type": "object",
-                "properties": {"expression": {"type": "string"}},
-                "required": ["expression"],
-            },
+            "parameters": EXPRESSION,
         },
     }
-    for name, about in (("calculator", "Adds."), ("lookup", "Looks it up."))
-]
-
-
-def call(name: str, expression: str) -> str:
-    body = json.dumps({"name": name, "arguments": {"expression": expression}})
-    return f"<tool_call>\n{body}\n</tool_call>"
-
-
-REPLIES = [
-    THOUGHT + "I need both.\n" + call("calculator", "1 + 2") + "\n" + call("lookup", "three"),
-    THOUGHT + call("calculator", "3 * 3"),
-    THOUGHT + "It is 9.",
-    THOUGHT + "You are welcome 🙂",
+    for name, about in TOOL_NAMES
 ]
 
 
@@ -66,13 +50,6 @@ def target(world: Any, provider: str) -> dict[str, Any]:
         "num_retries": 0,
         "max_retries": 0,
     }
-
-
-def check_one_branch(world: Any, n: int) -> None:
-    world.check_exact()
-    steps = world.pool.stored()
-    assert [s.parent_index for s in steps] == [None, *range(n - 1)]
-    assert all("branch" not in s.metadata for s in steps)
 
 
 async def ask(

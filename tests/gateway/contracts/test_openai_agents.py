@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -18,9 +17,10 @@ from agents import (
 )
 from openai.types.shared import Reasoning
 
+from tests.gateway.contracts.dialogue import THOUGHT, call, check_one_branch
+
 QUIET = RunConfig(tracing_disabled=True)
 MODELS = {"responses": OpenAIResponsesModel, "chat": OpenAIChatCompletionsModel}
-THOUGHT = "<think>\nWhich one?\n</think>\n\n"
 
 
 @function_tool
@@ -37,11 +37,6 @@ def calculator(expression: str) -> str:
 async def lookup(word: str) -> str:
     """Looks a word up."""
     return f"{word} is a word"
-
-
-def call(name: str, **arguments: str) -> str:
-    body = json.dumps({"name": name, "arguments": arguments})
-    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 FIRST = [
@@ -75,13 +70,6 @@ async def run(agent: Agent[Any], given: Any, stream: bool, **options: Any) -> An
             seen += event.data.delta
     assert seen.endswith(str(result.final_output))
     return result
-
-
-def check_one_branch(world: Any, n: int) -> None:
-    world.check_exact()
-    steps = world.pool.stored()
-    assert [s.parent_index for s in steps] == [None, *range(n - 1)]
-    assert all("branch" not in s.metadata for s in steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])

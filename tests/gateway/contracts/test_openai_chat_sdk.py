@@ -11,46 +11,26 @@ import pytest
 from pydantic import BaseModel
 
 from tests.gateway.conftest import Sampled
+from tests.gateway.contracts.dialogue import (
+    EXPRESSION,
+    REPLIES,
+    THOUGHT,
+    TOOL_NAMES,
+    check_one_branch,
+)
 
-THOUGHT = "<think>\nWhich one?\n</think>\n\n"
 TOOLS: Any = [
     {
         "type": "function",
         "function": {
             "name": name,
             "description": about,
-            "parameters": {
-                "type": "object",
-                "properties": {"expression": {"type": "string"}},
-                "required": ["expression"],
-                "additionalProperties": False,
-            },
+            "parameters": {**EXPRESSION, "additionalProperties": False},
             "strict": True,
         },
     }
-    for name, about in (("calculator", "Adds."), ("lookup", "Looks it up."))
+    for name, about in TOOL_NAMES
 ]
-
-
-def call(name: str, expression: str) -> str:
-    body = json.dumps({"name": name, "arguments": {"expression": expression}})
-    return f"<tool_call>\n{body}\n</tool_call>"
-
-
-REPLIES = [
-    THOUGHT + "I need both.\n" + call("calculator", "1 + 2") + "\n" + call("lookup", "three"),
-    THOUGHT + call("calculator", "3 * 3"),
-    THOUGHT + "It is 9.",
-    THOUGHT + "You are welcome 🙂",
-]
-
-
-def check_one_branch(world: Any, n: int) -> None:
-    world.check_exact()
-    steps = world.pool.stored()
-    assert [s.parent_index for s in steps] == [None, *range(n - 1)]
-    assert {s.trajectory_uid for s in steps} == {"t1"}
-    assert all("branch" not in s.metadata for s in steps)
 
 
 async def ask(client: openai.AsyncOpenAI, mode: str, **body: Any) -> Any:

@@ -10,34 +10,17 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from tests.gateway.contracts.dialogue import EXPRESSION, REPLIES, TOOL_NAMES, call, check_one_branch
+
 TOOLS: Any = [
     {
         "type": "function",
         "name": name,
         "description": about,
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-            "additionalProperties": False,
-        },
+        "parameters": {**EXPRESSION, "additionalProperties": False},
         "strict": True,
     }
-    for name, about in (("calculator", "Adds."), ("lookup", "Looks it up."))
-]
-THOUGHT = "<think>\nWhich one?\n</think>\n\n"
-
-
-def call(name: str, expression: str) -> str:
-    body = json.dumps({"name": name, "arguments": {"expression": expression}})
-    return f"<tool_call>\n{body}\n</tool_call>"
-
-
-REPLIES = [
-    THOUGHT + "I need both.\n" + call("calculator", "1 + 2") + "\n" + call("lookup", "three"),
-    THOUGHT + call("calculator", "3 * 3"),
-    THOUGHT + "It is 9.",
-    THOUGHT + "You are welcome 🙂",
+    for name, about in TOOL_NAMES
 ]
 
 
@@ -62,14 +45,6 @@ async def ask(client: openai.AsyncOpenAI, stream: bool, **body: Any) -> Response
         final: Response = await events.get_final_response()
     assert seen == final.output_text
     return final
-
-
-def check_one_branch(world: Any, n: int) -> None:
-    world.check_exact()
-    steps = world.pool.stored()
-    assert [s.parent_index for s in steps] == [None, *range(n - 1)]
-    assert {s.trajectory_uid for s in steps} == {"t1"}
-    assert all("branch" not in s.metadata for s in steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -125,7 +100,7 @@ async def test_arguments_of_strict_tools_are_parsed(world: Any) -> None:
         expression: str
 
     client = await world.client()
-    world.say(call("Calculator", "1"))
+    world.say(call("Calculator", expression="1"))
     tool: Any = openai.pydantic_function_tool(Calculator)
     got = await client.responses.parse(model="m", input="1?", tools=[tool])
     assert got.output[0].parsed_arguments == Calculator(expression="1")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -11,24 +10,10 @@ from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-THOUGHT = "<think>\nWhich one?\n</think>\n\n"
+from tests.gateway.contracts.dialogue import REPLIES as DIALOGUE
+from tests.gateway.contracts.dialogue import THOUGHT, call, check_one_branch
 
-
-def call(name: str, **arguments: Any) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
-REPLIES = [
-    THOUGHT
-    + "I need both.\n"
-    + call("calculator", expression="1 + 2")
-    + "\n"
-    + call("lookup", expression="three"),
-    THOUGHT + call("calculator", expression="3 * 3"),
-    THOUGHT + "It is 9.",
-    THOUGHT + call("lookup", expression="thanks"),
-    THOUGHT + "You are welcome 🙂",
-]
+REPLIES = [*DIALOGUE[:3], THOUGHT + call("lookup", expression="thanks"), DIALOGUE[3]]
 
 
 def agent(world: Any, **options: Any) -> Agent[None, Any]:
@@ -49,13 +34,6 @@ def with_tools(made: Agent[None, Any]) -> Agent[None, Any]:
         return f"lookup: {expression}"
 
     return made
-
-
-def check_one_branch(world: Any, n: int) -> None:
-    world.check_exact()
-    steps = world.pool.stored()
-    assert [s.parent_index for s in steps] == [None, *range(n - 1)]
-    assert all("branch" not in s.metadata for s in steps)
 
 
 @pytest.mark.parametrize("stream", [False, True])

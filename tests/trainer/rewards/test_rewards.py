@@ -39,7 +39,8 @@ def write(tmp_path: Path) -> WriteReward:
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_a_built_in_is_found_by_name(name: str) -> None:
-    assert load_reward(name).__module__ == f"trainer.rewards.{name}"
+    needed = {"remote": {"url": "http://rm"}, "llm_judge": {"base_url": "http://llm", "model": "m"}}
+    assert load_reward(name, needed.get(name)).__module__ == BUILT_IN[name].partition(":")[0]
 
 
 @pytest.mark.parametrize("sep", [":", "."])
@@ -79,9 +80,24 @@ def test_a_function_with_another_signature_is_refused_when_loaded(write: WriteRe
         load_reward(f"{write('def wrong(answer): ...')}:wrong")
 
 
+def test_a_class_is_made_with_the_kwargs_and_a_function_is_called_with_them(
+    write: WriteReward,
+) -> None:
+    path = write(
+        f"def scaled{SIGNATURE}: return kwargs['factor']\n"
+        "class Scaled:\n"
+        "    def __init__(self, factor): self.factor = factor\n"
+        "    def __call__(self, a, b, c, d): return self.factor\n"
+    )
+    for name in ("scaled", "Scaled"):
+        assert load_reward(f"{path}:{name}", {"factor": 3})("any", "answer", None, {}) == 3
+    with pytest.raises(RewardLoadError, match=r"cannot be made with kwargs \{'level': 1\}"):
+        load_reward(f"{path}:Scaled", {"level": 1})
+
+
 @pytest.mark.parametrize("name", ["", "exact", ":score", "module:"])
 def test_a_name_that_names_nothing_is_refused_with_the_forms_there_are(name: str) -> None:
-    with pytest.raises(RewardLoadError, match=r"exact_match, reasoning_gym.*file.py:function"):
+    with pytest.raises(RewardLoadError, match=r"exact_match, f1.*file.py:function"):
         load_reward(name)
 
 
@@ -158,6 +174,15 @@ async def test_a_timeout_inside_the_reward_is_its_crash_not_our_limit() -> None:
 async def test_what_is_no_number_is_missing_not_zero(result: Any) -> None:
     with pytest.raises(RewardValueError, match="return a finite number, or a dict"):
         await score_with(lambda *a, **k: result, "sums", "4", None)
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), StopIteration(), KeyboardInterrupt()])
+async def test_a_reward_that_would_end_the_process_is_only_missing(error: BaseException) -> None:
+    def ends(*args: Any, **kwargs: Any) -> float:
+        raise error
+
+    with pytest.raises(RewardCrashError, match=type(error).__name__):
+        await score_with(ends, "sums", "4", None)
 
 
 async def test_cancelling_is_not_taken_for_a_failure() -> None:

@@ -62,7 +62,8 @@ class Job:
     """What is to be sent."""
 
     kind: str
-    port: int
+    ports: tuple[int, ...]
+    """Connections take turns on them; a trajectory stays on its connection."""
     path: str
     """With {trajectory} and {prompt}."""
     complete_path: str | None
@@ -191,7 +192,7 @@ class Connection(asyncio.Protocol):
         uid, prompt_uid = self._uids()
         head = (
             f"POST {path.format(trajectory=uid, prompt=prompt_uid)} HTTP/1.1\r\n"
-            f"host: 127.0.0.1:{self._job.port}\r\ncontent-type: application/json\r\n"
+            f"host: 127.0.0.1\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         ).encode()
         self._sent = time.perf_counter()
@@ -279,8 +280,8 @@ async def run(job: Job, conversations: Conversations) -> Result:
     load.result.began = time.perf_counter()
     opened = await asyncio.gather(
         *(
-            loop.create_connection(lambda: Connection(load), "127.0.0.1", job.port)
-            for _ in range(job.connections)
+            loop.create_connection(lambda: Connection(load), "127.0.0.1", port)
+            for port in itertools.islice(itertools.cycle(job.ports), job.connections)
         ),
         return_exceptions=True,
     )

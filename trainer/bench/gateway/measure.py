@@ -32,8 +32,9 @@ class Sample:
     requests_per_s: float
     p50_ms: float
     p99_ms: float
+    max_ms: float
     cpu_ms: float
-    """Of the gateway's process, per request."""
+    """Of the gateway's processes, per request."""
     pool_cpu_ms: float
     rss_mb: float
 
@@ -56,7 +57,7 @@ class Bench:
         """A job for `system` with a name of its own."""
         return Job(
             kind=kind,
-            port=system.port,
+            ports=system.ports,
             path=system.path,
             complete_path=system.complete_path,
             name=f"{kind}-{next(self._names)}",
@@ -77,19 +78,20 @@ async def sample(
         turns=TURNS,
         first_prompt=first_prompt,
     )
-    cpu, pool_cpu = _cpu(system.pid), _cpu(system.pool_pid)
+    cpu, pool_cpu = _cpu(*system.pids), _cpu(system.pool_pid)
     result = await bench.client.run(job)
-    cpu, pool_cpu = _cpu(system.pid) - cpu, _cpu(system.pool_pid) - pool_cpu
-    rss = resident_bytes(system.pid) if system.pid is not None else 0
+    cpu, pool_cpu = _cpu(*system.pids) - cpu, _cpu(system.pool_pid) - pool_cpu
+    rss = sum(map(resident_bytes, system.pids))
     await system.settle([job])
     n = len(result.latencies_s)
     if n != prompts * ROLLOUTS * TURNS:
         raise RuntimeError(f"{system.name} answered {n} of {prompts * ROLLOUTS * TURNS} requests")
-    p50, p99 = np.percentile(result.latencies_s, (50, 99)) * 1e3
+    p50, p99, most = np.percentile(result.latencies_s, (50, 99, 100)) * 1e3
     return Sample(
         requests_per_s=n / (result.ended - result.began),
         p50_ms=float(p50),
         p99_ms=float(p99),
+        max_ms=float(most),
         cpu_ms=1e3 * cpu / n,
         pool_cpu_ms=1e3 * pool_cpu / n,
         rss_mb=rss / 2**20,
@@ -142,6 +144,7 @@ def table(samples: Samples, reference: str) -> list[dict[str, str | int | float]
             "requests_per_s": _median(measured, lambda s: s.requests_per_s),
             "p50_ms": _median(measured, lambda s: s.p50_ms),
             "p99_ms": _median(measured, lambda s: s.p99_ms),
+            "max_ms": _median(measured, lambda s: s.max_ms),
         }
         if name != reference:
             row |= {
@@ -167,5 +170,5 @@ def _median(measured: Sequence[Sample], value: Callable[[Sample], float]) -> flo
     return statistics.median(map(value, measured))
 
 
-def _cpu(pid: int | None) -> float:
-    return 0.0 if pid is None else cpu_seconds(pid)
+def _cpu(*pids: int | None) -> float:
+    return sum(cpu_seconds(pid) for pid in pids if pid is not None)

@@ -2,7 +2,7 @@
 
 long     20 turns to 64,000 tokens, one agent: gateway CPU of each turn
 stream   one agent, an event every 5 ms: when the text of each event is seen
-many     512 agents at once, 4,000 to 8,000 tokens: errors, event-loop delay, memory; twice
+many     512 agents at once, 4,000 to 8,000 tokens: errors, event-loop delay, memory; six times
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def long_conversations(bench: Bench, system: System, conversations: int) -
         prompts=conversations,
         rollouts=1,
         turns=LONG_TURNS,
-        cpu_pid=system.pid,
+        cpu_pid=system.pids[0],
         pause_s=PAUSE_S,
     )
     result = await bench.client.run(job)
@@ -137,10 +137,10 @@ async def wave(bench: Bench, system: Stepwell, agents: int) -> Wave:
         rollouts=ROLLOUTS,
         turns=MANY_TURNS,
     )
-    await system.actor.watch.remote()
+    await system.actors[0].watch.remote()
     result = await bench.client.attempt(job)
-    late = await system.actor.late_s.remote()
-    rss = resident_bytes(system.pid) if system.pid is not None else 0
+    late = await system.actors[0].late_s.remote()
+    rss = sum(map(resident_bytes, system.pids))
     if not result.errors:
         await system.settle([job])
     late_p99, late_max = np.percentile(late, (99, 100)) * 1e3

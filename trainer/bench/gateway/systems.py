@@ -26,6 +26,7 @@ from datapool.client import DataPoolClient
 from datapool.config import PoolConfig
 from datapool.types import Step
 from gateway.config import GatewayConfig
+from gateway.replicas import start_replicas
 from gateway.server import GatewayServer
 from trainer.bench.gateway.client import Job
 from trainer.bench.gateway.process import Engine, Process, free_port, wait_until_served
@@ -39,11 +40,11 @@ class System(ABC):
     """A running gateway. `start` before anything else; `stop` ends every process of it."""
 
     name: str
-    port: int
+    ports: tuple[int, ...]
     path = "/v1/chat/completions"
     complete_path: str | None = None
-    pid: int | None = None
-    """Of the process that serves; None: there is no gateway."""
+    pids: tuple[int, ...] = ()
+    """Of the processes that serve; none: there is no gateway."""
     pool_pid: int | None = None
     scale = 1
     """How many times the load of the slowest system, so that all run for a second or more."""
@@ -69,7 +70,7 @@ class Direct(System):
     scale = 8
 
     async def start(self, engine: Engine, workload: Workload) -> None:
-        self.port = engine.port
+        self.ports = (engine.port,)
 
     async def stop(self) -> None:
         pass
@@ -118,25 +119,27 @@ class Stepwell(System):
         self._answer_ids = workload.answer_ids
         self._folder = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
         pool_name = f"bench-{os.urandom(4).hex()}"
-        config = PoolConfig(durability="process", journal_dir=Path(self._folder.name))
-        self.pool = DataPoolClient(await asyncio.to_thread(start_data_pool, config, pool_name))
-        actor_class: Any = ray.remote(num_cpus=0)(WatchedGateway)
-        self.actor = actor_class.remote(
-            GatewayConfig(
-                port=0,
-                tokenizer_path=str(workload.tokenizer_path),
-                engine_urls=(engine.url,),
-            ),
-            pool_name,
+        pool_config = PoolConfig(durability="process", journal_dir=Path(self._folder.name))
+        self.pool = DataPoolClient(await asyncio.to_thread(start_data_pool, pool_config, pool_name))
+        config = GatewayConfig(
+            port=0,
+            tokenizer_path=str(workload.tokenizer_path),
+            engine_urls=(engine.url,),
         )
-        url: str = await self.actor.start.remote()
-        self.port = int(url.rpartition(":")[2])
-        self.pid = await pid_of(self.actor)
+        self.actors = self._start(config, pool_name)
+        urls: list[str] = await asyncio.gather(*(actor.start.remote() for actor in self.actors))
+        self.ports = tuple(int(url.rpartition(":")[2]) for url in urls)
+        self.pids = tuple([await pid_of(actor) for actor in self.actors])
         self.pool_pid = await pid_of(self.pool.actor)
 
+    def _start(self, config: GatewayConfig, pool_name: str) -> list[Any]:
+        actor_class: Any = ray.remote(num_cpus=0)(WatchedGateway)
+        return [actor_class.remote(config, pool_name)]
+
     async def stop(self) -> None:
-        await self.actor.stop.remote()
-        ray.kill(self.actor)
+        for actor in self.actors:
+            await actor.stop.remote()
+            ray.kill(actor)
         ray.kill(self.pool.actor)
         self._folder.cleanup()
 
@@ -166,6 +169,15 @@ class Stepwell(System):
             before = step
 
 
+class StepwellReplicas(Stepwell):
+    """As many processes as `stepwell gateway --replicas 2` starts: one for each core here."""
+
+    name = "Stepwell, 2 replicas"
+
+    def _start(self, config: GatewayConfig, pool_name: str) -> list[Any]:
+        return start_replicas(config.model_copy(update={"replicas": 2}), pool_name)
+
+
 class Rllm(System):
     """rllm-model-gateway as its documentation starts it, with traces in memory.
 
@@ -178,21 +190,22 @@ class Rllm(System):
     path = "/sessions/{trajectory}/v1/chat/completions"
 
     async def start(self, engine: Engine, workload: Workload) -> None:
-        self.port = free_port()
+        port = free_port()
+        self.ports = (port,)
         self._process = Process(
             *(sys.executable, "-m", "rllm_model_gateway", "--host", "127.0.0.1"),
-            *("--port", str(self.port), "--store", "memory", "--worker", f"{engine.url}/v1"),
+            *("--port", str(port), "--store", "memory", "--worker", f"{engine.url}/v1"),
         )
         await self._process.start()
-        self.pid = self._process.pid
-        await wait_until_served(f"http://127.0.0.1:{self.port}/health")
+        self.pids = (self._process.pid,)
+        await wait_until_served(f"http://127.0.0.1:{port}/health")
 
     async def stop(self) -> None:
         await self._process.stop()
 
     async def settle(self, jobs: Sequence[Job]) -> None:
         """Delete the sessions, as a trainer does that has read them."""
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.port}") as session:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.ports[0]}") as session:
             for job in jobs:
                 for prompt in range(job.prompts):
                     for rollout in range(job.rollouts):
@@ -211,17 +224,18 @@ class SglangRouter(System):
     scale = 4
 
     async def start(self, engine: Engine, workload: Workload) -> None:
-        self.port = free_port()
+        port = free_port()
+        self.ports = (port,)
         self._process = Process(
             *(sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", engine.url),
-            *("--host", "127.0.0.1", "--port", str(self.port), "--policy", "cache_aware"),
+            *("--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
             *("--log-level", "warn"),
         )
         await self._process.start()
-        self.pid = self._process.pid
+        self.pids = (self._process.pid,)
         # It serves before it knows its worker.
-        await wait_until_served(f"http://127.0.0.1:{self.port}{self.path}", CHAT)
+        await wait_until_served(f"http://127.0.0.1:{port}{self.path}", CHAT)
 
     async def stop(self) -> None:
         await self._process.stop()

@@ -1,0 +1,204 @@
+"""The critic of GAE: a value model on the policy's backbone architecture, with its own optimizer.
+
+    batch ──values──► V [T] ──► trainer/advantages.py ──► returns [T] (columns values, returns)
+                                                              │
+              V ◄── optimizer step ◄── value loss, clipped ◄──┘ update, once per mini-batch
+
+V_t is the value of the state before response token t, so it is read where log π(t) is: at the
+position before the token. Rows, micro-batches, precision, sharding and the handling of updates
+that are not finite are the torch backend's (`torch_backend.py`): to it a value is one more score
+of a response token.
+
+Owns: the value head, the value loss, the warm-up. Does not own: returns and advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from backends.base import LossOutput, Mean, TokenBatch
+from backends.critic_config import CriticConfig
+from backends.errors import BatchError
+from backends.forward import prepare
+from backends.rows import Row
+from backends.torch_backend import TorchBackend, TorchBatch
+from backends.torch_config import TorchBackendConfig
+from backends.tree import is_enabled
+
+
+class Critic:
+    """Values of states, and the model that learns them. Not thread-safe: one caller at a time.
+
+    With `backend.ranks` it is sharded as the policy is: over the same processes under torchrun,
+    over as many Ray actors of its own (and their GPUs) otherwise.
+
+    Args:
+        backend: how it computes; the policy's section.
+        model_path: the policy's model, the backbone to start from unless `config.path` is set.
+
+    Raises:
+        BackendConfigError: no model there, or no such device.
+    """
+
+    def __init__(
+        self, config: CriticConfig, backend: TorchBackendConfig, model_path: str | Path
+    ) -> None:
+        self._config = config
+        own, path = config.model_config_of(backend), Path(config.path or model_path)
+        self._model = ValueModel.build(own, path)
+        self._converted: tuple[TokenBatch, TokenBatch] | None = None
+        self._updates = 0
+
+    @property
+    def warm(self) -> bool:
+        """The policy may be trained on what was last trained here: the warm-up is over."""
+        return self._updates > self._config.warmup_updates
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """V before each response token: [T] fp32 on the CPU, no grad."""
+        return self._model.compute_log_probs(self._own(batch))
+
+    def update(self, batch: TokenBatch, indices: Sequence[int] | None = None) -> dict[str, float]:
+        """One optimizer step on the steps `indices` (all if None); columns `values` (as they were
+        when the returns were computed) and `returns` (NaN: not trained) must be there.
+
+        Returns:
+            `critic/…`: `loss`, `grad_norm`, `lr`, `clip_frac`, `value_mean`, `return_mean`,
+            `seconds`, `skipped_updates`, and `explained_variance` of the old values
+            (left out where returns do not vary).
+
+        Raises:
+            BatchError: a column is missing, or none of the steps has a return.
+            NonFiniteUpdateError: see `TorchBackend.train_step`.
+        """
+        if missing := {"values", "returns"} - batch.columns.keys():
+            raise BatchError(
+                f"the batch has no column {', '.join(sorted(missing))}; write it first"
+            )
+        steps = range(len(batch.steps)) if indices is None else indices
+        chosen = torch.zeros(len(batch.steps), dtype=torch.bool)
+        chosen[list(steps)] = True
+        trained = chosen.repeat_interleave(batch.lengths) & batch.columns["returns"].isfinite()
+        if not (n := int(trained.sum())):
+            raise BatchError("none of the steps has a return; the critic has nothing to learn")
+        loss_fn = ValueLoss(self._config.value_clip, n)
+        update = self._model.train_step(self._own(batch), loss_fn, indices)
+        self._updates += 1
+        kept = ("loss", "grad_norm", "lr", "seconds", "skipped_updates")
+        metrics = {f"critic/{name}": update[name] for name in kept}
+        metrics |= {name: x for name, x in update.items() if name.startswith("critic/")}
+        old, returns = (batch.columns[name][trained] for name in ("values", "returns"))
+        if (explained := explained_variance(old, returns)) is not None:
+            metrics["critic/explained_variance"] = explained
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, optimizer and counters."""
+        return {"model": self._model.state_dict(), "updates": self._updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        self._model.load_state_dict(state["model"])
+        self._updates = state["updates"]
+
+    def close(self) -> None:
+        self._model.close()
+
+    def _own(self, batch: TokenBatch) -> TokenBatch:
+        """`batch` as the value model has it: rows of its own, unless the policy's will do."""
+        if isinstance(batch, TorchBatch) and isinstance(self._model, ValueModel):
+            return batch
+        if self._converted is None or self._converted[0] is not batch:
+            self._converted = batch, self._model.convert(list(batch.steps))
+        own = self._converted[1]
+        own.columns = batch.columns
+        return own
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float | None:
+    """1 - Var(G - V) / Var(G), [n] each: 1 perfect, 0 no better than a constant. None if G does
+    not vary."""
+    variance = returns.double().var(correction=0)
+    if not variance > 0:
+        return None
+    return float(1 - (returns.double() - values.double()).var(correction=0) / variance)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) / n over the tokens with a return G.
+
+    A `LossFn` whose `log_probs` are values. Source: PPO's reference implementation
+    (openai/baselines ppo2); c is `value_clip`.
+    """
+
+    clip: float | None
+    n: int
+    """Trained tokens of the update, so that micro-batches add up to its mean."""
+
+    def __call__(
+        self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]
+    ) -> LossOutput:
+        live = columns["returns"].isfinite()
+        v, old, returns = log_probs[live], columns["values"][live], columns["returns"][live]
+        error = (v - returns).square()
+        clipped = torch.zeros_like(error)
+        if self.clip is not None:
+            bounded = (torch.clamp(v, old - self.clip, old + self.clip) - returns).square()
+            clipped = bounded > error
+            error = torch.maximum(error, bounded)
+        count = live.sum().double()
+        metrics = {"clip_frac": clipped, "value_mean": v.detach(), "return_mean": returns}
+        return LossOutput(
+            0.5 * error.sum() / self.n,
+            {f"critic/{name}": Mean(x.double().sum(), count) for name, x in metrics.items()},
+        )
+
+
+class ValueModel(TorchBackend):
+    """A `TorchBackend` whose score of a response token is the value of the state before it, from a
+    linear head in place of the LM head; it starts at 0, so V = 0 everywhere."""
+
+    def _on_device(self, model: Any) -> Any:
+        values = _Values(model, self._device, getattr(torch, self._config.dtype))
+        self._ranks.shard(values, getattr(torch, self._config.dtype))
+        return values.to(self._device)
+
+    def save_weights(self, path: str | Path) -> None:
+        """Refused: no engine serves values."""
+        raise self._unsupported("save_weights")
+
+
+class _Values(nn.Module):
+    """The decoder and the value head as one module: the root that FSDP2 shards."""
+
+    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = model.get_output_embeddings().in_features
+        head = nn.Linear(width, 1, bias=False)
+        nn.init.zeros_(head.weight)
+        model.config.tie_word_embeddings = False
+        model.set_output_embeddings(head)  # in the model, so that it is trained and saved with it
+        self.model = model
+        self._device = device
+        self._dtype = dtype
+
+    def forward(
+        self, batch: TokenBatch, rows: Sequence[Row], *, entropy: bool
+    ) -> tuple[Tensor, None, Tensor]:
+        """(V, None, token index): [n] each, of the response tokens in `rows`."""
+        inputs = prepare(batch, rows, self._device, as_tree=is_enabled(self.model))
+        with torch.autocast(
+            self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32
+        ):
+            # Not the model's own forward: what a family does to its logits must not touch values.
+            hidden = self.model.base_model(**inputs.model_kwargs()).last_hidden_state
+        head = self.model.get_output_embeddings()
+        picked = hidden.flatten(0, 1).index_select(0, inputs.positions)
+        return head(picked.to(head.weight.dtype)).squeeze(-1).float(), None, inputs.tokens

@@ -1,0 +1,298 @@
+"""One SGLang server over several nodes: a process on each, started, ended and restarted together.
+
+    EngineGroup ──reserve──► each EngineNode      its address and a free block of ports
+                ──launch───► all at once          flags of `addresses.node_launches`
+                ──status───► every second         one is not up: stop all, and again from the start
+
+The parts of a server cannot go on without each other, so a part is never restarted alone. The
+server keeps its url over restarts: its head takes the same ports again, the others take new ones.
+All parts must load the same version: the store's lock is held until the last has read it, so that
+no publication commits in between.
+
+Owns the group's life. Does not own ports (`addresses.py`), one process (`supervisor.py`), or which
+nodes these are (`trainer/placement.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+import ray
+
+from backends.config import EngineConfig
+from backends.engines.addresses import (
+    Block,
+    Host,
+    NodeLaunch,
+    PortsTakenError,
+    node_ip,
+    node_launches,
+)
+from backends.engines.supervisor import HEALTHY_FOR_S, Supervisor
+from backends.errors import EngineStartError
+from backends.weights import StoreLock
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Between two looks at the parts."""
+_KEPT_PORTS_S = 60.0
+"""How long the head of a server that ended waits for its own ports to be free again."""
+
+
+class Node(Protocol):
+    """What a group asks of a part."""
+
+    async def reserve(self, first_port: int | None = None) -> Host: ...
+    async def launch(self, launch: NodeLaunch) -> str: ...
+    async def status(self) -> dict[str, Any]: ...
+    async def stop(self) -> None: ...
+
+
+class EngineNode:
+    """The part of a server on one node; run it as a Ray actor there (`start_engine_group`)."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_dir: str | os.PathLike[str],
+        weights_dir: str | os.PathLike[str] | None = None,
+        ip: str | None = None,
+    ) -> None:
+        self._config = config
+        self._log_dir = log_dir
+        self._weights_dir = weights_dir
+        self._ip = ip
+        self._block: Block | None = None
+        self._supervisor: Supervisor | None = None
+
+    async def reserve(self, first_port: int | None = None) -> Host:
+        """This node's address and a free block of ports, held for `launch`.
+
+        Raises:
+            PortsTakenError: those from `first_port` are in use.
+        """
+        if self._block is not None:
+            self._block.release()
+        self._block = Block(first_port)
+        return Host(self._ip or node_ip(), self._block.first_port)
+
+    async def launch(self, launch: NodeLaunch) -> str:
+        """Start this part; returns its url when it is healthy, which it is when all parts are.
+
+        Raises:
+            EngineStartError: it did not come up.
+        """
+        config = self._config.model_copy(
+            update={
+                "host": "0.0.0.0",
+                "port": launch.port,
+                "max_restarts": 0,
+                "extra_args": (*self._config.extra_args, *launch.args),
+            }
+        )
+        self._supervisor = Supervisor(config, self._log_dir, self._weights_dir)
+        if self._block is not None:
+            self._block.release()
+        await asyncio.to_thread(self._supervisor.start)
+        return f"http://{self._ip or node_ip()}:{launch.port}"
+
+    async def status(self) -> dict[str, Any]:
+        """The supervisor's; `{"state": "new"}` before the first launch."""
+        return (
+            {"state": "new", "pid": None}
+            if self._supervisor is None
+            else (self._supervisor.status())
+        )
+
+    async def stop(self) -> None:
+        """End this part. Idempotent."""
+        if self._supervisor is not None:
+            await asyncio.to_thread(self._supervisor.stop)
+        if self._block is not None:
+            self._block.release()
+
+
+class EngineGroup:
+    """The parts of one server as one engine, with the methods of `EngineServer`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        nodes: Sequence[Node],
+        weights_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.restarts = 0
+        self._config = config
+        self._nodes = list(nodes)
+        self._weights_dir = weights_dir
+        self._head: Host | None = None
+        self._url = ""
+        self._error: EngineStartError | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> list[str]:
+        """The server's url, once all its parts are healthy.
+
+        Raises:
+            EngineStartError: they did not come up in time, or at all.
+        """
+        if self._keeper is None:
+            await self._launch()
+            self._keeper = asyncio.create_task(self._keep())
+        return [self._url]
+
+    async def stop(self) -> None:
+        """End all parts. Idempotent."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await self._stop_all()
+
+    async def status(self) -> dict[str, Any]:
+        nodes = await asyncio.gather(*(node.status() for node in self._nodes))
+        error = None if self._error is None else str(self._error)
+        return {"url": self._url, "restarts": self.restarts, "error": error, "nodes": nodes}
+
+    async def _launch(self) -> None:
+        hosts = [await self._reserve_head()]
+        hosts += await asyncio.gather(*(node.reserve() for node in self._nodes[1:]))
+        self._head = hosts[0]
+        async with self._nothing_committed():
+            starting = [
+                asyncio.create_task(node.launch(launch))
+                for node, launch in zip(self._nodes, node_launches(hosts), strict=True)
+            ]
+            while not await self._all_launched():
+                if any(task.done() for task in starting):
+                    break  # one failed
+                await asyncio.sleep(0.05)
+        try:
+            self._url, *_ = await asyncio.gather(*starting)
+        except BaseException:  # a cancellation, too: no part may be left behind
+            await self._stop_all()  # the others wait for the one that failed
+            await asyncio.gather(*starting, return_exceptions=True)
+            raise
+
+    async def _reserve_head(self) -> Host:
+        """New ports at the first start; afterwards the same, once they are free again."""
+        if self._head is None:
+            return await self._nodes[0].reserve()
+        deadline = asyncio.get_running_loop().time() + _KEPT_PORTS_S
+        while True:
+            try:
+                return await self._nodes[0].reserve(self._head.first_port)
+            except PortsTakenError as e:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise EngineStartError(f"{self._url} cannot be kept: {e}") from e
+                await asyncio.sleep(LOOK_S)
+
+    async def _all_launched(self) -> bool:
+        """Every part's process has been started, so that it is settled what it loads."""
+        states = await asyncio.gather(*(node.status() for node in self._nodes))
+        return all(state["pid"] is not None for state in states)
+
+    @asynccontextmanager
+    async def _nothing_committed(self) -> AsyncIterator[None]:
+        if self._weights_dir is None:
+            yield
+            return
+        lock = StoreLock(self._weights_dir)
+        while True:
+            with lock.tried() as mine:
+                if mine:
+                    yield
+                    return
+            await asyncio.sleep(0.05)
+
+    async def _stop_all(self) -> None:
+        await asyncio.gather(*(node.stop() for node in self._nodes), return_exceptions=True)
+
+    async def _keep(self) -> None:
+        clock, in_a_row = asyncio.get_running_loop().time, 0
+        up_since = clock()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            states = await asyncio.gather(
+                *(node.status() for node in self._nodes), return_exceptions=True
+            )
+            if all(isinstance(s, dict) and s["state"] == "up" for s in states):
+                continue
+            in_a_row = 1 if clock() - up_since > HEALTHY_FOR_S else in_a_row + 1
+            if in_a_row > self._config.max_restarts:
+                self._error = EngineStartError(
+                    f"{self._url} ended {in_a_row} times in a row "
+                    f"(engine.max_restarts={self._config.max_restarts}); see its nodes' logs"
+                )
+                log.error("%s", self._error)
+                await self._stop_all()
+                return
+            self.restarts += 1
+            log.warning("a node of %s ended; restart %d of all", self._url, self.restarts)
+            await self._stop_all()
+            try:
+                await self._launch()
+            except (EngineStartError, OSError) as e:
+                log.warning("%s did not come up: %s", self._url, e)
+            up_since = clock()
+
+
+class _RemoteNode:
+    """An `EngineNode` actor as a `Node`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def reserve(self, first_port: int | None = None) -> Host:
+        host: Host = await self._actor.reserve.remote(first_port)
+        return host
+
+    async def launch(self, launch: NodeLaunch) -> str:
+        url: str = await self._actor.launch.remote(launch)
+        return url
+
+    async def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = await self._actor.status.remote()
+        return status
+
+    async def stop(self) -> None:
+        await self._actor.stop.remote()
+
+
+class EngineGroupServer(EngineGroup):
+    """The group as a Ray actor; it owns the actors of its nodes, which end with it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_dir: str | os.PathLike[str],
+        weights_dir: str | os.PathLike[str] | None,
+        options: Sequence[dict[str, Any]],
+    ) -> None:
+        kind = ray.remote(EngineNode)
+        nodes = [
+            _RemoteNode(
+                kind.options(**{"num_cpus": 0, **each}).remote(
+                    config, os.path.join(log_dir, f"node_{rank}"), weights_dir
+                )
+            )
+            for rank, each in enumerate(options)
+        ]
+        super().__init__(config, nodes, weights_dir)
+
+
+def start_engine_group(
+    config: EngineConfig,
+    *,
+    log_dir: str | os.PathLike[str],
+    weights_dir: str | os.PathLike[str] | None = None,
+    options: Sequence[dict[str, Any]],
+) -> Any:
+    """A handle of a new group, as of `start_engine`; `options` are Ray's, of each node's actor."""
+    actor = ray.remote(EngineGroupServer).options(num_cpus=0)
+    return actor.remote(config, log_dir, weights_dir, list(options))

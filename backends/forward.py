@@ -1,0 +1,206 @@
+"""Rows through a Hugging Face causal LM: log π and entropy of the response tokens alone.
+
+    rows ──prepare──► Inputs ──model──► logits at n positions ──score──► log π [n], entropy [n]
+
+Rows are padded on the right and no attention mask is passed: under causal attention what follows
+a token cannot reach it, and the unmasked kernel is the fast one.
+
+Where tree attention is enabled on the model (`tree.enable`), rows share what they begin with.
+
+Only response positions go through the LM head, and through the MLP of the last layer: what the
+others would become there is read by nobody. Log-softmax is fp32 at each step's temperature.
+
+Owns: the model's inputs, the choice of positions, the scoring of logits. Does not own: which rows
+there are and how they are split (`rows.py`), the optimizer (`torch_backend.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backends.base import TokenBatch
+from backends.chunked_head import chunked
+from backends.rows import Row
+from backends.tree import Tree, is_enabled, pack
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Inputs:
+    """One micro-batch as the model sees it; n is the number of response tokens in its rows."""
+
+    ids: Tensor
+    """int64, [rows, width], on the device; [1, tokens] of a tree."""
+    positions: Tensor
+    """int64, [n], on the device: indices into rows x width whose hidden states predict."""
+    targets: Tensor
+    """int64, [n], on the device: the tokens they predict."""
+    temperature: Tensor
+    """float32, [n], on the device."""
+    tokens: Tensor
+    """int64, [n], on the CPU: indices into the columns of the batch."""
+    position_ids: Tensor | None = None
+    """int64, [1, tokens]: depth in the tree, or None for padded rows."""
+    tree: Tree | None = None
+
+    def model_kwargs(self) -> dict[str, Any]:
+        """What the model's forward takes."""
+        kwargs = {"input_ids": self.ids, "use_cache": False}
+        if self.tree is None:
+            return kwargs
+        return kwargs | {"position_ids": self.position_ids, "tree": self.tree}
+
+
+def prepare(
+    batch: TokenBatch, rows: Sequence[Row], device: torch.device, *, as_tree: bool = False
+) -> Inputs:
+    """The inputs for `rows`, which belong to `batch`: padded, or packed as a prefix tree."""
+    segments = [(r, s) for r, row in enumerate(rows) for s in row.segments]
+    # Position p of a row is predicted by the hidden state at p - 1.
+    if as_tree:
+        packed = pack([row.ids[: row.n_inputs] for row in rows])
+        ids = packed.ids[None].astype(np.int64)
+        picked = [packed.where[r][s.start - 1 : s.end - 1] for r, s in segments]
+        positions = torch.from_numpy(np.concatenate(picked))
+    else:
+        width = max(row.n_inputs for row in rows)
+        ids = np.zeros((len(rows), width), dtype=np.int64)
+        for r, row in enumerate(rows):
+            ids[r, : row.n_inputs] = row.ids[: row.n_inputs]
+        positions = _ranges((r * width + s.start - 1, s.length) for r, s in segments)
+    offsets = batch.offsets.tolist()
+    targets = np.concatenate([rows[r].ids[s.start : s.end] for r, s in segments])
+    temperatures = torch.tensor([batch.steps[s.step].temperature for _, s in segments])
+    lengths = torch.tensor([s.length for _, s in segments])
+    return Inputs(
+        ids=torch.from_numpy(ids).to(device),
+        positions=positions.to(device),
+        targets=torch.from_numpy(targets.astype(np.int64)).to(device),
+        temperature=temperatures.repeat_interleave(lengths).to(device),
+        tokens=_ranges((offsets[s.step], s.length) for _, s in segments),
+        position_ids=torch.from_numpy(packed.position_ids)[None].to(device) if as_tree else None,
+        tree=packed.tree if as_tree else None,
+    )
+
+
+def forward(
+    model: Any,
+    batch: TokenBatch,
+    rows: Sequence[Row],
+    *,
+    device: torch.device,
+    entropy: bool,
+    autocast: AbstractContextManager[Any] | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`.
+
+    `autocast` is entered around the model alone; scoring is always fp32. With `chunk`, logits of
+    at most so many tokens exist at once (`chunked_head.py`).
+    """
+    inputs = prepare(batch, rows, device, as_tree=is_enabled(model))
+    # Two rows of a tree may be trained on the same token of their common beginning.
+    read = inputs.positions if inputs.tree is None else torch.unique(inputs.positions)
+    if chunk is not None and len(inputs.positions) > chunk:
+
+        def score_part(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:
+            targets, temperature = inputs.targets[part], inputs.temperature[part]
+            return score(logits, targets, temperature, entropy=entropy)
+
+        with autocast or nullcontext(), last_mlp_only_at(model, read):
+            kwargs, positions = inputs.model_kwargs(), inputs.positions
+            return *chunked(model, kwargs, positions, score_part, chunk=chunk), inputs.tokens
+    with (
+        autocast or nullcontext(),
+        last_mlp_only_at(model, read),
+        only_positions(model, inputs.positions),
+    ):
+        output = model(**inputs.model_kwargs())
+    log_probs, h = score(output.logits[0], inputs.targets, inputs.temperature, entropy=entropy)
+    return log_probs, h, inputs.tokens
+
+
+def score(
+    logits: Tensor, targets: Tensor, temperature: Tensor, *, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """log π of `targets` [n] and the entropy of π: softmax(logits [n, vocab] / temperature [n])."""
+    all_log_probs = torch.log_softmax(logits.float() / temperature.unsqueeze(-1), dim=-1)
+    log_probs = all_log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    h = -(all_log_probs.exp() * all_log_probs).sum(-1) if entropy else None
+    return log_probs, h
+
+
+@contextmanager
+def only_positions(model: Any, positions: Tensor) -> Iterator[None]:
+    """The LM head sees the hidden states at `positions` ([n], into batch x width) alone.
+
+    A hook, and the model's own forward: what a family does to its logits afterwards (Gemma's
+    soft cap, Cohere's and Granite's scale) stays part of π.
+    """
+
+    def pick(_: torch.nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, *rest = args
+        return (hidden.flatten(0, 1).index_select(0, positions).unsqueeze(0), *rest)
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def last_mlp_only_at(model: Any, positions: Tensor) -> Iterator[None]:
+    """The last layer's MLP computes `positions` ([n], into batch x width, each once) alone.
+
+    Elsewhere it returns 0. A token's MLP reads that token only and nothing attends any more, so
+    that neither logits at `positions` nor any gradient changes. Does nothing for a model whose
+    layers have no `mlp`, and under gradient checkpointing, which computes the layer again when
+    this has ended.
+    """
+    mlp = _last_mlp(model)
+    if mlp is None:
+        yield
+        return
+    whole = mlp.forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        flat = hidden.flatten(0, -2)
+        found = whole(flat.index_select(0, positions).unsqueeze(0), *args, **kwargs)
+        if not isinstance(found, Tensor):
+            return whole(hidden, *args, **kwargs)  # a router's scores come with it
+        return found.new_zeros(flat.shape).index_copy(0, positions, found[0]).view(hidden.shape)
+
+    # An attribute of the instance hides the method of its class; put back as it was found.
+    own = mlp.__dict__.get("forward")
+    mlp.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del mlp.forward
+        else:
+            mlp.forward = own
+
+
+def _last_mlp(model: Any) -> Any:
+    """The module `mlp` of the decoder's last layer; None without one, or with checkpoints."""
+    depth = getattr(model.config, "num_hidden_layers", None)
+    found = None
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            return None
+        if isinstance(module, torch.nn.ModuleList) and len(module) == depth:
+            found = getattr(module[-1], "mlp", None)
+    return found
+
+
+def _ranges(ranges: Iterable[tuple[int, int]]) -> Tensor:
+    """The indices of all (start, length), one after another."""
+    return torch.from_numpy(np.concatenate([np.arange(a, a + n) for a, n in ranges]))

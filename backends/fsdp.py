@@ -1,0 +1,180 @@
+"""Ranks that share one model: sharded weights (FSDP2, `fully_shard`), shared micro-batches.
+
+    rank 0   rows 0, 2, …  ─► loss, backward ─┐ reduce-scatter: the gradient of the sum,
+    rank 1   rows 1, 3, …  ─► loss, backward ─┘ each rank keeps and updates its shard of it
+
+Every rank makes the same calls with the same arguments. Losses are sums, so ranks add up as
+micro-batches do, and one process computes the same update. What is written (weights, checkpoints)
+is gathered whole, in a form that knows no ranks: a run may go on with another number of them.
+
+Owns: this process's place among the ranks, sharding, gathering, who computes which rows.
+Does not own: starting the processes (`ranks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from backends.errors import BackendConfigError
+from backends.rows import Row, RowForm, computed_tokens, micro_batches
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those that share the model; alone if `mesh` is None."""
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def join(cls, expected: int, device: torch.device) -> Ranks:
+        """The place in the process group, which must have `expected` ranks.
+
+        Raises:
+            BackendConfigError: it has another number, or there is none.
+        """
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if size != expected:
+            raise BackendConfigError(
+                f"backend.ranks is {expected}, but {size} process{'es' * (size > 1)} share the "
+                f"model; set backend.ranks={size} or start {expected} ranks"
+            )
+        if size == 1:
+            return cls()
+        return cls(dist.get_rank(), size, init_device_mesh(device.type, (size,)))
+
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every rank, by rank."""
+        if self.mesh is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def shard(self, policy: nn.Module, dtype: torch.dtype) -> None:
+        """Shard `policy`, layer by layer, over the ranks and onto their devices.
+
+        Weights are gathered and computed with in `dtype`, gradients summed in float32.
+        """
+        if self.mesh is None:
+            return
+        precision = MixedPrecisionPolicy(
+            param_dtype=dtype if dtype != torch.float32 else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+        layers = [m for m in policy.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for module in [*layers, policy]:
+            fully_shard(module, mesh=self.mesh, mp_policy=precision)
+        for module in policy.modules():
+            if isinstance(module, FSDPModule):
+                # The sum over ranks, not the mean; and gloo has no reduction that scales.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    def rounds(self, rows: Sequence[Row], budget: int, form: RowForm = "merged") -> list[list[Row]]:
+        """This rank's micro-batches, one a round; an empty one where there are too few rows.
+
+        All ranks compute a round together and wait for the slowest, so a round's micro-batches
+        are neighbours by size, and all are as small as the number of rounds that `budget`
+        (computed tokens) asks for allows.
+        """
+        chunks = list(micro_batches(rows, budget, form))
+        if self.size == 1:
+            return chunks
+        slots = -(-len(chunks) // self.size) * self.size
+        low, high = 1, budget
+        while low < high:
+            middle = (low + high) // 2
+            smaller = list(micro_batches(rows, middle, form))
+            if len(smaller) <= slots:
+                chunks, high = smaller, middle
+            else:
+                low = middle + 1
+        chunks.sort(key=lambda chunk: -computed_tokens(chunk, form))
+        chunks += [[]] * (slots - len(chunks))
+        # Every other round backwards, or the first rank would always have the longest.
+        return [
+            chunks[start + (self.rank if number % 2 == 0 else self.size - 1 - self.rank)]
+            for number, start in enumerate(range(0, slots, self.size))
+        ]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; all ranks must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the weights that a forward pass without a backward pass left whole."""
+    if isinstance(module, FSDPModule):
+        module.reshard()
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Copy whole tensors into a model that may be sharded; all its weights if `strict`.
+
+    Raises:
+        RuntimeError: a name or a shape is not the model's.
+    """
+    own = model.state_dict()
+    placed = {}
+    for name, value in weights.items():
+        like = own.get(name)
+        if isinstance(like, DTensor) and like.shape == value.shape:
+            whole = value.to(like.device)
+            value = distribute_tensor(whole, like.device_mesh, like.placements)
+        placed[name] = value
+    model.load_state_dict(placed, strict=strict)
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's `state_dict` with whole tensors."""
+    state = optimizer.state_dict()
+    return state | {"state": {i: _map(s, full) for i, s in state["state"].items()}}
+
+
+def shard_like(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state`, as of `full_optimizer_state`, sharded as this optimizer shards its own."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(isinstance(p, DTensor) for p in parameters):
+        return dict(state)
+    # An optimizer makes its state at the first step: one of rate 0 and gradient 0 is a template.
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    template = optimizer.state_dict()["state"]
+
+    def place(value: Tensor, like: Any) -> Tensor:
+        if isinstance(like, DTensor):
+            return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+        return value
+
+    placed = {
+        i: {k: place(v, template[i].get(k)) if isinstance(v, Tensor) else v for k, v in s.items()}
+        for i, s in state["state"].items()
+    }
+    return {**state, "state": placed}
+
+
+def _map(values: Mapping[str, Any], function: Any) -> dict[str, Any]:
+    return {k: function(v) if isinstance(v, Tensor) else v for k, v in values.items()}

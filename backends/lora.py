@@ -1,0 +1,129 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) by peft, inside the Hugging Face model itself.
+
+    W' = W + s B A        A [r, in], B [out, r] = 0 at the start, s = alpha / r (or alpha / √r)
+
+The model stays a plain causal LM whose linear layers carry an adapter, so every other module works
+on it as it is. W is frozen and needs no float32 master copy. What the engines get is W' under W's
+names; it is computed beside the model, which merging in place and back would change by rounding.
+
+Does not own: which parameters the optimizer gets (those that require a gradient: the adapters).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from backends.errors import BackendConfigError
+from backends.torch_config import LoraConfig
+
+ADAPTER = "default"
+"""peft's name of the one adapter."""
+
+
+def add_adapters(model: Any, config: LoraConfig) -> None:
+    """Freeze `model` and give its target modules adapters in float32, drawn from torch's RNG.
+
+    Raises:
+        BackendConfigError: peft is not installed, or no module matches `target_modules`.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError as e:
+        raise BackendConfigError(
+            "backend.lora is set, which needs peft; pip install 'stepwell[lora]' or remove it"
+        ) from e
+    target = config.target_modules
+    try:
+        inject_adapter_in_model(
+            PeftConfig(
+                r=config.rank,
+                lora_alpha=config.alpha,
+                target_modules=target if isinstance(target, str) else list(target),
+                use_rslora=config.rslora,
+            ),
+            model,
+            adapter_name=ADAPTER,
+        )
+    except ValueError as e:
+        raise BackendConfigError(
+            f"backend.lora.target_modules is {target!r}: {str(e).strip().splitlines()[0]}"
+        ) from e
+    head = model.get_output_embeddings()
+    if model.config.get_text_config().tie_word_embeddings and any(
+        m is head for _, m in _layers(model)
+    ):
+        raise BackendConfigError(
+            f"backend.lora.target_modules is {target!r}, which adapts the LM head, but the model "
+            "ties it to the embedding; leave it out"
+        )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def adapters_off(model: Any) -> Iterator[None]:
+    """The model as it was before training: its adapters add nothing."""
+    layers = [module for _, module in _layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapter_weights(model: Any) -> dict[str, Tensor]:
+    """The adapters' tensors by their names in the model; live."""
+    return {name: p for name, p in model.state_dict().items() if _is_adapter(name)}
+
+
+def merged_weights(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(name in the original model, W' or the untouched tensor) of every weight.
+
+    Args:
+        full: makes a whole tensor of one that may be sharded over ranks.
+    """
+    layers = {f"{name}.base_layer.weight": module for name, module in _layers(model)}
+    for name, tensor in model.state_dict().items():
+        if _is_adapter(name):
+            continue
+        weight = full(tensor)
+        if name in layers:
+            with torch.no_grad():
+                delta = full(layers[name].get_delta_weight(ADAPTER))
+                weight = weight.float() + delta.float()
+        yield name.replace(".base_layer.", "."), weight
+
+
+def save_adapters(model: Any, path: Path, base_model: str, weights: Mapping[str, Tensor]) -> None:
+    """Write `weights`, whole tensors as of `adapter_weights`, as a directory that peft loads."""
+    path.mkdir(parents=True, exist_ok=True)
+    named = {
+        "base_model.model." + name.replace(f".{ADAPTER}.", "."): tensor.cpu().contiguous()
+        for name, tensor in weights.items()
+    }
+    save_file(named, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = model.peft_config[ADAPTER].to_dict()
+    config |= {"base_model_name_or_path": base_model, "inference_mode": True}
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=2, default=list) + "\n")
+
+
+def _layers(model: Any) -> list[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return [(name, m) for name, m in model.named_modules() if isinstance(m, LoraLayer)]
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name

@@ -1,0 +1,87 @@
+"""Optimizers and the learning rate, by name from `TorchBackendConfig`.
+
+The rate is a pure function of the number of updates applied: a resumed run needs no scheduler
+state, a skipped update does not advance it, and a changed `lr` holds from the resume on.
+
+Owns: which class and which parameters decay. Does not own: when a step is taken or skipped, nor
+gradient clipping (`torch_backend.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from backends.errors import BackendConfigError
+from backends.torch_config import TorchBackendConfig
+
+
+def learning_rate(config: TorchBackendConfig, updates: int) -> float:
+    """The rate of the update after `updates` applied ones.
+
+        u < w:  lr (u + 1) / w                          w = warmup_steps
+        else:   lr (m + (1 - m) f(x))                   m = min_lr_ratio
+                x = min(1, (u - w) / (s - w))           s = scheduler_steps
+                f = 1 | 1 - x | (1 + cos πx) / 2        constant | linear | cosine
+
+    From the warm-up on these are the values of transformers' `get_scheduler`; its warm-up begins
+    with an update at rate 0, which would train on a batch for nothing.
+    """
+    if updates < config.warmup_steps:
+        return config.lr * (updates + 1) / config.warmup_steps
+    if config.scheduler == "constant" or config.scheduler_steps is None:
+        return config.lr
+    decay_steps = config.scheduler_steps - config.warmup_steps
+    x = min(1.0, (updates - config.warmup_steps) / decay_steps)
+    left = 1 - x if config.scheduler == "linear" else (1 + math.cos(math.pi * x)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def build_optimizer(
+    config: TorchBackendConfig, parameters: Iterable[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer named by `config.optimizer`; matrices decay, norms and biases do not.
+
+    Raises:
+        BackendConfigError: it needs a package that is not installed.
+    """
+    trained = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": group, "weight_decay": decay}
+        for group, decay in (
+            ([p for p in trained if p.ndim >= 2], config.weight_decay),
+            ([p for p in trained if p.ndim < 2], 0.0),
+        )
+        if group
+    ]
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(
+            groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+        )
+    if config.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=config.lr)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    return _adamw_8bit(config, groups)
+
+
+def _adamw_8bit(config: TorchBackendConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    try:
+        from bitsandbytes import optim
+    except ImportError as e:
+        raise BackendConfigError(
+            "backend.optimizer is 'adamw_8bit', which needs bitsandbytes; "
+            "pip install 'stepwell[8bit]' or take 'adamw'"
+        ) from e
+    # bitsandbytes leaves its constructors untyped.
+    make: Callable[..., torch.optim.Optimizer] = vars(optim)["AdamW8bit"]
+    return make(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Moments and step counts from `state`; rates, decay and their like stay the config's."""
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**state, "param_groups": groups})

@@ -1,0 +1,386 @@
+"""Many processes behind one `TrainingBackend`: starts the ranks of a sharded model and calls them.
+
+    RankedBackend ──call(method, args)──► rank 0 … rank n-1: a TorchBackend each (`fsdp.py`)
+        (the trainer's process)  ◄── rank 0's answer
+
+Two ways to get ranks, one protocol:
+
+- `RayRanks`: actors, a GPU each; Ray places them, on one machine or many.
+- `TorchrunRanks`: the processes that `torchrun` started. Rank 0 runs the trainer and is a rank
+  itself; the others are in `follow`, which waits for its calls until it says to stop.
+
+A batch is sent once, when it is converted; later calls send its columns. An error that every rank
+raises (a bad batch) is raised as it is, and the ranks go on. One that only some raise leaves the
+others waiting for a sum: then all are stopped, and the error says which rank failed.
+
+Does not own: the model, the sharding, who computes what (`torch_backend.py`, `fsdp.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import os
+import pickle
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray import cloudpickle
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from backends.base import LossFn, TokenBatch, TrainingBackend
+from backends.errors import BackendConfigError, BackendError, BatchError, RankError
+from backends.torch_backend import TorchBackend, TorchBatch
+from backends.torch_config import TorchBackendConfig
+from datapool.types import Step
+
+_GRACE_S = 10.0
+"""After one rank's error, how long the others may take to raise theirs."""
+_FOR_EVER = datetime.timedelta(days=365)
+
+
+class Rank:
+    """One rank's side of the calls: its backend and the batch that was converted last."""
+
+    def __init__(
+        self, kind: type[TorchBackend], config: TorchBackendConfig, model_path: Path
+    ) -> None:
+        self._backend = kind(config, model_path)
+        self._batch: TorchBatch | None = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """The backend's method, on this rank's batch where it takes one."""
+        if method == "convert":
+            self._batch = self._backend.convert(*args)
+            return None
+        if method in ("compute_log_probs", "compute_ref_log_probs"):
+            return getattr(self._backend, method)(self._batch)
+        if method == "train_step":
+            columns, loss_fn, indices = args
+            if self._batch is None:
+                raise BatchError("train_step came before convert; convert the batch first")
+            self._batch.columns = columns
+            return self._backend.train_step(self._batch, loss_fn, indices)
+        return getattr(self._backend, method)(*args)
+
+
+class RankGroup(ABC):
+    """The ranks, however they were started."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> Any:
+        """`Rank.call` on every rank; rank 0's answer.
+
+        Raises:
+            RankError: a rank died, or failed alone; all are stopped.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End the ranks. Idempotent."""
+
+
+@dataclass(eq=False, slots=True)
+class RankedBatch(TokenBatch):
+    """A `TokenBatch` that the ranks know by its number."""
+
+    number: int = 0
+
+
+class RankedBackend(TrainingBackend):
+    """The ranks as one backend; see the module's docstring."""
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._batches = 0
+        self._sent: int | None = None
+
+    def convert(self, steps: list[Step]) -> RankedBatch:
+        """Flat columns here, rows on every rank. Raises as `TorchBackend.convert`."""
+        flat = TokenBatch.of(steps)
+        self._batches += 1
+        batch = RankedBatch(flat.steps, flat.offsets, flat.columns, self._batches)
+        self._send(batch)
+        return batch
+
+    def compute_log_probs(self, batch: RankedBatch) -> Tensor:
+        """log π of every response token: [T] fp32 on the CPU."""
+        return self._on(batch, "compute_log_probs")
+
+    def compute_ref_log_probs(self, batch: RankedBatch) -> Tensor:
+        """log π_ref of every response token: [T] fp32 on the CPU."""
+        return self._on(batch, "compute_ref_log_probs")
+
+    def train_step(
+        self, batch: RankedBatch, loss_fn: LossFn, indices: Sequence[int] | None = None
+    ) -> dict[str, float]:
+        """One optimizer step of all ranks; as `TorchBackend.train_step`."""
+        self._send(batch)
+        metrics: dict[str, float] = self._ranks.call("train_step", batch.columns, loss_fn, indices)
+        return metrics
+
+    def save_weights(self, path: str | Path) -> None:
+        """Write a Hugging Face directory; rank 0 does, so it must see `path`."""
+        # A rank's working directory need not be ours.
+        self._ranks.call("save_weights", Path(path).absolute())
+
+    def free_cache(self) -> None:
+        """As `TorchBackend.free_cache`, on every rank."""
+        self._ranks.call("free_cache")
+
+    def save_adapters(self, path: str | Path) -> None:
+        """Write the adapters alone; as `TorchBackend.save_adapters`."""
+        self._ranks.call("save_adapters", Path(path).absolute())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whole tensors, whatever the number of ranks."""
+        state: dict[str, Any] = self._ranks.call("state_dict")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, of any number of ranks."""
+        self._ranks.call("load_state_dict", dict(state))
+
+    def close(self) -> None:
+        """End the ranks."""
+        self._ranks.stop()
+
+    def _on(self, batch: RankedBatch, method: str) -> Tensor:
+        self._send(batch)
+        values: Tensor = self._ranks.call(method)
+        return values
+
+    def _send(self, batch: RankedBatch) -> None:
+        if self._sent != batch.number:
+            self._ranks.call("convert", list(batch.steps))
+            self._sent = batch.number
+
+
+# --- ranks that are Ray actors
+
+
+class _RankActor:
+    """A `Rank` in a process of its own."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def listen(self) -> tuple[str, int]:
+        """Rank 0: open the store where the others meet; its address."""
+        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # theirs
+        self._store = TCPStore(host, 0, self._size, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def start(
+        self,
+        address: tuple[str, int],
+        kind: type[TorchBackend],
+        config: TorchBackendConfig,
+        path: Path,
+    ) -> None:
+        if self._rank != 0:
+            self._store = TCPStore(*address, self._size, is_master=False)
+        dist.init_process_group(
+            _collectives(config), store=self._store, rank=self._rank, world_size=self._size
+        )
+        self._inner = Rank(kind, config, path)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Any:
+        answer = self._inner.call(method, *args)
+        return answer if self._rank == 0 else None
+
+
+class RayRanks(RankGroup):
+    """`config.ranks` actors, one GPU each on CUDA. Ray must have been initialised.
+
+    Args:
+        options: Ray's actor options by rank, e.g. their places in a placement group.
+    """
+
+    def __init__(
+        self,
+        kind: type[TorchBackend],
+        config: TorchBackendConfig,
+        model_path: Path,
+        options: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        default = {"num_cpus": 0, "num_gpus": 1 if _wants_gpu(config) else 0}
+        actor = ray.remote(_RankActor)
+        self._actors: list[Any] = [
+            actor.options(**(default | dict(options[rank] if options else {}))).remote(
+                rank, config.ranks
+            )
+            for rank in range(config.ranks)
+        ]
+        address = ray.get(self._actors[0].listen.remote())
+        starting = [a.start.remote(address, kind, config, model_path) for a in self._actors]
+        self._wait(starting, "start")
+
+    def call(self, method: str, *args: Any) -> Any:
+        if not self._actors:
+            raise RankError(f"{method} was called on ranks that were stopped; start the run again")
+        shared = ray.put(args)  # once, not once a rank
+        return self._wait([a.call.remote(method, shared) for a in self._actors], method)
+
+    def stop(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def _wait(self, answers: list[Any], method: str) -> Any:
+        pending = list(answers)
+        failed: dict[int, Exception] = {}
+        while pending:
+            done, pending = ray.wait(pending, timeout=_GRACE_S if failed else None)
+            if not done:
+                break
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayError as e:
+                    failed[answers.index(ref)] = e
+        if not failed:
+            return ray.get(answers[0])
+        rank, error = min(failed.items())
+        cause = getattr(error, "cause", None)
+        if len(failed) == len(answers) and isinstance(cause, BackendError):
+            if method == "start":
+                self.stop()
+            raise cause
+        size = len(self._actors)
+        self.stop()
+        raise RankError(
+            f"rank {rank} of {size} failed in {method}: "
+            f"{str(cause or error).strip().splitlines()[-1]}; all ranks were stopped. Look into "
+            "Ray's logs of that rank, then resume the run"
+        ) from error
+
+
+# --- ranks that torchrun started
+
+
+class TorchrunRanks(RankGroup):
+    """This process and the other ones of `torchrun`; this is rank 0."""
+
+    def __init__(
+        self, kind: type[TorchBackend], config: TorchBackendConfig, model_path: Path
+    ) -> None:
+        _join_torchrun(config)
+        self._id = uuid.uuid4().hex
+        _broadcast((self._id, "", (kind, config, model_path)))
+        self._inner: Rank | None = Rank(kind, config, model_path)
+
+    def call(self, method: str, *args: Any) -> Any:
+        if self._inner is None:
+            raise RankError(f"{method} was called on ranks that were stopped; start the run again")
+        _broadcast((self._id, method, args))
+        return self._inner.call(method, *args)
+
+    def stop(self) -> None:
+        if self._inner is not None:
+            self._inner = None
+            with contextlib.suppress(RuntimeError):  # the others may be gone
+                _broadcast((self._id, None, ()))
+
+
+def torchrun_rank() -> int | None:
+    """This process's rank if `torchrun` started it among several."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
+        return None
+    return int(os.environ["RANK"])
+
+
+def follow(config: TorchBackendConfig) -> None:
+    """Do as rank 0 says, until it ends; what every other process of `torchrun` is for."""
+    _join_torchrun(config)
+    ranks: dict[str, Rank] = {}
+    while (message := _broadcast(None)) is not None:
+        backend, method, args = message
+        # Rank 0 raises the same and decides; any other error ends this process, and torchrun
+        # ends the rest.
+        with contextlib.suppress(BackendError):
+            if method is None:
+                ranks.pop(backend, None)
+            elif not method:
+                ranks[backend] = Rank(*args)
+            else:
+                ranks[backend].call(method, *args)
+    dist.destroy_process_group()
+
+
+def release(config: TorchBackendConfig) -> None:
+    """Let the others end; what rank 0 of `torchrun` does last. Elsewhere nothing happens."""
+    if torchrun_rank() == 0:
+        _join_torchrun(config)  # a run that was complete already has not met them yet
+        _broadcast(None)
+        dist.destroy_process_group()
+
+
+def _join_torchrun(config: TorchBackendConfig) -> None:
+    if dist.is_initialized():
+        return
+    if _wants_gpu(config):
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(_collectives(config))
+    _calls()
+
+
+@functools.cache
+def _calls() -> dist.ProcessGroup:
+    """A group for calls alone: between two of them any time may pass (rollouts, an evaluation)."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_FOR_EVER)
+    return group
+
+
+def _broadcast(message: Any) -> Any:
+    """Rank 0's `message`, on every rank. By cloudpickle: a loss function may be a closure."""
+    if dist.get_rank() == 0:
+        packed = cloudpickle.dumps(message)  # type: ignore[no-untyped-call]  # theirs
+        dist.broadcast_object_list([packed], src=0, group=_calls())
+        return message
+    box: list[Any] = [None]
+    dist.broadcast_object_list(box, src=0, group=_calls())
+    return pickle.loads(box[0])
+
+
+def _collectives(config: TorchBackendConfig) -> str:
+    # Objects and metrics travel from CPU to CPU, weights and gradients from GPU to GPU.
+    return "cpu:gloo,cuda:nccl" if _wants_gpu(config) else "gloo"
+
+
+def _wants_gpu(config: TorchBackendConfig) -> bool:
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
+def start(
+    kind: type[TorchBackend],
+    config: TorchBackendConfig,
+    model_path: Path,
+    options: Sequence[Mapping[str, Any]] | None = None,
+) -> RankedBackend:
+    """`config.ranks` backends of class `kind`, as one.
+
+    Args:
+        options: Ray's actor options by rank.
+
+    Raises:
+        BackendConfigError: neither torchrun nor Ray is there to give us ranks.
+    """
+    path = model_path.absolute()
+    if torchrun_rank() is not None:
+        return RankedBackend(TorchrunRanks(kind, config, path))
+    if not ray.is_initialized():
+        raise BackendConfigError(
+            f"backend.ranks is {config.ranks}, but Ray is not running and torchrun did not start "
+            "us; call ray.init() first, or use torchrun"
+        )
+    return RankedBackend(RayRanks(kind, config, path, options))

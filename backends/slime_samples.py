@@ -1,0 +1,337 @@
+"""Steps as slime's samples.
+
+slime's words: a *rollout* is one trajectory, a *sample* is one sequence that is trained on. A
+trajectory of several branches is one rollout of several samples (slime: "compact", "fan-out")::
+
+    trajectory  P R0 tool R1          rollout 7   sample  P    | R0 tool R1     loss_mask 1 0 1
+                P R0 R2 (a branch)                sample  P R0 | R2             loss_mask 1
+                Q R3    (a side call)             sample  Q    | R3             loss_mask 1
+
+Every response token is trained in exactly one sample; what cannot be trained is masked, and
+counted. Source of the fields: THUDM/slime 0.3.1, `slime/utils/types.py`.
+
+Owns: samples. Does not own: rows (`rows.py`), what slime makes of samples (`slime_backend.py`).
+Needs no slime.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from backends.errors import BatchError
+from backends.rows import Row, Segment, build_rows
+from datapool.types import GREEDY, Group, Step, Trajectory
+
+NO_LOG_PROBS = "no_log_probs"
+OTHER_TEMPERATURE = "other_temperature"
+PADDING = "padding"
+"""Key of a sample's metadata: true for one that stands for a rollout that its group lacks."""
+
+_STATUS = {"length": "truncated", "abort": "aborted"}
+
+
+@dataclass(slots=True)
+class SlimeSample:
+    """The fields of `slime.utils.types.Sample` that Stepwell has something to say of; `as_slime`
+    makes that class of it."""
+
+    group_index: int | None = None
+    """One per prompt; what rewards are normalised by."""
+    index: int | None = None
+    """The same as `rollout_id`, as in slime."""
+    rollout_id: int | None = None
+    """One per trajectory, shared by its samples; what the loss is normalised by."""
+    prompt: str | list[dict[str, Any]] = ""
+    """Of a sample that is still to be rolled out; else empty: the tokens say it."""
+    label: Any = None
+    tokens: list[int] = field(default_factory=list)
+    """Prompt and response."""
+    response_length: int = 0
+    """From the first response that this sample is for, to the end."""
+    reward: float | None = None
+    """The trajectory's, on each of its samples."""
+    loss_mask: list[int] | None = None
+    """[response_length]; 1: sampled, and trained in this sample."""
+    rollout_log_probs: list[float] | None = None
+    """[response_length]; 0 where `loss_mask` is 0, as slime pads."""
+    weight_versions: list[str] = field(default_factory=list)
+    """Of each run of trained tokens that one version sampled."""
+    status: str = "pending"
+    """`completed`, `truncated` or `aborted`: how the sample's last call ended."""
+    remove_sample: bool = False
+    """Nothing of it is trained; it stands for its rollout, since slime counts rollouts."""
+    rollout_routed_experts: npt.NDArray[Any] | None = None
+    """[tokens - 1, layers, experts]: routing of each input position, as sampled."""
+    multimodal_train_inputs: dict[str, Any] | None = None
+    """Processed media (`pixel_values`, …) of the whole sequence."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """`prompt_uid`, `trajectory_uid`, `step_indices`, `source_name`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` takes, slime's too."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SlimeSample:
+        """Reads `to_dict`."""
+        return cls(**data)
+
+
+def sample_class() -> Any:
+    """slime's `Sample` where slime can be imported, else `SlimeSample`."""
+    try:
+        return importlib.import_module("slime.utils.types").Sample
+    except ImportError:  # not installed, or another package of this name
+        return SlimeSample
+
+
+def as_slime(sample: SlimeSample) -> Any:
+    """The sample as `sample_class`."""
+    return sample_class().from_dict(sample.to_dict())
+
+
+Samples: TypeAlias = list[list[list[SlimeSample]]]
+"""By prompt, by trajectory: the shape of a rollout function's result with fan-out."""
+
+
+class Converted(NamedTuple):
+    """What `to_samples` made of groups."""
+
+    samples: Samples
+    untrained: Counter[str]
+    """Response tokens that are masked, by reason."""
+    padded: int
+    """Rollouts that stand for those that a group lacks."""
+
+    @property
+    def flat(self) -> list[SlimeSample]:
+        return [s for group in self.samples for rollout in group for s in rollout]
+
+    def require_trainable(self) -> None:
+        """Raises BatchError: no token of it can be trained."""
+        if all(s.remove_sample for s in self.flat):
+            raise BatchError(
+                f"no response token of {len(self.samples)} groups can be trained: "
+                f"{dict(self.untrained) or 'they hold no rollouts'}; steps need rollout_log_probs, "
+                "and the temperature that slime scores at (--rollout-temperature)"
+            )
+
+
+def groups_of(steps: Iterable[Step]) -> list[Group]:
+    """Steps as groups of trajectories, in the order of their first steps."""
+    found: dict[str, dict[str, list[Step]]] = {}
+    for step in steps:
+        found.setdefault(step.prompt_uid, {}).setdefault(step.trajectory_uid, []).append(step)
+    return [
+        Group(
+            prompt_uid,
+            tuple(
+                Trajectory(uid, prompt_uid, tuple(sorted(own, key=lambda s: s.step_index)))
+                for uid, own in trajectories.items()
+            ),
+        )
+        for prompt_uid, trajectories in found.items()
+    ]
+
+
+def rollouts_of(group: Group) -> list[Trajectory]:
+    """Those that are trained: all but the greedy ones, whose reward is only a baseline."""
+    return [t for t in group.trajectories if not t.metadata.get(GREEDY)]
+
+
+def to_samples(
+    groups: Sequence[Group],
+    *,
+    first_group: int = 0,
+    first_rollout: int = 0,
+    group_size: int | None = None,
+    temperature: float | None = None,
+) -> Converted:
+    """The samples of `groups`.
+
+    Args:
+        first_group, first_rollout: where `group_index` and `rollout_id` start.
+        group_size: rollouts that slime counts on; those that a group lacks are stood for by a
+            masked copy of its first sample, with the metadata `PADDING`. None: as many as it has.
+        temperature: at which slime will score; steps sampled at another one are masked. None: not
+            checked.
+
+    Tokens of a step without behaviour log-probs are masked, since slime cannot leave out the
+    correction for some.
+
+    Raises:
+        BatchError: a trajectory without a reward, a group of more than `group_size` or without a
+            rollout, or media or routing that cannot be carried over.
+    """
+    made: Samples = []
+    untrained: Counter[str] = Counter()
+    padded = 0
+    next_id = first_rollout
+    for group_index, group in enumerate(groups, first_group):
+        rollouts = [_samples(t, group, temperature, untrained) for t in rollouts_of(group)]
+        missing = 0 if group_size is None else group_size - len(rollouts)
+        if missing < 0 or not rollouts:
+            raise BatchError(
+                f"group {group.prompt_uid!r} has {len(rollouts)} rollouts, slime trains "
+                f"{group_size or 'at least 1'} (--n-samples-per-prompt); leave it out"
+            )
+        rollouts += [[_padding(rollouts)] for _ in range(missing)]
+        padded += missing
+        for rollout in rollouts:
+            for sample in rollout:
+                sample.group_index = group_index
+                sample.index = sample.rollout_id = next_id
+            next_id += 1
+        made.append(rollouts)
+    routed = {s.rollout_routed_experts is not None for g in made for r in g for s in r}
+    if len(routed) > 1:
+        raise BatchError(
+            "some steps have routed_experts and some have none; slime replays routing for all or "
+            "none: return it from all engines"
+        )
+    return Converted(made, untrained, padded)
+
+
+def _samples(
+    trajectory: Trajectory, group: Group, temperature: float | None, untrained: Counter[str]
+) -> list[SlimeSample]:
+    reward = trajectory.reward
+    if reward is None:
+        raise BatchError(
+            f"trajectory {trajectory.trajectory_uid!r} has no reward; score it, or leave its group "
+            "out: missing is not 0"
+        )
+    steps = trajectory.steps
+    reasons = [_untrained(step, temperature) for step in steps]
+    for step, reason in zip(steps, reasons, strict=True):
+        if reason is not None:
+            untrained[reason] += len(step.response_ids)
+    metadata = {
+        "prompt_uid": trajectory.prompt_uid,
+        "trajectory_uid": trajectory.trajectory_uid,
+        "source_name": source_of(trajectory, group),
+    }
+    # The same placeholder ids may stand for other media: only a call's own are sure to be right.
+    media = any(step.multi_modal_data for step in steps)
+    made = []
+    for row in build_rows(steps, "step" if media else "merged"):
+        trained = [s for s in row.segments if reasons[s.step] is None]
+        indices = [steps[s.step].step_index for s in row.segments]
+        sample = _sample(row, trained, steps)
+        sample.reward, sample.metadata = reward, metadata | {"step_indices": indices}
+        made.append(sample)
+    # slime's mean over tokens counts one for a sample that has none to train.
+    return [s for s in made if not s.remove_sample] or made[-1:]
+
+
+def _untrained(step: Step, temperature: float | None) -> str | None:
+    """Why slime cannot train it; None: it can."""
+    if step.rollout_log_probs is None:
+        return NO_LOG_PROBS
+    if temperature is not None and not math.isclose(step.temperature, temperature, rel_tol=1e-6):
+        return OTHER_TEMPERATURE
+    return None
+
+
+def _sample(row: Row, trained: Sequence[Segment], steps: Sequence[Step]) -> SlimeSample:
+    begin = row.segments[0].start
+    length = len(row.ids) - begin
+    mask = np.zeros(length, np.int64)
+    log_probs = np.zeros(length, np.float32)
+    versions: list[str] = []
+    for segment in trained:
+        step = steps[segment.step]
+        where = slice(segment.start - begin, segment.end - begin)
+        mask[where] = 1
+        log_probs[where] = step.rollout_log_probs
+        versions += [str(s.version) for s in step.version_spans] or [str(step.policy_version)]
+    last = steps[row.segments[-1].step]
+    return SlimeSample(
+        tokens=row.ids.tolist(),
+        response_length=length,
+        loss_mask=mask.tolist(),
+        rollout_log_probs=log_probs.tolist(),
+        weight_versions=versions,
+        status=_STATUS.get(last.finish_reason or "", "completed"),
+        remove_sample=not trained,
+        rollout_routed_experts=_routing(row, steps),
+        multimodal_train_inputs=_media(last),
+    )
+
+
+def _padding(rollouts: Sequence[Sequence[SlimeSample]]) -> SlimeSample:
+    """Trains nothing and has the mean reward, so that slime's own metrics stay right."""
+    like = rollouts[0][0]
+    rewards = [rollout[0].reward or 0.0 for rollout in rollouts]
+    return SlimeSample(
+        **like.to_dict()
+        | {
+            "reward": sum(rewards) / len(rewards),
+            "loss_mask": [0] * like.response_length,
+            "rollout_log_probs": [0.0] * like.response_length,
+            "weight_versions": [],
+            "status": "completed",
+            "remove_sample": True,
+            "metadata": {
+                "prompt_uid": like.metadata["prompt_uid"],
+                "source_name": like.metadata["source_name"],
+                PADDING: True,
+            },
+        }
+    )
+
+
+def source_of(trajectory: Trajectory, group: Group) -> str:
+    """What slime's metrics are split by: the data set that the prompt came from."""
+    return next(_sources(trajectory.metadata, group.metadata), "unknown")
+
+
+def _sources(*owners: Mapping[str, Any]) -> Iterator[str]:
+    for owner in owners:
+        for known in (owner, owner.get("task")):
+            name = known.get("data_source") if isinstance(known, Mapping) else None
+            if isinstance(name, str) and name:
+                yield name
+
+
+def _media(step: Step) -> dict[str, Any] | None:
+    if not step.multi_modal_data:
+        return None
+    if raw := [k for k, v in step.multi_modal_data.items() if not hasattr(v, "shape")]:
+        raise BatchError(
+            f"step {step.trajectory_uid!r}[{step.step_index}]: multi_modal_data {raw} are no "
+            "arrays; slime trains on processed media (pixel_values, image_grid_thw, …): submit "
+            "those"
+        )
+    return dict(step.multi_modal_data)
+
+
+def _routing(row: Row, steps: Sequence[Step]) -> npt.NDArray[Any] | None:
+    """Each response's routing as it was when it was sampled; the rest as the last call had it."""
+    own = [steps[s.step] for s in row.segments]
+    arrays = [step.routed_experts for step in own]
+    if all(array is None for array in arrays):
+        return None
+    whole = []
+    for step, array in zip(own, arrays, strict=True):
+        n = 0 if array is None else len(array)
+        if array is None or n != step.n_tokens - 1:
+            raise BatchError(
+                f"step {step.trajectory_uid!r}[{step.step_index}]: routed_experts has {n} rows for "
+                f"{step.n_tokens} tokens; slime replays one for each token but the last: "
+                f"{step.n_tokens - 1}"
+            )
+        whole.append(array)
+    routing = np.array(whole[-1])
+    for segment, array in zip(row.segments, whole, strict=True):
+        where = slice(segment.start - 1, segment.end - 1)
+        routing[where] = array[where]
+    return routing

@@ -1,0 +1,384 @@
+"""Prefix-tree packing: what several rows begin with goes through the model once.
+
+Rows are sorted, their common prefixes found, and the tree that this makes is laid out depth first
+in one sequence. A token's position id is its depth, and it attends to its ancestors::
+
+    rows            P A        packed     P A B C D         nodes      P ─┬─ A
+                    P B C                                                 └─ B ─┬─ C
+                    P B D      position   0 1 1 2 2                             └─ D
+
+Depth first means that the descendants of a node are the tokens right behind it, [end, reach).
+Attention is then two unmasked-or-causal blocks per node, and no masked block is ever touched:
+
+    its own tokens          causal,   queries = keys = [start, end)
+    those who descend       unmasked, queries = [end, reach), keys = [start, end)
+
+On the CPU both are PyTorch's flash kernels, joined by their log-sum-exp as in ring attention
+(Liu et al., arXiv:2310.01889); on a GPU it is one FlexAttention kernel (arXiv:2412.05496) whose
+block mask says the same: k is seen by q if k <= q < reach(k).
+
+It reaches the model through transformers' `AttentionInterface`, so any causal LM that attends
+through it will do. One that mixes tokens otherwise (convolutions, recurrences, sliding windows on
+the CPU, attention sinks) is refused by `enable`, which compares both forms on the model itself.
+
+Owns: the packing, the attention. Does not own: which rows there are and how they are split into
+micro-batches (`rows.py`), the model's call (`forward.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils import logging as transformers_logging
+
+from backends.errors import BackendConfigError, UnsupportedByBackendError
+from backends.rows import common_prefix, in_tree_order
+from datapool.types import TokenIds
+
+TREE_ATTENTION = "stepwell_tree"
+"""The name in transformers' registry of attention functions."""
+
+MIN_SHARED = 8
+"""Tokens that sharing must save to be worth a node of its own: two more kernel calls a layer."""
+
+MAX_NODE = 256
+"""Longer nodes are cut: PyTorch's CPU kernel skips masked blocks of 512 keys only, and so computes
+most of a shorter triangle twice over. Two triangles and the square between them cost less."""
+
+PROBE_TOLERANCE = MappingProxyType({"cpu": 1e-4, "cuda": 5e-3})
+"""Difference of logits between tree and rows, over the largest logit, that `enable` accepts: sums
+in another order differ by 1e-6 (by 1e-3 in TF32), attention that ignores the tree by 1e-1."""
+
+Indices = npt.NDArray[np.int64]
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Node(NamedTuple):
+    """Tokens [start, end) of the packed sequence; its descendants are [end, reach)."""
+
+    start: int
+    end: int
+    reach: int
+
+    def pieces(self) -> list[Node]:
+        """The node as a chain of nodes of at most `MAX_NODE` tokens: what follows descends."""
+        size = self.end - self.start
+        n = -(-size // MAX_NODE)
+        edges = [self.start + size * i // n for i in range(n + 1)]
+        return [Node(a, b, self.reach) for a, b in pairwise(edges)]
+
+
+@dataclass(eq=False, slots=True)
+class Tree:
+    """The shape of a packed sequence; attention's argument."""
+
+    nodes: tuple[Node, ...]
+    _block_mask: Any = None
+
+    @property
+    def n_tokens(self) -> int:
+        return max(node.reach for node in self.nodes)
+
+    def reach(self) -> Tensor:
+        """int64, [n_tokens]: the end of what descends from each token."""
+        reach = np.zeros(self.n_tokens, dtype=np.int64)
+        for node in self.nodes:
+            reach[node.start : node.end] = node.reach
+        return torch.from_numpy(reach)
+
+    def block_mask(self, device: torch.device) -> Any:
+        """FlexAttention's block mask, made once for all layers."""
+        if self._block_mask is None:
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            reach = self.reach().to(device)
+            n = self.n_tokens
+
+            def sees(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                return (k <= q) & (q < reach[k])
+
+            self._block_mask = create_block_mask(sees, None, None, n, n, device=str(device))
+        return self._block_mask
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Packed:
+    """Rows as one sequence."""
+
+    ids: TokenIds
+    position_ids: Indices
+    where: tuple[Indices, ...]
+    """For each row given, the place of each of its tokens in the sequence."""
+    tree: Tree
+
+
+def pack(rows: Sequence[TokenIds], min_shared: int = MIN_SHARED) -> Packed:
+    """The rows (none empty) as one prefix tree.
+
+    `min_shared` keeps chance agreements of a few tokens from becoming nodes; those tokens are then
+    computed once per row, which changes no result.
+    """
+    ids: list[TokenIds] = []
+    positions: list[Indices] = []
+    where: list[Indices] = [np.empty(0, np.int64)] * len(rows)
+    nodes: list[Node] = []
+    path: list[_Open] = []
+    n = 0
+    previous: int | None = None
+    for r in in_tree_order(rows):
+        shared = 0
+        if previous is not None:
+            shared = _worthwhile(common_prefix(rows[previous], rows[r]), path, min_shared)
+        while path and path[-1].depth >= shared:
+            nodes.append(path.pop().closed(n))
+        if path and path[-1].depth_end > shared:
+            nodes.append(path[-1].cut(shared).closed(n))
+        known = where[previous][:shared] if previous is not None else where[r]
+        fresh = rows[r][shared:]
+        if len(fresh):
+            path.append(_Open(shared, len(rows[r]), n))
+            ids.append(fresh)
+            positions.append(np.arange(shared, len(rows[r])))
+        where[r] = np.concatenate([known, np.arange(n, n + len(fresh))])
+        n += len(fresh)
+        previous = r
+    nodes += [node.closed(n) for node in path]
+    tree = Tree(tuple(sorted(piece for node in nodes for piece in node.pieces())))
+    return Packed(np.concatenate(ids), np.concatenate(positions), tuple(where), tree)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A node on the path to the row laid out last: depths [depth, depth_end) from `start` on."""
+
+    depth: int
+    depth_end: int
+    start: int
+
+    def closed(self, n: int) -> Node:
+        return Node(self.start, self.start + self.depth_end - self.depth, n)
+
+    def cut(self, depth: int) -> _Open:
+        """Keep what lies above `depth`; the rest."""
+        rest = _Open(depth, self.depth_end, self.start + depth - self.depth)
+        self.depth_end = depth
+        return rest
+
+
+def _worthwhile(shared: int, path: Sequence[_Open], min_shared: int) -> int:
+    """`shared`, or the last branch point before it if going beyond saves too little."""
+    boundary = max((d for o in path for d in (o.depth, o.depth_end) if d <= shared), default=0)
+    return shared if shared - boundary >= min_shared else boundary
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Attention over a tree by flash kernels; saves q, k, v, out and its log-sum-exp, O(tokens).
+
+    With out and log-sum-exp of the whole softmax, the flash backward of one block of keys gives
+    that block's exact share of the gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float | None
+    ) -> Tensor:
+        out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=torch.float32)
+        out = out.transpose(1, 2)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32)
+        for start, end, _ in tree.nodes:
+            own = slice(start, end)
+            o, weight = _flash(q[:, :, own], k[:, :, own], v[:, :, own], 0.0, True, scale=scale)
+            out[:, :, own] = o
+            lse[:, :, own] = weight
+        for start, end, reach in tree.nodes:
+            if reach == end:
+                continue
+            below, own = slice(end, reach), slice(start, end)
+            o, weight = _flash(q[:, :, below], k[:, :, own], v[:, :, own], 0.0, False, scale=scale)
+            # softmax over both: out ← out + σ(Δ)(o - out), log-sum-exp ← log(e^lse + e^weight)
+            share = torch.sigmoid(weight - lse[:, :, below]).unsqueeze(-1)
+            out[:, :, below].lerp_(o.float(), share)
+            lse[:, :, below] = torch.logaddexp(lse[:, :, below], weight)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.tree, ctx.scale = tree, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+        def block(queries: slice, keys: slice, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
+                grad[:, :, queries],
+                q[:, :, queries],
+                k[:, :, keys],
+                v[:, :, keys],
+                out[:, :, queries],
+                lse[:, :, queries],
+                0.0,
+                causal,
+                scale=ctx.scale,
+            )
+            return found
+
+        for start, end, _ in ctx.tree.nodes:
+            own = slice(start, end)
+            dq[:, :, own], dk[:, :, own], dv[:, :, own] = block(own, own, True)
+        for start, end, reach in ctx.tree.nodes:
+            if reach == end:
+                continue
+            below, own = slice(end, reach), slice(start, end)
+            more_q, more_k, more_v = block(below, own, False)
+            dq[:, :, below] += more_q
+            dk[:, :, own] += more_k
+            dv[:, :, own] += more_v
+        return dq, dk, dv, None, None
+
+
+def tree_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    tree: Tree | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention function: query [1, heads, n, d], key and value [1, kv heads, n, d].
+
+    Without `tree`, plain causal attention (SDPA).
+
+    Returns:
+        [1, n, heads, d], and no attention weights.
+
+    Raises:
+        UnsupportedByBackendError: the layer wants what this attention does not do.
+    """
+    if tree is None:
+        kwargs.pop("is_causal", None)
+        output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output
+    on_cpu = query.device.type == "cpu"
+    only_flex = () if not on_cpu else ("softcap", "s_aux", "position_bias")
+    unwanted = {name: kwargs.get(name) for name in ("sliding_window", *only_flex)}
+    if attention_mask is not None:
+        unwanted["attention_mask"] = attention_mask
+    for name, value_ in unwanted.items():
+        if value_ is not None:
+            raise UnsupportedByBackendError(
+                f"{type(module).__name__} asks for attention with {name}, which rows 'tree' does "
+                f"not do on {query.device.type}; set backend.rows to 'merged'"
+            )
+    if on_cpu:
+        out: Tensor = _TreeAttention.apply(query, key, value, tree, scaling)  # type: ignore[no-untyped-call]  # torch's
+        return out.transpose(1, 2), None
+    # In eval mode throughout (see torch_backend.py): no dropout to pass on.
+    mask = tree.block_mask(query.device)
+    flex: tuple[Tensor, Tensor | None] = flex_attention_forward(
+        module, query, key, value, mask, scaling=scaling, **kwargs
+    )
+    return flex[0], None
+
+
+def enable(model: Any) -> None:
+    """Make `model` attend by tree where it is given one, and prove on it that this works.
+
+    Raises:
+        BackendConfigError: the model does not attend through transformers' interface, or its
+            logits for a small tree differ from those of the rows in it.
+    """
+    remedy = "set backend.rows to 'merged'"
+    AttentionInterface.register(TREE_ATTENTION, tree_attention_forward)
+    name = type(model).__name__
+    before = model.config._attn_implementation
+    with _quiet():
+        model.set_attn_implementation(TREE_ATTENTION)
+    if not is_enabled(model):
+        raise BackendConfigError(
+            f"backend.rows is 'tree', but {name} does not attend through transformers' "
+            f"AttentionInterface; {remedy}"
+        )
+    try:
+        worst = _probe(model)
+    except UnsupportedByBackendError as e:
+        model.set_attn_implementation(before)
+        raise BackendConfigError(f"backend.rows is 'tree', but {e}") from e
+    tolerance = PROBE_TOLERANCE[_device(model).type]
+    if not worst <= tolerance:
+        model.set_attn_implementation(before)
+        raise BackendConfigError(
+            f"backend.rows is 'tree', but logits of {name} differ by {worst:.1e} between a tree "
+            f"and its rows (at most {tolerance:g}): it does not attend by the tree, or "
+            f"mixes tokens by other means; {remedy}"
+        )
+
+
+def is_enabled(model: Any) -> bool:
+    """Whether `enable` was called on the model."""
+    return bool(model.config._attn_implementation == TREE_ATTENTION)
+
+
+@torch.no_grad()
+def _probe(model: Any) -> float:
+    """Largest difference of logits between a small tree and its rows, over their largest size."""
+    device = _device(model)
+    vocab = model.get_input_embeddings().num_embeddings
+    draw = np.random.default_rng(0)
+    stem, *leaves = (draw.integers(0, vocab, n).astype(np.int32) for n in (9, 5, 4, 6, 3))
+    fork = np.concatenate([stem, leaves[0]])
+    rows = [np.concatenate([fork, leaf]) for leaf in leaves[1:3]]
+    rows.append(np.concatenate([stem, leaves[3]]))
+    packed = pack(rows, min_shared=1)
+
+    def logits(ids: npt.NDArray[Any], **kwargs: Any) -> Tensor:
+        tokens = torch.from_numpy(ids.astype(np.int64))[None].to(device)
+        found: Tensor = model(input_ids=tokens, use_cache=False, **kwargs).logits[0]
+        return found.float()
+
+    position_ids = torch.from_numpy(packed.position_ids)[None].to(device)
+    together = logits(packed.ids, position_ids=position_ids, tree=packed.tree)
+    worst = torch.zeros(())
+    for row, where in zip(rows, packed.where, strict=True):
+        alone = logits(row)
+        size = alone.abs().max().clamp_min(1e-6)
+        worst = torch.maximum(worst, ((together[where] - alone).abs().max() / size).cpu())
+    return float(worst)
+
+
+def _device(model: Any) -> torch.device:
+    device: torch.device = model.get_input_embeddings().weight.device
+    return device
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns of what `enable` raises."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)

@@ -1,0 +1,291 @@
+"""Steps for verl (0.9): its `DataProto`, and the rows of its TransferQueue.
+
+    groups ──lease──► verl_feed.py ──convert──► verl_rows.py ──┬─ lay_out ─► DataProto    verl's
+                                                               └─ queue ───► TransferQueue trainers
+
+verl owns the loop and the model; this turns leased Steps into what it trains on::
+
+    prompts       . . P P P              left-padded        response_mask  1 1 0 1 1 . .
+    responses     R R U R R . .          right-padded       rm_scores      0 0 0 0 G . .
+    input_ids     . . P P P R R U R R . .                   rollout_log_probs, advantages, …
+
+Every row carries its trajectory's reward G, as the outputs of verl's own agent loops do, so one
+trajectory must count once in its group however many rows it has: take advantages from Stepwell
+(`columns`), or from verl through `compute_advantage` here.
+
+Owns: padding, `DataProto`, verl's advantages. Does not own: which rows there are (`verl_rows.py`),
+formulas (`trainer/`), the loop (verl).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from backends.base import TrainingBackend
+from backends.errors import BackendConfigError, BatchError
+from backends.verl_config import VerlConfig
+from backends.verl_media import Processor
+from backends.verl_rows import VerlRow, build
+from datapool.types import GREEDY, Group, Step
+
+DataProto: TypeAlias = Any
+"""`verl.DataProto`."""
+
+REMEDY = "pip install 'stepwell[verl]'"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Layout:
+    """A `DataProto` before it is one: B rows, P prompt and R response tokens wide."""
+
+    tensors: dict[str, Tensor]
+    """`prompts` [B, P]; `responses`, `response_mask` and the float columns [B, R]; `input_ids`,
+    `attention_mask` [B, P + R]; `position_ids` [B, P + R] or [B, 4, P + R]; `routed_experts`
+    [B, P + R, layers, top_k]; `temperature` [B] if the rows differ in it."""
+    non_tensors: dict[str, npt.NDArray[Any]]
+    """[B] each."""
+    meta_info: dict[str, Any]
+
+
+def lay_out(rows: Sequence[VerlRow], config: VerlConfig | None = None) -> Layout:
+    """The rows, padded as verl pads them.
+
+    Raises:
+        BatchError: a row is longer than `prompt_length` or `response_length`.
+    """
+    config = config or VerlConfig()
+    prompts = [len(row.prompts) for row in rows]
+    responses = [len(row.columns["responses"]) for row in rows]
+    p = _width("prompt_length", config.prompt_length, prompts, rows)
+    r = _width("response_length", config.response_length, responses, rows)
+    place = [slice(p - n, p + m) for n, m in zip(prompts, responses, strict=True)]
+    shape = (len(rows), p + r)
+
+    attention = torch.zeros(shape, dtype=torch.int64)
+    input_ids = torch.full(shape, config.pad_token_id)
+    for i, row in enumerate(rows):
+        attention[i, place[i]] = 1
+        input_ids[i, place[i]] = row.input_ids
+    tensors = {
+        "prompts": input_ids[:, :p].clone(),
+        "input_ids": input_ids,
+        "attention_mask": attention,
+        "position_ids": _positions(rows, attention, place),
+    }
+    for name, first in rows[0].columns.items():
+        column = first.new_zeros(len(rows), r)
+        for i, row in enumerate(rows):
+            column[i, : responses[i]] = row.columns[name]
+        tensors[name] = column
+    tensors["responses"] = input_ids[:, p:].clone()
+    if rows[0].routed_experts is not None:
+        tensors["routed_experts"] = _routed_experts(rows, shape, place)
+
+    meta_info: dict[str, Any] = {"global_token_num": attention.sum(-1).tolist()}
+    temperatures = [row.temperature for row in rows]
+    if len(set(temperatures)) == 1:
+        meta_info["temperature"] = temperatures[0]
+    else:
+        tensors["temperature"] = torch.tensor(temperatures)
+    non_tensors = {name: _array([row.fields[name] for row in rows]) for name in rows[0].fields}
+    return Layout(tensors, non_tensors, meta_info)
+
+
+def _width(name: str, limit: int | None, lengths: Sequence[int], rows: Sequence[VerlRow]) -> int:
+    longest = max(lengths)
+    if limit is None or longest <= limit:
+        return limit or longest
+    info = rows[lengths.index(longest)].fields["extra_info"]
+    raise BatchError(
+        f"trajectory {info['trajectory_uid']!r} has a row of {longest} tokens and {name} is "
+        f"{limit}; raise it, here and in verl's rollout, or leave the trajectory out: nothing is "
+        "cut"
+    )
+
+
+def _positions(rows: Sequence[VerlRow], attention: Tensor, place: Sequence[slice]) -> Tensor:
+    """verl's: 0 in the left padding, the last one repeated in the right."""
+    text = (attention.cumsum(-1) - 1).clamp(min=0)
+    if rows[0].position_ids.dim() == 1:
+        return text
+    found = torch.zeros(len(rows), len(rows[0].position_ids), text.shape[1], dtype=torch.int64)
+    for i, row in enumerate(rows):
+        found[i, :, place[i]] = row.position_ids
+    return found
+
+
+def _routed_experts(
+    rows: Sequence[VerlRow], shape: tuple[int, int], place: Sequence[slice]
+) -> Tensor:
+    first = rows[0].routed_experts
+    if first is None:
+        raise BatchError("the first step has no routed_experts; give them with every step or none")
+    found = first.new_zeros(*shape, *first.shape[1:])
+    for i, row in enumerate(rows):
+        if row.routed_experts is None or row.routed_experts.shape[1:] != first.shape[1:]:
+            raise BatchError("the steps' routed_experts differ in layers or top_k; one model each")
+        found[i, place[i]] = row.routed_experts
+    return found
+
+
+def _array(values: Sequence[Any]) -> npt.NDArray[Any]:
+    if all(type(v) is int for v in values):
+        return np.array(values, dtype=np.int32)
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+class VerlBackend(TrainingBackend):
+    """Steps -> verl's batches; verl runs the loop. See the module's docstring.
+
+    Args:
+        processor: of a model that sees images: `verl.utils.tokenizer.hf_processor(model_path)`.
+    """
+
+    def __init__(
+        self, config: VerlConfig | None = None, processor: Processor | None = None
+    ) -> None:
+        self.config = config or VerlConfig()
+        self._processor = processor
+
+    @classmethod
+    def build(cls, config: Any = None, *args: Any, **kwargs: Any) -> TrainingBackend:
+        """`VerlBackend(config, …)`.
+
+        Raises:
+            BackendConfigError: `config` is another backend's, as `stepwell train` passes it.
+        """
+        if config is not None and not isinstance(config, VerlConfig):
+            raise BackendConfigError(
+                f"the verl backend was given a {type(config).__name__}; it takes a VerlConfig. "
+                "verl runs its own loop, so `stepwell train` cannot drive it: feed your verl "
+                "trainer from the pool with backends.verl_feed.VerlFeed (docs/design/backends.md), "
+                "or set trainer.backend=torch"
+            )
+        return cls(config, *args, **kwargs)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        absent = [m for m in ("verl", "tensordict") if importlib.util.find_spec(m) is None]
+        return f"{' and '.join(absent)} not installed: {REMEDY}" if absent else None
+
+    def rows(
+        self,
+        steps: Sequence[Step],
+        *,
+        columns: Mapping[str, Tensor] | None = None,
+        tasks: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> list[VerlRow]:
+        """The rows of `steps`, unpadded; needs no verl. See `verl_rows.build`."""
+        return build(
+            steps,
+            form=self.config.rows,
+            columns=columns,
+            tasks=tasks,
+            processor=self._processor,
+        )
+
+    def convert(
+        self,
+        steps: list[Step],
+        *,
+        columns: Mapping[str, Tensor] | None = None,
+        tasks: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> DataProto:
+        """The `DataProto` of `steps`.
+
+        Args:
+            columns: Stepwell's columns, flat over the response tokens, [T] each, to be used in
+                place of verl's: `advantages`, `prox_log_probs`, `weights`, `coef`, … With `coef`
+                set verl's `actor.loss_agg_mode` to `token-sum`: the means are in it.
+            tasks: prompt_uid -> its task, for `data_source`, `reward_model` and `extra_info`.
+
+        Raises:
+            BackendConfigError: verl is not installed.
+            BatchError: what no batch can be made of; see `verl_rows.build` and `lay_out`.
+        """
+        require_verl()
+        from tensordict import TensorDict
+        from verl import DataProto as Proto
+
+        layout = lay_out(self.rows(steps, columns=columns, tasks=tasks), self.config)
+        batch = TensorDict(layout.tensors, batch_size=[len(layout.tensors["prompts"])])
+        return Proto(batch, layout.non_tensors, layout.meta_info)
+
+    def convert_groups(
+        self, groups: Sequence[Group], *, columns: Mapping[str, Tensor] | None = None
+    ) -> DataProto:
+        """`convert` of leased groups, with their tasks. A greedy baseline rollout (ReMax) is
+        never trained and left out; `columns` are over `trained_steps(groups)`."""
+        tasks = {group.prompt_uid: group.metadata for group in groups}
+        return self.convert(trained_steps(groups), columns=columns, tasks=tasks)
+
+
+def trained_steps(groups: Sequence[Group]) -> list[Step]:
+    """The steps of `groups` in order, without those of greedy baseline rollouts."""
+    return [
+        s for g in groups for t in g.trajectories if not t.metadata.get(GREEDY) for s in t.steps
+    ]
+
+
+def require_verl() -> None:
+    """Raises:
+    BackendConfigError: verl or tensordict is missing.
+    """
+    missing = VerlBackend.missing()
+    if missing:
+        raise BackendConfigError(f"the verl backend cannot be used here; {missing}")
+
+
+def _keys(data: DataProto, outputs: Sequence[int]) -> list[str]:
+    """verl's name of each row, `{uid}_{session}_{output}`."""
+    x = data.non_tensor_batch
+    names = zip(x["uid"], x["session_id"], outputs, strict=True)
+    return [f"{uid}_{session}_{output}" for uid, session, output in names]
+
+
+def compute_advantage(data: DataProto, estimator: str = "grpo", **options: Any) -> DataProto:
+    """verl's advantages and returns of a batch with `rm_scores`, a trajectory counting once.
+
+    `grpo` goes over trajectories, whatever rows they have, by verl's own rule: the last row of each
+    is normalised in its group and the others take its advantage. `gae` goes over rows. verl's other
+    estimators count every row as a rollout, so they are refused where a trajectory has several.
+
+    Args:
+        options: verl's: `gamma`, `lam`, `norm_adv_by_std_in_grpo`, `config`.
+
+    Raises:
+        BatchError: no rewards, or several rows per trajectory and an estimator that counts rows.
+    """
+    require_verl()
+    from verl.trainer.ppo.core_algos import AdvantageEstimator
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    if "rm_scores" not in data.batch:
+        raise BatchError("the batch has no rm_scores: its trajectories have no reward; score them")
+    trained = data.batch["response_mask"].any(-1).tolist()
+    # verl reads the advantage off the last row, at its first trained token: let it have one.
+    outputs = data.non_tensor_batch["output_index"]
+    keys = _keys(data, [int(o) + len(data) * has for o, has in zip(outputs, trained, strict=True)])
+    most = max(Counter(key.rsplit("_", 1)[0] for key in keys).values())
+    if most > 1 and estimator not in ("grpo", "gae"):
+        raise BatchError(
+            f"estimator is {estimator!r}, which counts every row as a rollout, and a trajectory "
+            f"has {most} rows; use grpo, or Stepwell's advantages (columns=)"
+        )
+    for name in ("token_level_scores", "token_level_rewards"):
+        if name not in data.batch:
+            data.batch[name] = data.batch["rm_scores"]
+    return compute_advantage_for_multi_trajectories(
+        data, batch_keys=keys, adv_estimator=AdvantageEstimator(estimator), **options
+    )

@@ -1,0 +1,154 @@
+"""Weight versions on disk, which of them is committed, and the lock that says who may serve.
+
+    weights/
+      v6/  v7/            a Hugging Face directory each (with LoRA, an adapter's); whole or absent
+      v7-from-v6/         the tensors of v7 that differ from v6
+      current.json        {"version": 7, "path": ".../v7", "adapter": false}; its rename commits
+      .lock               held by a publication until it has committed or rolled back, and by the
+                          supervisor of a restarted engine that brings it to the committed version
+
+The lock is `flock`: of a process that dies it is freed by the kernel. What it buys: an engine that
+came up while a publication was under way starts to serve only after that, at what was committed.
+
+Owns the folder. Writes no model: `save` does (`TrainingBackend.save_weights`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+CURRENT = "current.json"
+LOCK = ".lock"
+_VERSION_DIR = re.compile(r"^v(\d+)$")
+_DELTA_DIR = re.compile(r"^v(\d+)-from-v\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The committed version and where its weights are."""
+
+    version: int
+    path: str
+    adapter: bool = False
+    """`path` is a LoRA adapter, for an engine that runs the base model."""
+
+
+class StoreLock:
+    """The exclusive lock of a store's folder, across processes. Not reentrant."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+
+    @contextmanager
+    def tried(self) -> Iterator[bool]:
+        """Holds the lock if the value is True; somebody else has it if False."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / LOCK).open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True  # closing the file unlocks
+
+
+class WeightStore:
+    """Directory of weight versions; see the module's docstring."""
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
+        """`keep`: versions left on disk, the committed one always among them."""
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; keep at least the committed version (1)")
+        self.folder = Path(folder).absolute()
+        self.keep = keep
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = StoreLock(self.folder)
+        for leftover in self.folder.glob(".tmp-*"):  # of a writer that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def path(self, version: int) -> Path:
+        return self.folder / f"v{version}"
+
+    def versions(self) -> list[int]:
+        """Complete versions on disk, oldest first."""
+        found = (_VERSION_DIR.match(p.name) for p in self.folder.iterdir())
+        return sorted(int(m.group(1)) for m in found if m)
+
+    def write(self, version: int, save: Callable[[Path], object]) -> Path:
+        """Write version `version` with `save(folder)`; it appears under its name when complete.
+        A version of that number that is already there (a run that resumed) is replaced."""
+        if version < 0:
+            raise ValueError(f"version is {version}; versions count from 0")
+        self._remove_deltas(lambda of: of == version)
+        return self._write(self.path(version), save)
+
+    def write_delta(self, version: int, base: int, save: Callable[[Path], object]) -> Path:
+        """Write what leads from `base` to `version` with `save(folder)`, likewise."""
+        return self._write(self.folder / f"v{version}-from-v{base}", save)
+
+    def commit(
+        self,
+        version: int,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        adapter: bool = False,
+    ) -> None:
+        """Make `version` what a (re)started engine serves, and prune old versions."""
+        entry = {"version": version, "path": str(path or self.path(version)), "adapter": adapter}
+        temporary = self.folder / f".{CURRENT}-{os.getpid()}"
+        temporary.write_text(json.dumps(entry))
+        os.replace(temporary, self.folder / CURRENT)
+        for old in self.versions()[: -self.keep]:
+            if old != version:
+                shutil.rmtree(self.path(old), ignore_errors=True)
+        self._remove_deltas(lambda of: of != version)
+
+    def current(self) -> Published | None:
+        return read_current(self.folder)
+
+    def _write(self, target: Path, save: Callable[[Path], object]) -> Path:
+        mine = f"{target.name}-{os.getpid()}"
+        temporary = self.folder / f".tmp-{mine}"
+        try:
+            save(temporary)
+            if not temporary.is_dir() or not any(temporary.iterdir()):
+                raise ValueError(f"save wrote nothing to {temporary}; it must fill the folder")
+            if target.exists():
+                os.rename(target, self.folder / f".tmp-replaced-{mine}")
+            os.rename(temporary, target)
+        finally:
+            for leftover in self.folder.glob(f".tmp-*{mine}"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        return target
+
+    def _remove_deltas(self, of: Callable[[int], bool]) -> None:
+        for folder in self.folder.iterdir():
+            match = _DELTA_DIR.match(folder.name)
+            if match and of(int(match.group(1))):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_current(folder: str | os.PathLike[str]) -> Published | None:
+    """The committed version of a store; None before the first commit.
+
+    Raises:
+        ValueError: `current.json` is not what a store writes.
+    """
+    file = Path(folder) / CURRENT
+    try:
+        entry = json.loads(file.read_text())
+        return Published(int(entry["version"]), str(entry["path"]), bool(entry.get("adapter")))
+    except FileNotFoundError:
+        return None
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(
+            f"{file} is damaged ({e!r}); delete it to start from the base model"
+        ) from e

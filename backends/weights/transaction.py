@@ -1,0 +1,445 @@
+"""One transaction over all engine replicas: all that live get a version, or none.
+
+    lock ─► remember ─► pause ─► transfer ─► verify ─► commit ─► unlock ─► continue
+               │          │         │          │         └─ rename of `current.json`
+               │          │         │          └─ version and checksum
+               └──────────┴─────────┴──────────┴── a replica is gone ──► *fenced*, the others go on
+                                               └── any other failure ──► roll back, raise
+
+A replica is fenced when it cannot serve before somebody has brought it to the committed version:
+its process is gone (its machine refuses connections), and its supervisor starts the next one paused
+and continues it under the store's lock only (`engines/supervisor.py`); or it has answered that it
+is paused. One that can be neither reached nor shown to be gone (a machine that lost its network)
+might go on serving: then nothing is committed. At least one replica must be verified.
+
+Worked example, replicas A, B, C at 4. A and B load 5, C is killed at it and refuses connections: C
+is fenced, A and B are verified, 5 is committed, A and B continue. C's supervisor, which has waited
+for the lock since C came up paused at 4, loads 5, unlocks, continues it. Had B's disk been full, A
+and B would have gone back to 4, both continued, and the error would name B.
+
+With `mode="drain"` there is no pause: each replica finishes its running requests on the old weights
+and starts the next on the new, so replicas may differ for a moment; every token says its version.
+
+Does not decide when to publish (`trainer/publication.py`), nor how weights go there
+(`transports.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from backends.config import PublishMode, WeightTransport
+from backends.engines.client import EngineClient, version_number
+from backends.errors import (
+    EngineError,
+    EngineInternalError,
+    EngineRequestError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    WeightUpdateError,
+)
+from backends.weights.digest import Expected, RankHashes, compare
+from backends.weights.store import Published, WeightStore
+from backends.weights.transports import ADAPTER_NAME, TRANSPORTS, Target, Update
+
+log = logging.getLogger(__name__)
+
+Phase: TypeAlias = Literal["lock", "remember", "pause", "transfer", "verify", "commit", "continue"]
+When: TypeAlias = Literal["before", "during", "after"]
+Hook: TypeAlias = Callable[[Phase, When], Awaitable[None]]
+
+PHASES: tuple[Phase, ...] = ("remember", "pause", "transfer", "verify", "commit", "continue")
+CONTINUE_TIMEOUT_S = 60.0
+FENCE_TIMEOUT_S = 10.0
+"""How long a replica that failed may take to be shown gone or paused."""
+_LOCK_RETRY_S = 0.005
+_FENCE_RETRY_S = 0.05
+_PAUSE_TIMEOUT_S = 5.0
+_NOT_FLUSHED = "the cache was not flushed"
+_LOST = (EngineUnavailableError, EngineTimeoutError, EngineInternalError)
+"""What a replica answers, or does not, that may be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A committed publication."""
+
+    version: int
+    seconds: float
+    """From the first pause to the last continue."""
+    fenced: Mapping[str, str] = field(default_factory=dict)
+    """Replicas that do not serve yet, and why: their supervisors, or the next publication, bring
+    them to the committed version."""
+    verified: Mapping[str, str] = field(default_factory=dict)
+    """How each replica was verified: `checksum`, `agreement` (with the others) or `version`."""
+
+
+@dataclass(slots=True)
+class _Replica(Target):
+    paused: bool = False
+    touched: bool = False
+    """An update was sent, whatever came of it."""
+    fenced: str = ""
+    """Why it is left out; empty: it is not."""
+    gone: bool = False
+
+
+async def publish(
+    engines: Sequence[EngineClient],
+    path: str | os.PathLike[str],
+    version: int,
+    mode: PublishMode = "abort",
+    *,
+    store: WeightStore | None = None,
+    transport: WeightTransport = "disk",
+    continue_timeout_s: float = CONTINUE_TIMEOUT_S,
+    hook: Hook | None = None,
+) -> Publication:
+    """Load the weights in `path` as `version` on every engine that lives, or on none.
+
+    `store` is committed between verification and continue; without one a crashed engine restarts
+    from the weights it was launched with, at once. The transaction is not interrupted by
+    cancellation of the caller: an engine must not be left paused.
+
+    Args:
+        hook: awaited before, during (all replicas were just asked) and after each phase.
+
+    Raises:
+        WeightUpdateError: nothing was committed (`serving` tells what each replica has now).
+    """
+    if not engines:
+        raise ValueError("publish was given no engines")
+    transaction = _Transaction(
+        engines, str(path), version, mode, store, transport, continue_timeout_s, hook
+    )
+    return await asyncio.shield(asyncio.ensure_future(transaction.run()))
+
+
+class _Transaction:
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        path: str,
+        version: int,
+        mode: PublishMode,
+        store: WeightStore | None,
+        transport: WeightTransport,
+        continue_timeout_s: float,
+        hook: Hook | None,
+    ) -> None:
+        self.replicas = [_Replica(engine) for engine in engines]
+        self.update = Update(path, version, flush=mode != "in_place")
+        self.mode = mode
+        self.store = store
+        self.transport = TRANSPORTS[transport](self.update, store)
+        self.continue_timeout_s = continue_timeout_s
+        self.hook = hook
+        self.committed: Published | None = None
+        """What was committed before."""
+        self.how: dict[str, str] = {}
+
+    async def run(self) -> Publication:
+        async with self._locked():
+            start = time.perf_counter()
+            self.committed = self.store.current() if self.store is not None else None
+            try:
+                await self._all("remember", "read the state of", self._remember)
+                if self.mode != "drain":
+                    await self._all("pause", "pause", self._pause)
+                await self._all("transfer", "load the weights on", self._load)
+                await self._verify()
+                await self._commit()
+            except Exception as e:  # whatever it is, no engine may be left paused
+                serving = await self._roll_back()
+                raise WeightUpdateError(
+                    f"version {self.update.version} was not published: {e}; replicas now serve "
+                    f"{serving}",
+                    replica=getattr(e, "replica", None),
+                    serving=serving,
+                ) from e
+            finally:
+                await self.transport.close()
+        await self._all("continue", "continue", self._continue, committed=True)
+        await asyncio.gather(*(self._readmit(r) for r in self.replicas if r.fenced and not r.gone))
+        fenced = {r.engine.url: r.fenced for r in self.replicas if r.fenced}
+        return Publication(self.update.version, time.perf_counter() - start, fenced, self.how)
+
+    @property
+    def _live(self) -> list[_Replica]:
+        return [r for r in self.replicas if not r.fenced]
+
+    @asynccontextmanager
+    async def _locked(self) -> AsyncIterator[None]:
+        """Under the store's lock. A supervisor holds it while it brings one engine up to date,
+        which takes as long as loading the weights."""
+        if self.store is None:
+            yield
+            return
+        while True:
+            with self.store.lock.tried() as mine:
+                if mine:
+                    yield
+                    return
+            await asyncio.sleep(_LOCK_RETRY_S)
+
+    # -- phases -------------------------------------------------------------------------------
+
+    async def _all(
+        self,
+        phase: Phase,
+        what: str,
+        act: Callable[[_Replica], Awaitable[None]],
+        *,
+        committed: bool = False,
+    ) -> None:
+        """`act` on every live replica at once; the first failure, in order of replicas, is raised
+        when all have ended: a rollback must not race an update that is still running."""
+        await self._tell(phase, "before")
+        replicas = self._live
+        tasks = [asyncio.ensure_future(self._attempt(what, r, act)) for r in replicas]
+        await self._tell(phase, "during")
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        for replica, result in zip(replicas, results, strict=True):
+            if isinstance(result, EngineError | ValueError):
+                url = replica.engine.url
+                raise WeightUpdateError(f"could not {what} {url}: {result}", replica=url)
+            if isinstance(result, BaseException):
+                raise result
+        if not self._live and not committed:
+            raise WeightUpdateError(
+                f"could not {what} any replica: "
+                + "; ".join(f"{r.engine.url} {r.fenced}" for r in self.replicas)
+            )
+        await self._tell(phase, "after")
+
+    async def _attempt(
+        self, what: str, replica: _Replica, act: Callable[[_Replica], Awaitable[None]]
+    ) -> None:
+        try:
+            await act(replica)
+        except _LOST as e:
+            if not await self._fence(replica, e):
+                raise
+            log.warning("publication goes on without %s: %s", replica.engine.url, replica.fenced)
+
+    async def _tell(self, phase: Phase, when: When) -> None:
+        if self.hook is not None:
+            await self.hook(phase, when)
+
+    async def _remember(self, replica: _Replica) -> None:
+        info = await replica.engine.model_info()
+        server = await replica.engine.server_info()
+        replica.path, replica.version = info["model_path"], info["weight_version"]
+        replica.dtype = str(server.get("dtype") or "auto")
+        replica.device = str(server.get("device") or "cuda").partition(":")[0]
+        sizes = [int(server.get(f"{kind}_size") or 1) for kind in ("tp", "pp")]
+        replica.ranks = sizes[0] * sizes[1]
+
+    async def _pause(self, replica: _Replica) -> None:
+        replica.paused = True  # before the answer: a lost answer may still have paused it
+        if self.mode != "drain":
+            await replica.engine.pause(self.mode)
+
+    async def _load(self, replica: _Replica) -> None:
+        replica.touched = True
+        try:
+            await self.transport.send(replica)
+        except EngineRequestError as e:
+            if self.mode != "drain" or _NOT_FLUSHED not in str(e):
+                raise
+            # A real SGLang that was not paused: it has the weights, does not say so, and keeps
+            # prefixes of the old ones. Paused, it does all three.
+            replica.paused = True
+            await replica.engine.pause("retract")
+            await self.transport.send_whole(replica)
+
+    async def _verify(self) -> None:
+        """Version and bytes of every live replica. One that was sent less than everything gets the
+        whole version once before its bytes are held against it."""
+        foretold = await asyncio.to_thread(self._foretell)
+        answers: dict[str, Sequence[RankHashes] | None] = {}
+
+        async def ask(replica: _Replica) -> None:
+            answers.pop(replica.engine.url, None)
+            await self._verify_version(replica)
+            answers[replica.engine.url] = await self._hashes(replica)
+
+        await self._all("verify", "verify the weights of", ask)
+        self.how, wrong = compare(self._in_order(answers), foretold)
+        if wrong and self.transport.partial:
+            again = {url: r for r in self._live if (url := r.engine.url) in wrong}
+
+            async def repair(replica: _Replica) -> None:
+                if replica.engine.url in again:
+                    await self.transport.send_whole(replica)
+                    await ask(replica)
+
+            await self._all("verify", "load the whole weights on", repair)
+            self.how, wrong = compare(self._in_order(answers), foretold)
+        for url, what in wrong.items():
+            raise WeightUpdateError(
+                f"{url} says that it loaded version {self.update.version}, but {what}", replica=url
+            )
+
+    def _in_order(self, answers: Mapping[str, Any]) -> dict[str, Any]:
+        return {url: answers[url] for r in self._live if (url := r.engine.url) in answers}
+
+    def _foretell(self) -> dict[str, Expected]:
+        """The hashes that live replicas on a CPU must have, by replica. Reads the checkpoint."""
+        of_dtype: dict[str, Expected] = {}
+        found = {}
+        for replica in self._live:
+            if replica.device == "cpu":
+                if replica.dtype not in of_dtype:
+                    of_dtype[replica.dtype] = self._expected(replica.dtype)
+                found[replica.engine.url] = of_dtype[replica.dtype]
+        return found
+
+    def _expected(self, dtype: str) -> Expected:
+        if self.transport.adapter:
+            return Expected(self.update.path, "auto", prefix=f"{ADAPTER_NAME}:")
+        return Expected(self.update.path, dtype)
+
+    async def _verify_version(self, replica: _Replica) -> None:
+        found = (await replica.engine.model_info())["weight_version"]
+        if found != str(self.update.version):
+            raise WeightUpdateError(
+                f"{replica.engine.url} serves version {found!r} after loading "
+                f"{self.update.version}",
+                replica=replica.engine.url,
+            )
+
+    async def _hashes(self, replica: _Replica) -> Sequence[RankHashes] | None:
+        ranks = await replica.engine.weight_hashes()
+        if ranks is None:
+            return None
+        return [_rank_hashes(rank, replica) for rank in ranks]
+
+    async def _commit(self) -> None:
+        await self._tell("commit", "before")
+        if self.store is not None:
+            self.store.commit(self.update.version, self.update.path, adapter=self.transport.adapter)
+        await self._tell("commit", "after")
+
+    # -- failure ------------------------------------------------------------------------------
+
+    async def _fence(self, replica: _Replica, error: EngineError) -> bool:
+        """Whether `replica`, which failed with `error`, cannot serve before it is brought to the
+        committed version. Asks it to pause: a new process of it is paused already, an old one must
+        be, and of one that is gone the machine says so."""
+        until = time.monotonic() + FENCE_TIMEOUT_S
+        while time.monotonic() < until:
+            try:
+                await replica.engine.pause("retract", timeout_s=_PAUSE_TIMEOUT_S)
+            except EngineUnavailableError as e:
+                if e.refused:
+                    replica.fenced, replica.gone = f"is gone ({error})", True
+                    return True
+            except EngineError:
+                pass
+            else:
+                if isinstance(error, EngineInternalError):
+                    return False  # it lives and failed: that is its answer
+                replica.fenced, replica.paused = f"is paused ({error})", True
+                return True
+            await asyncio.sleep(_FENCE_RETRY_S)
+        return False
+
+    async def _roll_back(self) -> dict[str, int | None]:
+        """Put every replica back to what is committed and continue it. One that cannot be put back
+        stays paused: it must not serve weights that were never committed."""
+
+        async def restore(replica: _Replica) -> int | None:
+            engine = replica.engine
+            try:
+                if replica.touched or await self._strayed(replica):
+                    await self.transport.restore(replica, self._before(replica))
+                if replica.paused:
+                    await engine.continue_()
+                return version_number((await engine.model_info())["weight_version"])
+            except (EngineError, ValueError):
+                return None
+
+        left = [r for r in self.replicas if not r.gone]
+        versions = await asyncio.gather(*(restore(r) for r in left))
+        serving: dict[str, int | None] = {r.engine.url: None for r in self.replicas}
+        return serving | {r.engine.url: v for r, v in zip(left, versions, strict=True)}
+
+    async def _strayed(self, replica: _Replica) -> bool:
+        """It is paused by us and has not the committed version: it came up during an earlier
+        publication, and continuing it would serve what was replaced."""
+        if self.committed is None or not replica.paused:
+            return False
+        return await replica.engine.weight_version() != self.committed.version
+
+    def _before(self, replica: _Replica) -> Published:
+        """What a replica goes back to: what is committed, which need not be what it had."""
+        if self.committed is not None:
+            return self.committed
+        return Published(version_number(replica.version), replica.path)
+
+    # -- after the commit ---------------------------------------------------------------------
+
+    async def _continue(self, replica: _Replica) -> None:
+        """Continue a replica that was verified. One that does not answer, or has another version,
+        is a new process: its supervisor continues it. Nothing is raised: the version is
+        committed."""
+        until = time.monotonic() + self.continue_timeout_s
+        while True:
+            try:
+                if await replica.engine.weight_version() != self.update.version:
+                    replica.fenced = "was restarted"
+                    return
+                if replica.paused:
+                    await replica.engine.continue_()
+                return
+            except EngineUnavailableError as e:
+                replica.fenced = f"is gone ({e})"
+                return
+            except (EngineError, ValueError) as e:
+                if time.monotonic() >= until:
+                    replica.fenced = f"does not continue ({e})"
+                    log.warning(
+                        "%s has version %d, but %s",
+                        replica.engine.url,
+                        self.update.version,
+                        replica.fenced,
+                    )
+                    return
+                await asyncio.sleep(_FENCE_RETRY_S)
+
+    async def _readmit(self, replica: _Replica) -> None:
+        """Bring a replica that was fenced and answers again to the committed version. Its
+        supervisor does so, too, if it is a new process: under the lock one after the other."""
+        async with self._locked():
+            if not replica.paused:  # its supervisor's: it came up paused
+                return
+            try:
+                engine = replica.engine
+                if await engine.weight_version() != self.update.version or replica.touched:
+                    await self.transport.send_whole(replica)
+                await self._verify_version(replica)
+                await engine.continue_()
+                replica.fenced = ""
+            except (EngineError, WeightUpdateError, ValueError) as e:
+                log.warning("%s stays paused at an old version: %s", replica.engine.url, e)
+
+
+def _rank_hashes(rank: Mapping[str, Any], replica: _Replica) -> RankHashes:
+    """One entry of `ranks` of `/weights_checker`."""
+    places = [
+        {k: v for k, v in place.items() if k not in ("dp_rank", "rank", "size")}
+        for place in rank["parallelism_info"]
+    ]
+    return RankHashes(
+        hashes=dict(rank["checksums"]),
+        layout=repr((replica.device, replica.dtype, sorted(map(repr, places)))),
+        whole=replica.device == "cpu" and replica.ranks == 1,
+    )

@@ -1,0 +1,418 @@
+"""Kills engine replicas before, during and after each phase of a weight publication.
+
+    python -m benchmarks.publication_kills [--kills 100] [--replicas 4] [--seed 0]
+                                           [--transport disk disk_delta tensor distributed]
+
+Real parts: supervised embedded engines, each a process, behind a real gateway with a real pool;
+agents keep completions in flight all the time. The weights make the version readable: those of
+version v put all probability on one token, `TOKENS[v]`. Each round publishes v+1, and hooks of the
+transaction `kill -9` replicas at random points of random phases; a phase that is killed "during"
+has just sent its requests, and the kill comes at a random moment of the next 20 ms. Supervisors
+restart what was killed.
+
+Checked, on every token of every Step and of every direct answer: the version that is said to have
+produced it is the one whose token it is. And a watcher per replica asks it directly, again and
+again: an answer to a request that was sent after a commit must hold no token of an older version,
+and a Step of a call begun after a commit neither. Exit code 1 if any of these fails, if a replica
+does not come back, or if a call is never answered.
+
+Recovery: from the kill until the replica has answered with the then committed version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from argparse import RawDescriptionHelpFormatter as RawHelp
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from backends.config import EngineConfig, PublishMode, WeightTransport
+from backends.engines.client import EngineClient
+from backends.engines.supervisor import Supervisor
+from backends.errors import EngineError, WeightUpdateError
+from backends.weights import WeightStore, publish
+from backends.weights.transaction import PHASES, Phase, When
+from benchmarks.gateway_updates import MODEL, MemoryPool, gateway
+from datapool.types import Step, VersionSpan
+
+WHENS: tuple[When, ...] = ("before", "during", "after")
+MODES: tuple[PublishMode, ...] = ("retract", "retract", "abort", "in_place", "drain")
+TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "disk_delta", "tensor", "distributed")
+FIRST_TOKEN, N_TOKENS = 9, 90
+"""Printable tokens of the quickstart's vocabulary."""
+MAX_TOKENS = 60
+PROBE_TOKENS = 3
+DURING_S = 0.02
+PACE_S = 0.1
+"""Between two calls of one agent or watcher."""
+CALL_TIMEOUT_S = 300.0
+BACK_TIMEOUT_S = 300.0
+
+
+def token_of(version: int) -> int:
+    """The one token that the weights of `version` generate."""
+    return FIRST_TOKEN + version % N_TOKENS
+
+
+class Weights:
+    """Writes models that say one token, whatever they are asked."""
+
+    def __init__(self) -> None:
+        config = AutoConfig.from_pretrained(MODEL)
+        config.update({"num_hidden_layers": 2, "tie_word_embeddings": False, "eos_token_id": 0})
+        config.layer_types = config.layer_types[:2]
+        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self._model.generation_config.eos_token_id = 0
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(MODEL, eos_token="<|endoftext|>")
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                if "embed_tokens" in name:
+                    parameter.fill_(1.0)  # every prompt is alike,
+                elif "o_proj" in name or "down_proj" in name:
+                    parameter.zero_()  # and no layer changes that
+
+    def save(self, version: int, folder: Path) -> None:
+        head = self._model.lm_head.weight
+        with torch.no_grad():
+            head.zero_()
+            head[token_of(version)] = 1.0
+        self._model.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+
+
+@dataclass
+class Record:
+    """What was seen."""
+
+    violations: list[str] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
+    kills: Counter[str] = field(default_factory=Counter)
+    rounds: Counter[str] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
+    recovery_s: list[float] = field(default_factory=list)
+    publication_s: list[float] = field(default_factory=list)
+    probes: int = 0
+    probe_tokens: int = 0
+    probes_failed: int = 0
+    calls: int = 0
+    committed: int = 0
+    began: dict[str, int] = field(default_factory=dict)
+    """Trajectory -> version that was committed when its call began."""
+
+    def check(self, who: str, began: int, ids: Sequence[int], spans: Sequence[VersionSpan]) -> None:
+        if [s.start for s in spans] != [0, *(s.end for s in spans[:-1])] or (
+            spans[-1].end != len(ids)
+        ):
+            self.violations.append(f"{who}: spans {spans} do not cover {len(ids)} tokens")
+        for span in spans:
+            if wrong := set(ids[span.start : span.end]) - {token_of(span.version)}:
+                self.violations.append(
+                    f"{who}: tokens {wrong} as version {span.version}, which says "
+                    f"{token_of(span.version)}"
+                )
+            if span.version < began:
+                self.violations.append(
+                    f"{who}: began when {began} was committed, has tokens of {span.version}"
+                )
+
+
+class Replica:
+    """A supervised engine and what is known of its last death."""
+
+    def __init__(self, supervisor: Supervisor, client: EngineClient) -> None:
+        self.supervisor = supervisor
+        self.client = client
+        self.killed_at: float | None = None
+
+    @property
+    def up(self) -> bool:
+        return self.supervisor.state == "up" and self.killed_at is None
+
+    def kill(self) -> bool:
+        pid = self.supervisor.pid
+        if pid is None:
+            return False
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        self.killed_at = time.monotonic()
+        return True
+
+
+@dataclass(frozen=True)
+class Kill:
+    phase: Phase
+    when: When
+    replica: Replica
+    delay_s: float
+
+
+class Killer:
+    """The transaction's hook: carries out the kills that are planned for a publication."""
+
+    def __init__(self, kills: Sequence[Kill], record: Record, version: int) -> None:
+        self._kills = list(kills)
+        self._record = record
+        self._version = version
+
+    async def __call__(self, phase: Phase, when: When) -> None:
+        if (phase, when) == ("commit", "after"):
+            self._record.committed = self._version
+        for kill in [k for k in self._kills if (k.phase, k.when) == (phase, when)]:
+            self._kills.remove(kill)
+            if when == "during":
+                await asyncio.sleep(kill.delay_s)
+            if kill.replica.kill():
+                self._record.kills[f"{phase} {when}"] += 1
+
+
+async def watch(replica: Replica, record: Record, stop: asyncio.Event) -> None:
+    """Ask one replica again and again, past the gateway."""
+    while not stop.is_set():
+        began, killed_at = record.committed, replica.killed_at
+        try:
+            answer = await replica.client.generate(
+                [1], {"max_new_tokens": PROBE_TOKENS, "ignore_eos": True}, timeout_s=120.0
+            )
+        except EngineError:
+            record.probes_failed += 1
+            await asyncio.sleep(0.05)
+            continue
+        meta, ids = answer["meta_info"], answer["output_ids"]
+        record.probes += 1
+        record.probe_tokens += len(ids)
+        spans = [
+            VersionSpan(int(s["version"]), s["start"], s["end"]) for s in meta["weight_versions"]
+        ]
+        if ids:
+            record.check(f"probe of {replica.client.url}", began, ids, spans)
+            if killed_at is not None and spans[-1].version >= began:
+                record.recovery_s.append(time.monotonic() - killed_at)
+                replica.killed_at = None
+        await asyncio.sleep(PACE_S)
+
+
+async def agent(
+    i: int, origin: str, session: aiohttp.ClientSession, record: Record, stop: asyncio.Event
+) -> None:
+    """One completion after another through the gateway."""
+    turn = 0
+    while not stop.is_set():
+        await asyncio.sleep(PACE_S)
+        uid = f"a{i}-{turn}"
+        turn += 1
+        record.began[uid] = record.committed
+        body = {
+            "model": "m",
+            "messages": [{"role": "user", "content": "Say it."}],
+            "max_tokens": MAX_TOKENS,
+        }
+        url = f"{origin}/{uid}/g{uid}/v1/chat/completions"
+        try:
+            async with (
+                asyncio.timeout(CALL_TIMEOUT_S),
+                session.post(url, json=body) as response,
+            ):
+                text = await response.text()
+                if response.status != 200:
+                    record.unanswered.append(f"{uid}: {response.status} {text[:200]}")
+            record.calls += 1
+        except (TimeoutError, aiohttp.ClientError) as e:
+            record.unanswered.append(f"{uid}: {e!r}")
+
+
+async def until_up(replicas: Sequence[Replica], n: int) -> None:
+    """Returns when `n` replicas serve.
+
+    Raises:
+        TimeoutError: they do not.
+    """
+    async with asyncio.timeout(BACK_TIMEOUT_S):
+        while sum(r.up for r in replicas) < n:  # noqa: ASYNC110 - a thread's state
+            await asyncio.sleep(0.02)
+
+
+def plan(replicas: Sequence[Replica], n: int, chance: random.Random) -> list[Kill]:
+    """Kills for one publication: of replicas that serve, all but one at most; now and then of one
+    that is being restarted, too."""
+    up = [r for r in replicas if r.up]
+    chance.shuffle(up)
+    victims = up[: min(n, len(up) - 1)]
+    starting = [r for r in replicas if r not in up]
+    if starting and len(victims) < n and chance.random() < 0.2:
+        victims.append(chance.choice(starting))
+    return [
+        Kill(
+            chance.choice(PHASES),
+            chance.choice(WHENS),
+            replica,
+            chance.uniform(0, DURING_S),
+        )
+        for replica in victims
+    ]
+
+
+async def publish_under_fire(
+    replicas: Sequence[Replica],
+    store: WeightStore,
+    weights: Weights,
+    version: int,
+    kills: Sequence[Kill],
+    how: tuple[PublishMode, WeightTransport],
+    record: Record,
+) -> None:
+    path = await asyncio.to_thread(
+        store.write, version, lambda folder: weights.save(version, folder)
+    )
+    killer = Killer(kills, record, version)
+    mode, transport = how
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            done = await publish(
+                [r.client for r in replicas],
+                str(path),
+                version,
+                mode,
+                store=store,
+                transport=transport,
+                hook=killer,
+            )
+            break
+        except WeightUpdateError as e:
+            if attempts > 20:
+                raise
+            print(f"  again: {e}", file=sys.stderr, flush=True)
+            await until_up(replicas, 1)
+    record.publication_s.append(done.seconds)
+    record.rounds[f"committed at attempt {attempts}"] += 1
+    record.rounds["with a fenced replica"] += bool(done.fenced)
+    record.modes[f"{mode} {transport}"] += 1
+
+
+def check_steps(record: Record, steps: Sequence[Step]) -> None:
+    for step in steps:
+        n = len(step.response_ids)
+        spans = step.version_spans or (VersionSpan(step.policy_version, 0, n),)
+        ids = [int(i) for i in step.response_ids]
+        record.check(
+            f"step of {step.trajectory_uid}", record.began[step.trajectory_uid], ids, spans
+        )
+
+
+async def run(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures; `violations` and `unanswered` are empty if all is well."""
+    chance = random.Random(args.seed)
+    record, weights, pool = Record(), Weights(), MemoryPool()
+    stop, started = asyncio.Event(), time.monotonic()
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        weights.save(0, folder / "base")
+        store = WeightStore(folder / "weights")
+        config = EngineConfig(
+            model_path=folder / "base", max_restarts=10**6, max_running_requests=32
+        )
+        supervisors = [
+            Supervisor(config, folder / f"log{i}", store.folder) for i in range(args.replicas)
+        ]
+        for supervisor in supervisors:
+            stack.push_async_callback(asyncio.to_thread, supervisor.stop)
+        urls = await asyncio.gather(*(asyncio.to_thread(s.start) for s in supervisors))
+        replicas = [
+            Replica(s, await stack.enter_async_context(EngineClient(url)))
+            for s, url in zip(supervisors, urls, strict=True)
+        ]
+        origin = await stack.enter_async_context(
+            gateway(pool, urls, engine_retries=1000, engine_health_interval_s=0.5)
+        )
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        tasks = [
+            *(asyncio.create_task(watch(r, record, stop)) for r in replicas),
+            *(
+                asyncio.create_task(agent(i, origin, session, record, stop))
+                for i in range(args.agents)
+            ),
+        ]
+        version = 0
+        while record.kills.total() < args.kills:
+            await until_up(replicas, min(2, len(replicas)))
+            version += 1
+            left = args.kills - record.kills.total()
+            kills = plan(replicas, min(left, chance.randint(1, len(replicas) - 1)), chance)
+            how = (chance.choice(MODES), chance.choice(args.transport))
+            await publish_under_fire(replicas, store, weights, version, kills, how, record)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what ended it
+            if args.verbose:
+                print(f"v{version} {how} kills={record.kills.total()}", file=sys.stderr, flush=True)
+        await until_up(replicas, len(replicas))
+        for replica in replicas:  # all are back at what is committed
+            found = await replica.client.weight_version()
+            if found != version:
+                record.violations.append(f"{replica.client.url} ended at {found}, not {version}")
+        stop.set()
+        await asyncio.gather(*tasks)
+        restarts = sum(s.restarts for s in supervisors)
+    check_steps(record, pool.steps)
+    recovery = sorted(record.recovery_s)
+    return {
+        "kills": record.kills.total(),
+        "kills_by_point": dict(sorted(record.kills.items())),
+        "publications": version,
+        **record.rounds,
+        "modes_and_transports": dict(sorted(record.modes.items())),
+        "restarts": restarts,
+        "recovery_s_median": round(recovery[len(recovery) // 2], 2) if recovery else None,
+        "recovery_s_max": round(recovery[-1], 2) if recovery else None,
+        "publication_s_median": round(sorted(record.publication_s)[version // 2], 3),
+        "publication_s_max": round(max(record.publication_s), 3),
+        "calls": record.calls,
+        "steps": len(pool.steps),
+        "step_tokens": sum(len(s.response_ids) for s in pool.steps),
+        "steps_over_several_versions": sum(len(s.version_spans) > 1 for s in pool.steps),
+        "direct_answers": record.probes,
+        "direct_tokens": record.probe_tokens,
+        "violations": record.violations[:20],
+        "unanswered": record.unanswered[:20],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=RawHelp)
+    options.add_argument("--kills", type=int, default=100)
+    options.add_argument("--replicas", type=int, default=4, help="at least 2")
+    options.add_argument("--agents", type=int, default=6)
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    options.add_argument("--verbose", action="store_true")
+    return options
+
+
+def main() -> None:
+    figures = asyncio.run(run(parser().parse_args()))
+    print(json.dumps(figures, indent=2), flush=True)
+    sys.exit(1 if figures["violations"] or figures["unanswered"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""What a real SGLang does that the contract does not ask for, but Stepwell has to live with. Not
+collected by itself: `make test-sglang` names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from backends.config import EngineConfig
+from backends.engines.client import EngineClient
+from backends.engines.supervisor import Supervisor
+from backends.errors import EngineError
+from backends.weights import WeightStore
+
+Config = Callable[..., EngineConfig]
+
+
+async def test_weights_that_do_not_fit_end_the_server_and_it_comes_back_with_the_committed_ones(
+    make_engine_config: Config, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
+) -> None:
+    """SGLang 0.5.23 rolls back to the path that it was just given, and its scheduler dies of it. So
+    weights have to be checked before a server is given them. Then the scheduler alone is killed."""
+    store = WeightStore(tmp_path / "weights")
+    config = make_engine_config("sglang", model_dirs.base)
+    supervisor = Supervisor(config, tmp_path / "logs", store.folder)
+    try:
+        async with EngineClient(supervisor.start()) as client:
+            store.commit(5, model_dirs.new)
+            try:
+                await client.update_weights_from_disk(str(model_dirs.wide), 9, timeout_s=20)
+            except EngineError:
+                pass
+            else:
+                raise AssertionError("SGLang now survives weights that do not fit: say so")
+
+            async def back() -> bool:
+                return supervisor.restarts == 1 and supervisor.state == "up"
+
+            await eventually(back, 240.0)
+            info = await client.model_info()
+            assert (info["weight_version"], info["model_path"]) == ("5", str(model_dirs.new))
+
+            assert supervisor.pid is not None
+            children = psutil.Process(supervisor.pid).children(recursive=True)
+            [scheduler] = [c for c in children if "scheduler" in " ".join(c.cmdline())]
+            os.kill(scheduler.pid, signal.SIGKILL)
+
+            async def back_again() -> bool:
+                return supervisor.restarts == 2 and supervisor.state == "up"
+
+            await eventually(back_again, 240.0)
+            assert await client.weight_version() == 5
+    finally:
+        supervisor.stop()

@@ -1,0 +1,148 @@
+"""A LoRA adapter alone is published: the engine adds it to the base model, never to another."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from backends.engines.client import EngineClient
+from backends.engines.embedded.adapters import Adapters, WeightLoadError
+from backends.engines.supervisor import Supervisor
+from backends.errors import EngineRequestError
+from backends.weights import WeightStore, publish
+from backends.weights.transports import ADAPTER_NAME
+
+PROMPT = [40, 41, 42, 43]
+MODULE = "model.layers.1.self_attn.o_proj"
+
+
+def save_adapter(base: Path, folder: Path, seed: int, *, rslora: bool = False) -> Path:
+    """An adapter of one module as peft writes it; returns the folder of the model it makes."""
+    rank, alpha = 4, 8
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(base / "model.safetensors")
+    weight = weights[f"{MODULE}.weight"]
+    a = torch.randn(rank, weight.shape[1], generator=generator)
+    b = torch.randn(weight.shape[0], rank, generator=generator) * 0.3
+    folder.mkdir(parents=True)
+    prefix = f"base_model.model.{MODULE}"
+    save_file(
+        {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b},
+        folder / "adapter_model.safetensors",
+    )
+    about = {"r": rank, "lora_alpha": alpha, "use_rslora": rslora, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    merged = folder.parent / f"{folder.name}-merged"
+    shutil.copytree(base, merged)
+    weights[f"{MODULE}.weight"] = weight + alpha / (rank**0.5 if rslora else rank) * (b @ a)
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    return merged
+
+
+def merged_weight(path: Path) -> torch.Tensor:
+    return load_file(path / "model.safetensors")[f"{MODULE}.weight"]
+
+
+def test_adapters_replace_each_other_and_leave_no_trace(model_dirs: Any, tmp_path: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dirs.base, dtype=torch.float32)
+    own = dict(model.named_parameters())[f"{MODULE}.weight"]
+    before = own.detach().clone()
+    adapters = Adapters(model)
+    first = save_adapter(model_dirs.base, tmp_path / "a", 1)
+    second = save_adapter(model_dirs.base, tmp_path / "b", 2, rslora=True)
+    adapters.load("policy", str(tmp_path / "a"))
+    torch.testing.assert_close(own, merged_weight(first))
+    adapters.load("policy", str(tmp_path / "b"))
+    torch.testing.assert_close(own, merged_weight(second))
+    with pytest.raises(WeightLoadError, match="'other' is not loaded"):
+        adapters.unload("other")
+    adapters.unload("policy")
+    assert torch.equal(own, before)
+
+
+@pytest.mark.parametrize("broken", ["absent", "module", "rank", "nan"])
+def test_an_adapter_that_does_not_fit_changes_nothing(
+    broken: str, model_dirs: Any, tmp_path: Path
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dirs.base, dtype=torch.float32)
+    adapters = Adapters(model)
+    good = save_adapter(model_dirs.base, tmp_path / "good", 1)
+    adapters.load("policy", str(tmp_path / "good"))
+    bad = tmp_path / "bad"
+    if broken != "absent":
+        save_adapter(model_dirs.base, bad, 2)
+        file = bad / "adapter_model.safetensors"
+        tensors = load_file(file)
+        if broken == "module":
+            tensors = {k.replace("o_proj", "no_proj"): t for k, t in tensors.items()}
+        if broken == "rank":
+            tensors = {k: t[:-1] if "lora_B" in k else t for k, t in tensors.items()}
+        if broken == "nan":
+            tensors = {k: t * float("nan") for k, t in tensors.items()}
+        save_file({k: t.contiguous() for k, t in tensors.items()}, file)
+    with pytest.raises(WeightLoadError):
+        adapters.load("policy", str(bad))
+    torch.testing.assert_close(
+        dict(model.named_parameters())[f"{MODULE}.weight"], merged_weight(good)
+    )
+    assert adapters.path == str(tmp_path / "good")
+
+
+async def test_a_published_adapter_generates_and_survives_a_crash(
+    model_dirs: Any,
+    make_engine_config: Callable[..., Any],
+    reference: Callable[..., Any],
+    eventually: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    merged = [save_adapter(model_dirs.base, store.path(v), v) for v in (1, 2)]
+    config = make_engine_config("embedded", model_dirs.base)
+    supervisor = Supervisor(config, tmp_path / "logs", store.folder)
+    try:
+        async with EngineClient(supervisor.start()) as client:
+
+            async def agrees(path: Path) -> bool:
+                params = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+                answer = await client.generate(
+                    PROMPT, params, return_logprob=True, lora_path=ADAPTER_NAME
+                )
+                scored = answer["meta_info"]["output_token_logprobs"]
+                wanted = reference(path).log_probs(PROMPT, answer["output_ids"])
+                return torch.allclose(torch.tensor([s[0] for s in scored]), wanted, atol=1e-4)
+
+            with pytest.raises(EngineRequestError, match="'policy', which is not loaded"):
+                await agrees(model_dirs.base)
+            for version in (1, 2):
+                done = await publish(
+                    [client],
+                    str(store.path(version)),
+                    version,
+                    "retract",
+                    store=store,
+                    transport="lora",
+                )
+                assert done.fenced == {}
+                assert await client.weight_version() == version
+                assert await agrees(merged[version - 1])
+            assert supervisor.pid is not None
+            os.killpg(supervisor.pid, signal.SIGKILL)
+
+            async def back() -> bool:
+                return supervisor.restarts == 1 and supervisor.state == "up"
+
+            await eventually(back, 120.0)
+            assert await client.weight_version() == 2
+            assert await agrees(merged[1])
+    finally:
+        supervisor.stop()

@@ -1,0 +1,116 @@
+"""A server over several nodes: its parts start, end and come back together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.config import EngineConfig
+from backends.engines.client import EngineClient
+from backends.engines.nodes import EngineGroup, EngineNode
+from backends.errors import EngineStartError
+from backends.weights import WeightStore
+
+Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EngineConfig:
+    """An SGLang whose interpreter is `fake_node.py`."""
+    python = tmp_path / "python"
+    script = Path(__file__).with_name("fake_node.py")
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {script} "$@"\n')
+    python.chmod(0o755)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    return EngineConfig(
+        kind="sglang",
+        model_path=model,
+        python=str(python),
+        startup_timeout_s=90,
+        env={"CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+@asynccontextmanager
+async def group(
+    config: EngineConfig, folder: Path, n: int = 2, weights: Path | None = None
+) -> AsyncIterator[EngineGroup]:
+    nodes = [EngineNode(config, folder / f"node_{i}", weights, "127.0.0.1") for i in range(n)]
+    made = EngineGroup(config, nodes, weights)
+    try:
+        yield made
+    finally:
+        await made.stop()
+
+
+def is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def pids(of: EngineGroup) -> list[Any]:
+    return [node["pid"] for node in (await of.status())["nodes"]]
+
+
+async def test_a_part_that_ends_ends_all_and_all_come_back_at_the_same_url(
+    config: EngineConfig, tmp_path: Path, eventually: Eventually
+) -> None:
+    async with group(config, tmp_path) as server:
+        (url,) = await server.start()
+        first = await pids(server)
+        async with EngineClient(url) as client:
+            assert await client.health()
+
+            os.kill(first[1], signal.SIGKILL)  # not the one that answers
+
+            async def is_back() -> bool:
+                status = await server.status()
+                up = [node["state"] == "up" for node in status["nodes"]]
+                return status["restarts"] == 1 and all(up) and await client.health()
+
+            await eventually(is_back)
+        assert (await server.status())["url"] == url
+        assert not set(first) & set(await pids(server))
+        left = await pids(server)
+    assert not any(map(is_running, left))
+
+
+async def test_all_parts_load_what_was_committed_when_the_first_looked(
+    config: EngineConfig, tmp_path: Path
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    for version in (1, 2):
+        store.write(version, lambda folder: (folder.mkdir(), (folder / "w").touch()))
+    store.commit(1)
+    async with group(config, tmp_path, weights=store.folder) as server:
+        with store.lock.tried() as mine:  # a publication is under way
+            assert mine
+            starting = asyncio.create_task(server.start())
+            await asyncio.sleep(0.5)
+            assert await pids(server) == [None, None]
+            store.commit(2)
+        (url,) = await starting
+        async with EngineClient(url) as client:
+            assert (await client.model_info())["model_path"] == str(store.path(2))
+        logs = [(tmp_path / f"node_{i}" / "engine.log").read_text() for i in range(2)]
+        assert all(f"--model-path {store.path(2)}" in log for log in logs)
+
+
+async def test_a_part_that_cannot_start_stops_the_others(
+    config: EngineConfig, tmp_path: Path
+) -> None:
+    async with group(config, tmp_path) as server:
+        broken = config.model_copy(update={"model_path": tmp_path / "nowhere"})
+        server._nodes[1] = EngineNode(broken, tmp_path / "broken", None, "127.0.0.1")
+        with pytest.raises(EngineStartError, match=r"model_path is '.*nowhere'"):
+            await server.start()
+        assert await pids(server) == [None, None]

@@ -1,0 +1,227 @@
+"""Two ranks on this machine's CPU (gloo) against one process: same losses, same weights."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from backends.base import LossOutput, Mean, TrainingBackend, build_backend
+from backends.errors import BackendConfigError, BatchError, RankError
+from backends.fsdp import Ranks
+from backends.ranks import RankedBackend
+from backends.rows import build_rows, computed_tokens
+from backends.torch_config import TorchBackendConfig
+from datapool.types import Step
+from tests.backends.models import VOCAB, qwen3, save_model, step
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def steps_of(seed: int, n: int = 6) -> list[Step]:
+    rng = np.random.default_rng(seed)
+    steps = []
+    for t in range(n):
+        prompt = rng.integers(0, VOCAB, rng.integers(3, 20)).tolist()
+        for i in range(rng.integers(1, 3)):
+            response = rng.integers(0, VOCAB, rng.integers(1, 12)).tolist()
+            steps.append(step(prompt, response, f"t{t}", i))
+            prompt = prompt + response + [1, 2]
+    return steps
+
+
+def loss_fn(log_probs: Tensor, entropy: Tensor | None, columns: Any) -> LossOutput:
+    loss = -(columns["coef"] * columns["advantages"] * log_probs).sum()
+    n = torch.tensor(float(len(log_probs)))
+    return LossOutput(loss, {"policy/log_prob": Mean(log_probs.detach().double().sum(), n)})
+
+
+def bad_on_one_rank(log_probs: Tensor, entropy: Tensor | None, columns: Any) -> LossOutput:
+    if torch.distributed.get_rank() == 1:
+        raise ZeroDivisionError("only here")
+    return loss_fn(log_probs, entropy, columns)
+
+
+def config_of(**options: Any) -> TorchBackendConfig:
+    defaults = {"device": "cpu", "lr": 1e-3, "micro_batch_tokens": 64, "num_threads": 1}
+    return TorchBackendConfig.model_validate(defaults | options)
+
+
+def train(backend: TrainingBackend, seeds: Sequence[int]) -> list[dict[str, float]]:
+    rows = []
+    for seed in seeds:
+        batch = backend.convert(steps_of(seed))
+        g = torch.Generator().manual_seed(seed)
+        batch.columns["advantages"] = torch.randn(batch.n_tokens, generator=g)
+        batch.columns["coef"] = torch.full((batch.n_tokens,), 1 / batch.n_tokens)
+        rows.append(backend.train_step(batch, loss_fn))
+    return rows
+
+
+def assert_same_updates(got: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        for key in ("loss", "grad_norm", "policy/log_prob", "tokens", "rows", "lr"):
+            assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-6), key
+
+
+def assert_same_weights(got: Path, expected: Path) -> None:
+    a, b = (load_file(path / "model.safetensors") for path in (got, expected))
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=0, msg=name)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(qwen3(), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
+@pytest.mark.usefixtures("cluster")
+def test_two_ray_ranks_train_as_one_process_does_and_resume_in_either_number(
+    model_path: Path, tmp_path: Path
+) -> None:
+    alone = build_backend("torch", config_of(), model_path)
+    expected = train(alone, [0, 1])
+    alone.save_weights(tmp_path / "alone")
+
+    two = build_backend("torch", config_of(ranks=2), model_path)
+    assert isinstance(two, RankedBackend)
+    assert_same_updates(train(two, [0, 1]), expected)
+    two.save_weights(tmp_path / "two")
+    assert_same_weights(tmp_path / "two", tmp_path / "alone")
+
+    batch = two.convert(steps_of(7))
+    for method in ("compute_log_probs", "compute_ref_log_probs"):
+        got = getattr(two, method)(batch)
+        want = getattr(alone, method)(alone.convert(steps_of(7)))
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
+
+    # An error that all ranks raise leaves them usable.
+    with pytest.raises(BatchError, match="token id 41"):
+        two.convert([step([1, VOCAB + 1], [2])])
+
+    # The checkpoint knows no ranks: one process goes on from it as two do.
+    torch.save(two.state_dict(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    resumed = build_backend("torch", config_of(), model_path)
+    resumed.load_state_dict(state)
+    expected = train(two, [2])
+    assert_same_updates(train(resumed, [2]), expected)
+    two.load_state_dict(state)
+    again = train(two, [2])
+    assert [m["loss"] for m in again] == [m["loss"] for m in expected]
+    assert [m["grad_norm"] for m in again] == [m["grad_norm"] for m in expected]
+
+    # One that fails alone leaves the others in a collective: all are stopped, and it is named.
+    batch = two.convert(steps_of(3))
+    batch.columns |= {"coef": torch.ones(batch.n_tokens), "advantages": torch.ones(batch.n_tokens)}
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed in train_step: .*only"):
+        two.train_step(batch, bad_on_one_rank)
+    with pytest.raises(RankError, match="were stopped"):
+        two.convert(steps_of(3))
+    two.close()
+
+
+@pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
+def test_two_torchrun_ranks_with_every_saving_on_train_as_one_plain_process(
+    model_path: Path, tmp_path: Path
+) -> None:
+    """LoRA, gradient checkpointing, tree rows and a chunked head, all at once."""
+    options = {"lora": {"rank": 4}, "rows": "tree", "gradient_checkpointing": True}
+    program = f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import torch
+import test_ranks as t
+from backends import ranks, torch_backend
+from backends.base import build_backend
+torch_backend.chunk_tokens = lambda limit_mb, vocab: 5
+config = t.config_of(ranks=2, **{options!r})
+path, out = Path({str(model_path)!r}), Path({str(tmp_path)!r})
+if ranks.torchrun_rank():
+    ranks.follow(config)
+else:
+    backend = build_backend("torch", config, path)
+    metrics = t.train(backend, [0, 1])
+    reference = backend.compute_ref_log_probs(backend.convert(t.steps_of(7)))
+    backend.save_weights(out / "two")
+    backend.save_adapters(out / "adapters")
+    torch.save((metrics, reference), out / "metrics.pt")
+    backend.close()
+    ranks.release(config)
+"""
+    (tmp_path / "program.py").write_text(program)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", str(tmp_path / "program.py")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    got, reference = torch.load(tmp_path / "metrics.pt", weights_only=True)
+    alone = build_backend("torch", config_of(lora={"rank": 4}), model_path)
+    assert_same_updates(got, train(alone, [0, 1]))
+    alone.save_weights(tmp_path / "alone")
+    assert_same_weights(tmp_path / "two", tmp_path / "alone")
+    torch.testing.assert_close(
+        reference, alone.compute_ref_log_probs(alone.convert(steps_of(7))), atol=1e-5, rtol=0
+    )
+    assert (tmp_path / "adapters" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("form", ["merged", "tree"])
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize("budget", [1, 70, 10_000])
+def test_every_row_is_computed_by_one_rank_and_rounds_are_balanced(
+    form: Any, size: int, budget: int
+) -> None:
+    rows = build_rows(steps_of(5, 40), "merged")
+    shares = [Ranks(rank, size).rounds(rows, budget, form) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1  # as many rounds on each, or they hang
+    computed = [id(row) for share in shares for chunk in share for row in chunk]
+    assert sorted(computed) == sorted(map(id, rows))
+    limit = max(budget, max(row.n_inputs for row in rows))
+    for chunk in itertools.chain(*shares):
+        assert not chunk or computed_tokens(chunk, form) <= limit
+    if budget == 10_000:
+        # One round; without balancing a single rank would do all of it.
+        loads = [sum(computed_tokens(c, form) for c in share if c) for share in shares]
+        assert max(loads) <= 1.5 * sum(loads) / size
+
+
+def test_more_ranks_than_processes_are_refused_with_the_remedy(model_path: Path) -> None:
+    from backends.torch_backend import TorchBackend
+
+    with pytest.raises(BackendConfigError, match=r"ranks is 2, but 1 process share"):
+        TorchBackend(config_of(ranks=2), model_path)
+
+
+def test_ranks_without_ray_or_torchrun_are_refused(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(BackendConfigError, match=r"ranks is 2, but Ray is not running"):
+        build_backend("torch", config_of(ranks=2), model_path)

@@ -1,0 +1,301 @@
+"""Training backends and engines by name: built in, of installed packages, by dotted path."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from backends.base import TrainingBackend, backend_class, build_backend, loop_backend
+from backends.config import EngineConfig
+from backends.engines.commands import CommandLine, Launch, command_line
+from backends.engines.supervisor import Supervisor
+from backends.errors import BackendConfigError, EngineStartError
+from backends.registry import BACKENDS, ENGINES
+from backends.torch_backend import TorchBackend
+from trainer.config import load_config
+from trainer.errors import ConfigError
+from trainer.placement import wanted_gpus
+from trainer.plugins import show_plugins
+
+COUNTER = """
+from backends.base import TrainingBackend
+
+class Counter(TrainingBackend):
+    \"\"\"Counts steps.
+
+    More about it.\"\"\"
+
+    def convert(self, steps):
+        return len(steps)
+
+class NeedsForest(Counter):
+    \"\"\"Grows trees.\"\"\"
+
+    @classmethod
+    def missing(cls):
+        return "forest is not installed here; pip install 'counter[forest]'"
+"""
+
+ECHO = """
+from backends.engines.commands import CommandLine
+
+def echo(config, launch):
+    \"\"\"Says its port.\"\"\"
+    return CommandLine(["echo", str(launch.port)], {"SAID": config.kind})
+
+def clumsy(config, launch):
+    return {}["flags"]
+
+def bare(config, launch):
+    return ["echo"]
+"""
+
+KINDS = ("embedded", "sglang", "echo")
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """`install("name", "1.0", backends={…}, engines={…}, module="code")`: as pip leaves it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def put(
+        name: str,
+        version: str,
+        *,
+        module: str = "",
+        backends: dict[str, str] | None = None,
+        engines: dict[str, str] | None = None,
+    ) -> None:
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        groups = {"stepwell.backends": backends or {}, "stepwell.engines": engines or {}}
+        lines = []
+        for group, entries in groups.items():
+            lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        (tmp_path / f"{name}.py").write_text(module)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return put
+
+
+def listed() -> str:
+    out = io.StringIO()
+    show_plugins(Console(file=out, width=100, highlight=False))
+    return out.getvalue()
+
+
+# --- what is built in
+
+
+def test_the_torch_backend_is_found_by_name_and_by_dotted_path() -> None:
+    assert backend_class("torch") is TorchBackend
+    assert backend_class("backends.torch_backend:TorchBackend") is TorchBackend
+    assert backend_class("backends.torch_backend.TorchBackend") is TorchBackend
+
+
+def test_every_built_in_name_can_be_imported_and_has_a_line_about_it() -> None:
+    for found in (*BACKENDS.survey(), *ENGINES.survey()):
+        if found.source == "built in":
+            assert found.state in ("ready", "missing"), found
+            assert found.about
+
+
+# --- a package adds its own
+
+
+def test_a_package_adds_a_backend(install: Install) -> None:
+    install("counter", "1.2", module=COUNTER, backends={"count": "counter:Counter"})
+    assert build_backend("count").convert([]) == 0
+    assert BACKENDS.check("count") == "count"
+    (found,) = [f for f in BACKENDS.survey() if f.name == "count"]
+    assert (found.source, found.state) == ("counter 1.2", "ready")
+    assert found.about == "Counts steps. (convert only)"
+    assert "counter 1.2" in listed()
+
+
+def test_a_package_adds_an_engine(install: Install) -> None:
+    install("echoes", "0.1", module=ECHO, engines={"echo": "echoes:echo"})
+    config = EngineConfig(kind="echo", model_path=Path("/m"))
+    line = command_line(config, Launch(port=31000, model_path="/m"))
+    assert line == CommandLine(["echo", "31000"], {"SAID": "echo"})
+    (found,) = [f for f in ENGINES.survey() if f.name == "echo"]
+    assert (found.source, found.state, found.about) == ("echoes 0.1", "ready", "Says its port.")
+
+
+def test_an_engine_of_a_plug_in_is_given_gpus_as_sglang_is(install: Install) -> None:
+    install("echoes", "0.1", module=ECHO, engines={"echo": "echoes:echo"})
+    wanted = {k: wanted_gpus(load_config("quickstart", [f"engine.kind={k}"]))[1] for k in KINDS}
+    assert wanted == {"embedded": 0, "sglang": 1, "echo": 1}
+
+
+def test_a_configuration_names_a_plug_in_without_importing_it(install: Install) -> None:
+    install("bomb", "1", module="1 / 0", backends={"b": "bomb:B"}, engines={"e": "bomb:e"})
+    config = load_config("quickstart", ["trainer.backend=b", "engine.kind=e"])
+    assert (config.trainer.backend, config.engine.kind) == ("b", "e")
+
+
+def test_what_a_plug_in_lacks_is_told_with_its_remedy(install: Install) -> None:
+    install("counter", "1", module=COUNTER, backends={"trees": "counter:NeedsForest"})
+    (found,) = [f for f in BACKENDS.survey() if f.name == "trees"]
+    assert (found.state, found.about) == ("missing", "Grows trees. (convert only)")
+    assert "pip install 'counter[forest]'" in found.problem
+    assert "pip install 'counter[forest]'" in listed()
+
+
+@pytest.mark.parametrize("name", ["verl", "slime"])
+def test_a_backend_whose_trainer_runs_the_loop_is_no_choice_for_train(name: str) -> None:
+    with pytest.raises(BackendConfigError, match=f"'{name}', which does not implement .*fed from"):
+        loop_backend(name)
+
+
+def test_a_backend_for_the_loop_is_refused_where_it_lacks_a_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TorchBackend, "missing", classmethod(lambda cls: "torch is not here"))
+    with pytest.raises(BackendConfigError, match="backend is 'torch': torch is not here"):
+        loop_backend("torch")
+
+
+def test_stepwells_loop_refuses_a_backend_that_only_converts(install: Install) -> None:
+    install("counter", "1", module=COUNTER, backends={"count": "counter:Counter"})
+    with pytest.raises(BackendConfigError, match=r"'count', which does not implement .*train_step"):
+        loop_backend("count")
+    assert loop_backend("torch") is TorchBackend
+
+
+# --- wrong names
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("trch", r"backend is 'trch'; did you mean torch\? choose torch, .* give a dotted path"),
+        ("no.such:Thing", "'no.such:Thing' cannot be imported: ModuleNotFoundError"),
+        ("backends.base:Nothing", "cannot be imported: AttributeError"),
+        ("backends.base:TokenBatch", "is no TrainingBackend"),
+        ("backends.base", "is no TrainingBackend|cannot be imported"),
+    ],
+)
+def test_an_unknown_backend_is_refused_in_one_line(name: str, reason: str) -> None:
+    with pytest.raises(BackendConfigError, match=reason) as e:
+        backend_class(name)
+    assert "\n" not in str(e.value)
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
+
+
+def test_the_names_of_plug_ins_are_proposed_too(install: Install) -> None:
+    install("counter", "1", module=COUNTER, backends={"counting": "counter:Counter"})
+    with pytest.raises(BackendConfigError, match=r"did you mean counting\?.* `stepwell backends`"):
+        backend_class("countin")
+
+
+def test_an_unknown_name_in_a_configuration_costs_no_start() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.backend: .*'troch'; did you mean torch\?"):
+        load_config("quickstart", ["trainer.backend=troch"])
+    with pytest.raises(ConfigError, match=r"engine.kind: .*'embeded'; did you mean embedded\?"):
+        load_config("quickstart", ["engine.kind=embeded"])
+
+
+def test_there_is_nothing_to_launch_for_running_servers(tmp_path: Path) -> None:
+    config = EngineConfig(kind="attach", urls=("http://127.0.0.1:9",))
+    with pytest.raises(ValueError, match="nothing to launch"):
+        Supervisor(config, tmp_path)
+
+
+# --- broken packages
+
+
+@pytest.mark.parametrize(
+    ("module", "exception"),
+    [
+        ("import no_such_forest", "ModuleNotFoundError: No module named 'no_such_forest'"),
+        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("this is no python", "SyntaxError"),
+    ],
+)
+def test_a_broken_package_is_named_and_the_others_are_listed(
+    install: Install, module: str, exception: str
+) -> None:
+    install("wrecked", "0.3", module=module, backends={"wreck": "wrecked:Wreck"})
+    install("counter", "1", module=COUNTER, backends={"count": "counter:Counter"})
+    with pytest.raises(BackendConfigError) as e:
+        backend_class("wreck")
+    assert str(e.value).startswith("backend 'wreck' (wrecked 0.3: wrecked:Wreck) cannot be imp")
+    assert exception in str(e.value)
+    assert "uninstall the package wrecked" in str(e.value)
+    assert "\n" not in str(e.value)
+    states = {f.name: f.state for f in BACKENDS.survey()}
+    assert (states["wreck"], states["count"], states["torch"]) == ("broken", "ready", "ready")
+    assert exception in listed()
+
+
+def test_what_is_no_backend_or_engine_is_refused(install: Install) -> None:
+    install(
+        "numbers9", "1", module="x = 3", backends={"x": "numbers9:x"}, engines={"x": "numbers9:x"}
+    )
+    with pytest.raises(BackendConfigError, match=r"\(numbers9 1: numbers9:x\) is no TrainingBack"):
+        backend_class("x")
+    with pytest.raises(BackendConfigError, match=r"is no function \(EngineConfig, Launch\)"):
+        ENGINES.load("x")
+
+
+def test_an_engine_that_makes_no_command_line_fails_with_its_reason(
+    install: Install, tmp_path: Path
+) -> None:
+    install("echoes", "1", module=ECHO, engines={"clumsy": "echoes:clumsy", "bare": "echoes:bare"})
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for kind, reason in (
+        ("clumsy", "builder failed: KeyError: 'flags'"),
+        ("bare", r"returned \['echo'\]; it should return a CommandLine"),
+    ):
+        supervisor = Supervisor(EngineConfig(kind=kind, model_path=model), tmp_path / kind)
+        with pytest.raises(EngineStartError, match=reason):
+            supervisor.start()
+        assert supervisor.state == "failed"
+        (found,) = [f for f in ENGINES.survey() if f.name == kind]
+        assert found.state == "broken"
+
+
+# --- one name, two packages
+
+
+def test_a_name_claimed_twice_is_refused_until_one_is_gone(install: Install) -> None:
+    install("counter", "1.2", module=COUNTER, backends={"count": "counter:Counter"})
+    install("counted", "3.4", module=COUNTER, backends={"count": "counted:Counter"})
+    reason = r"'count' is claimed by more than one: .*counte[rd] .*counte[rd] .*; uninstall all"
+    for use in (BACKENDS.check, BACKENDS.load):
+        with pytest.raises(BackendConfigError, match=reason) as e:
+            use("count")
+        assert "counter 1.2 (counter:Counter)" in str(e.value)
+        assert "counted 3.4 (counted:Counter)" in str(e.value)
+    states = {f.name: f.state for f in BACKENDS.survey()}
+    assert (states["count"], states["torch"]) == ("claimed twice", "ready")
+    assert issubclass(backend_class("counter:Counter"), TrainingBackend)
+
+
+def test_a_package_cannot_take_a_built_in_name_in_silence(install: Install) -> None:
+    install(
+        "usurper",
+        "1",
+        module=COUNTER,
+        backends={"torch": "usurper:Counter"},
+        engines={"attach": "usurper:Counter"},
+    )
+    with pytest.raises(BackendConfigError, match="'torch' is claimed by more than one: built in"):
+        backend_class("torch")
+    with pytest.raises(ValidationError, match="'attach' is claimed by more than one: built in"):
+        EngineConfig(kind="attach", urls=("http://x",))
+    assert listed().count("claimed twice") == 2

@@ -1,0 +1,412 @@
+"""Steps as slime's samples and train data: what is trained where, and what each group's rewards
+become. Expectations are written out, or restate slime's formulas; `test_slime_itself.py` asks
+slime."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from backends.base import backend_class
+from backends.errors import BackendConfigError, BatchError
+from backends.slime_backend import SlimeBackend, post_process_rewards, train_data
+from backends.slime_samples import (
+    NO_LOG_PROBS,
+    OTHER_TEMPERATURE,
+    SlimeSample,
+    groups_of,
+    to_samples,
+)
+from datapool.types import GREEDY, Group, Step, Trajectory, VersionSpan
+from tests.backends.random_groups import properties, random_groups, steps_of
+
+
+def step(uid: str = "t", index: int = 0, **fields: Any) -> Step:
+    response = fields.pop("response_ids", [4, 5])
+    return Step(
+        prompt_ids=fields.pop("prompt_ids", [1, 2, 3]),
+        response_ids=response,
+        trajectory_uid=uid,
+        prompt_uid=fields.pop("prompt_uid", "p"),
+        step_index=index,
+        rollout_log_probs=fields.pop("rollout_log_probs", [-0.5] * len(response)),
+        **fields,
+    )
+
+
+def group(*trajectories: list[Step], uid: str = "p", **fields: Any) -> Group:
+    made = tuple(Trajectory(t[0].trajectory_uid, uid, tuple(t)) for t in trajectories)
+    return Group(uid, made, **fields)
+
+
+def branching(uid: str = "t", reward: float = 1.0, **fields: Any) -> list[Step]:
+    """P R0 tool R1, a branch P R0 R2, and a side call Q R3."""
+    return [
+        step(uid, 0, prompt_ids=[1, 2], response_ids=[3], rollout_log_probs=[-0.1], **fields),
+        step(
+            uid,
+            1,
+            prompt_ids=[1, 2, 3, 9],
+            response_ids=[4, 5],
+            rollout_log_probs=[-0.2, -0.3],
+            policy_version=2,
+            version_spans=(VersionSpan(2, 0, 1), VersionSpan(3, 1, 2)),
+            **fields,
+        ),
+        step(uid, 2, prompt_ids=[1, 2, 3], response_ids=[6], rollout_log_probs=[-0.4], **fields),
+        step(
+            uid,
+            3,
+            prompt_ids=[7],
+            response_ids=[8, 8],
+            rollout_log_probs=[-0.6, -0.7],
+            reward=reward,
+            finish_reason="length",
+            **fields,
+        ),
+    ]
+
+
+def flat(*groups: Group, **kwargs: Any) -> list[SlimeSample]:
+    return to_samples(groups, **kwargs).flat
+
+
+# -- samples -----------------------------------------------------------------------------------
+
+
+def test_a_trajectory_with_branches_is_one_rollout_of_several_samples() -> None:
+    main, branch, side = flat(group(branching()))
+    assert (main.tokens, main.response_length) == ([1, 2, 3, 9, 4, 5], 4)
+    assert main.loss_mask == [1, 0, 1, 1]  # the tool's token is not trained
+    assert main.rollout_log_probs == pytest.approx([-0.1, 0, -0.2, -0.3])
+    assert main.weight_versions == ["0", "2", "3"]
+    # R0 was trained on the main row: the branch has it as its prompt.
+    assert (branch.tokens, branch.response_length) == ([1, 2, 3, 6], 1)
+    assert branch.loss_mask == [1]
+    assert (side.tokens, side.loss_mask) == ([7, 8, 8], [1, 1])
+    assert [s.rollout_id for s in (main, branch, side)] == [0, 0, 0]
+    assert [s.reward for s in (main, branch, side)] == [1.0, 1.0, 1.0]
+    assert [s.status for s in (main, branch, side)] == ["completed", "completed", "truncated"]
+    assert main.metadata == {
+        "prompt_uid": "p",
+        "trajectory_uid": "t",
+        "source_name": "unknown",
+        "step_indices": [0, 1],
+    }
+
+
+def test_every_sampled_token_of_random_groups_is_trained_exactly_once() -> None:
+    groups = random_groups()
+    assert all(properties(groups)[k] for k in ("branches", "side_calls", "spans", "truncated"))
+    converted = to_samples(groups)
+    assert not converted.untrained
+    trained: Counter[tuple[str, int, float]] = Counter()
+    for sample in converted.flat:
+        response = sample.tokens[-sample.response_length :]
+        values = zip(response, sample.loss_mask or [], sample.rollout_log_probs or [], strict=True)
+        for token, mask, log_prob in values:
+            if mask:
+                trained[sample.metadata["trajectory_uid"], token, log_prob] += 1
+            else:
+                assert log_prob == 0
+    sampled: Counter[tuple[str, int, float]] = Counter()
+    for s in steps_of(groups):
+        assert s.rollout_log_probs is not None
+        pairs = zip(s.response_ids.tolist(), s.rollout_log_probs.tolist(), strict=True)
+        sampled.update((s.trajectory_uid, token, log_prob) for token, log_prob in pairs)
+    assert trained == sampled
+
+
+def test_ids_go_on_over_groups_and_start_where_they_are_told_to() -> None:
+    one = group([step("a", reward=1.0)], [step("b", reward=0.0)])
+    two = group(branching("c"), uid="q")
+    samples = flat(one, two, first_group=10, first_rollout=20)
+    assert [s.group_index for s in samples] == [10, 10, 11, 11, 11]
+    assert [s.rollout_id for s in samples] == [20, 21, 22, 22, 22]
+    assert [s.index for s in samples] == [20, 21, 22, 22, 22]
+
+
+def test_tokens_without_behaviour_log_probs_are_masked_and_counted_never_given_zero() -> None:
+    trajectory = [
+        step(index=0, rollout_log_probs=None),
+        step(index=1, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0),
+    ]
+    converted = to_samples([group(trajectory)])
+    assert [s.loss_mask for s in converted.flat] == [[0, 0, 0, 1]]
+    assert converted.untrained == {NO_LOG_PROBS: 2}
+
+
+def test_steps_of_another_temperature_are_masked_since_slime_scores_all_at_one() -> None:
+    cold = {"sampling_params": {"temperature": 0.5}}
+    trajectory = [
+        step(index=0, metadata=cold),
+        step(index=1, prompt_ids=[1, 2, 3, 4, 5, 9], response_ids=[6], reward=1.0),
+    ]
+    converted = to_samples([group(trajectory)], temperature=1.0)
+    assert [s.loss_mask for s in converted.flat] == [[0, 0, 0, 1]]
+    assert converted.untrained == {OTHER_TEMPERATURE: 2}
+    assert not to_samples([group(trajectory)]).untrained
+
+
+def test_a_sample_with_nothing_to_train_goes_unless_it_is_its_rollouts_only_one() -> None:
+    side_call = [
+        step(index=0),
+        step(index=1, prompt_ids=[7], response_ids=[8], rollout_log_probs=None, reward=1.0),
+    ]
+    lost = [step("lost", rollout_log_probs=None, reward=0.0)]
+    kept, removed = flat(group(side_call, lost))
+    assert (kept.loss_mask, kept.remove_sample) == ([1, 1], False)
+    assert (removed.loss_mask, removed.remove_sample, removed.rollout_id) == ([0, 0], True, 1)
+
+
+def test_a_short_group_is_filled_with_rollouts_that_train_nothing() -> None:
+    short = group([step("a", reward=1.0)], branching("b", reward=0.0))
+    converted = to_samples([short], group_size=4)
+    assert converted.padded == 2
+    assert [len(rollouts) for rollouts in converted.samples[0]] == [1, 3, 1, 1]
+    for (sample,) in converted.samples[0][2:]:
+        assert sample.loss_mask == [0, 0]
+        assert sample.remove_sample
+        assert sample.reward == 0.5  # so that slime's mean reward stays what it is
+    data = train_data(SlimeBackend(), converted.flat)
+    # The mean and std are those of the two that were rolled out.
+    assert data["rewards"] == pytest.approx([0.7071058, *3 * [-0.7071058], 0, 0], abs=1e-6)
+    assert data["rollout_mask_sums"] == [2, 6, 6, 6, 0, 0]
+    assert data["rollout_ids"] == [0, 1, 1, 1, 2, 3]
+
+
+def test_a_group_larger_than_slime_counts_on_is_refused_and_not_cut() -> None:
+    large = group([step("a", reward=1.0)], [step("b", reward=0.0)])
+    with pytest.raises(BatchError, match="'p' has 2 rollouts, slime trains 1"):
+        to_samples([large], group_size=1)
+
+
+def test_a_greedy_baseline_rollout_is_not_trained() -> None:
+    whole = group([step("a", reward=1.0)], [step("b", reward=0.0)])
+    greedy = replace(whole.trajectories[1], metadata={GREEDY: True})
+    samples = flat(replace(whole, trajectories=(whole.trajectories[0], greedy)))
+    assert [s.metadata["trajectory_uid"] for s in samples] == ["a"]
+
+
+def test_a_trajectory_without_a_reward_is_refused() -> None:
+    with pytest.raises(BatchError, match="'t' has no reward"):
+        to_samples([group([step()])])
+
+
+def test_the_data_set_is_found_where_its_producer_wrote_it() -> None:
+    sources = [
+        group([step(reward=1.0)], metadata={"data_source": "gsm8k"}),
+        group([step(reward=1.0)], metadata={"task": {"data_source": "aime"}}),
+    ]
+    assert [s.metadata["source_name"] for s in flat(*sources)] == ["gsm8k", "aime"]
+
+
+def test_routing_is_that_of_the_call_that_sampled_the_token() -> None:
+    def routed(n: int, expert: int) -> Any:
+        return np.full((n, 2, 1), expert)
+
+    trajectory = [
+        step(index=0, routed_experts=routed(4, 1)),
+        step(
+            index=1,
+            prompt_ids=[1, 2, 3, 4, 5, 9],
+            response_ids=[6],
+            routed_experts=routed(6, 2),
+            reward=1.0,
+        ),
+    ]
+    (sample,) = flat(group(trajectory))
+    # Inputs 2 and 3 predict tokens 4 and 5, which the first call sampled.
+    assert sample.rollout_routed_experts is not None
+    assert sample.rollout_routed_experts[:, 0, 0].tolist() == [2, 2, 1, 1, 2, 2]
+    with pytest.raises(BatchError, match="routed_experts has 5 rows for 5 tokens"):
+        to_samples([group([step(routed_experts=routed(5, 1), reward=1.0)])])
+    mixed = group([step("a", routed_experts=routed(4, 1), reward=1.0)], [step("b", reward=1.0)])
+    with pytest.raises(BatchError, match="for all or none"):
+        to_samples([mixed])
+
+
+def test_media_are_those_of_the_call_and_rows_with_media_are_not_merged() -> None:
+    first, second = {"pixel_values": np.ones(3)}, {"pixel_values": np.ones(6)}
+    trajectory = [
+        step(index=0, multi_modal_data=first),
+        step(
+            index=1,
+            prompt_ids=[1, 2, 3, 4, 5, 9],
+            response_ids=[6],
+            multi_modal_data=second,
+            reward=1.0,
+        ),
+    ]
+    a, b = flat(group(trajectory))
+    assert (a.multimodal_train_inputs, b.multimodal_train_inputs) == (first, second)
+    assert (a.loss_mask, b.loss_mask) == ([1, 1], [1])
+    raw = [step(multi_modal_data={"images": ["cat.png"]}, reward=1.0)]
+    with pytest.raises(BatchError, match="processed media"):
+        to_samples([group(raw)])
+
+
+# -- train data --------------------------------------------------------------------------------
+
+
+def test_the_train_data_of_two_rollouts_is_what_slime_splits_over_its_ranks() -> None:
+    steps = [*branching("a", reward=1.0), step("b", response_ids=[6], reward=0.0)]
+    data = SlimeBackend().convert(steps)
+    a = 0.5 / (math.sqrt(0.5) + 1e-6)
+    assert data["rewards"] == pytest.approx([a, a, a, -a], abs=1e-12)
+    del data["rewards"]
+    assert data.pop("rollout_log_probs")[0] == pytest.approx([-0.1, 0, -0.2, -0.3])
+    assert data == {
+        "tokens": [[1, 2, 3, 9, 4, 5], [1, 2, 3, 6], [7, 8, 8], [1, 2, 3, 6]],
+        "response_lengths": [4, 1, 2, 1],
+        "raw_reward": [1.0, 1.0, 1.0, 0.0],
+        "truncated": [0, 0, 1, 0],
+        "sample_indices": [0, 0, 0, 1],
+        "rollout_ids": [0, 0, 0, 1],
+        "loss_masks": [[1, 0, 1, 1], [1], [1, 1], [1]],
+        "rollout_mask_sums": [6, 6, 6, 1],
+        "source_names": ["unknown"] * 4,
+        "weight_versions": [["0", "2", "3"], ["0"], ["0"], ["0"]],
+    }
+
+
+def test_steps_may_come_in_any_order() -> None:
+    steps = steps_of(random_groups(8))
+    straight, turned = SlimeBackend().convert(steps), SlimeBackend().convert(steps[::-1])
+    key = "tokens", "rewards", "loss_masks", "rollout_mask_sums"
+
+    def rows(data: dict[str, list[Any]]) -> list[Any]:
+        return sorted(zip(*(data[k] for k in key), strict=True))
+
+    assert [r[0] for r in rows(straight)] == [r[0] for r in rows(turned)]
+    assert [r[2:] for r in rows(straight)] == [r[2:] for r in rows(turned)]
+    assert [r[1] for r in rows(straight)] == pytest.approx([r[1] for r in rows(turned)])
+
+
+def test_nothing_to_train_is_an_error_that_says_why() -> None:
+    with pytest.raises(BatchError, match="no steps"):
+        SlimeBackend().convert([])
+    with pytest.raises(BatchError, match=r"can be trained: \{'no_log_probs': 2\}"):
+        SlimeBackend().convert([step(rollout_log_probs=None, reward=1.0)])
+
+
+# -- rewards -----------------------------------------------------------------------------------
+
+
+def rewards_of(groups: list[Group], **args: Any) -> dict[str, float]:
+    """Normalised reward by trajectory."""
+    samples = to_samples(groups).flat
+    _, rewards = post_process_rewards(SlimeBackend(**args), samples)
+    found: dict[str, float] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        assert found.setdefault(sample.metadata["trajectory_uid"], reward) == reward
+    return found
+
+
+def test_a_trajectory_counts_once_in_its_group_however_many_samples_it_has() -> None:
+    bushy = group(branching("a", reward=1.0), [step("b", reward=0.0)], [step("c", reward=0.0)])
+    plain = group([step("a", reward=1.0)], [step("b", reward=0.0)], [step("c", reward=0.0)])
+    assert len(flat(bushy)) == 5
+    assert rewards_of([bushy]) == rewards_of([plain])
+    # By samples the mean would be 3/5.
+    assert rewards_of([bushy], grpo_std_normalization=False)["a"] == pytest.approx(2 / 3)
+
+
+def test_groups_of_different_sizes_are_each_normalised_within_themselves() -> None:
+    two = group([step("a", reward=10.0)], [step("b", reward=12.0)])
+    three = group(
+        [step("c", reward=0.0)], [step("d", reward=0.0)], [step("e", reward=3.0)], uid="q"
+    )
+    found = rewards_of([two, three], grpo_std_normalization=False)
+    assert found == pytest.approx({"a": -1, "b": 1, "c": -1, "d": -1, "e": 2})
+
+
+def test_equal_rewards_give_exactly_zero_and_a_group_of_one_keeps_its_own() -> None:
+    same = group(*([step(str(i), reward=0.1)] for i in range(3)))
+    alone = group([step("alone", reward=0.7)], uid="q")
+    assert rewards_of([same, alone]) == {"0": 0, "1": 0, "2": 0, "alone": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"advantage_estimator": "reinforce_plus_plus_baseline"}, 0.5),
+        ({"advantage_estimator": "ppo"}, 1.0),
+        ({"advantage_estimator": "reinforce_plus_plus"}, 1.0),
+        ({"rewards_normalization": False}, 1.0),
+        ({"advantage_estimator": "gspo"}, 0.7071058),
+    ],
+)
+def test_what_is_normalised_depends_on_slimes_arguments(
+    args: dict[str, Any], expected: float
+) -> None:
+    both = group([step("a", reward=1.0)], [step("b", reward=0.0)])
+    assert rewards_of([both], **args)["a"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_samples_of_one_rollout_with_different_rewards_are_refused() -> None:
+    samples = flat(group(branching()))
+    samples[1].reward = 0.0
+    with pytest.raises(BatchError, match=r"rollout 0 have rewards 1.0 and 0.0"):
+        post_process_rewards(SlimeBackend(), samples)
+
+
+def test_samples_of_slimes_own_rollouts_are_rollouts_of_their_own() -> None:
+    samples = [SlimeSample(group_index=0, reward=r) for r in (1.0, 1.0, 0.0, 0.0)]
+    _, rewards = post_process_rewards(SlimeBackend(grpo_std_normalization=False), samples)
+    assert rewards == [0.5, 0.5, -0.5, -0.5]
+
+
+# -- slime's loss ------------------------------------------------------------------------------
+
+
+def slime_loss(data: dict[str, list[Any]], values: list[torch.Tensor], n_rollouts: int) -> Any:
+    """Per-token `values` as slime reduces them; cp_utils.get_sum_of_sample_mean with
+    `sample_denoms=rollout_mask_sums`, then loss.loss_function over `step_global_batch_size`."""
+    terms = [
+        (x * torch.tensor(mask)).sum() / max(denominator, 1)
+        for x, mask, denominator in zip(
+            values, data["loss_masks"], data["rollout_mask_sums"], strict=True
+        )
+    ]
+    return torch.stack(terms).sum() / n_rollouts
+
+
+def test_each_trajectory_weighs_the_same_in_slimes_loss_whatever_its_shape() -> None:
+    steps = steps_of(random_groups(8))
+    data = SlimeBackend().convert(steps)
+    uids = sorted({s.trajectory_uid for s in steps})
+    weights = [
+        torch.ones(n, dtype=torch.float64, requires_grad=True) for n in data["response_lengths"]
+    ]
+    slime_loss(data, weights, len(uids)).backward()
+    by_rollout: Counter[int] = Counter()
+    for rollout_id, w in zip(data["rollout_ids"], weights, strict=True):
+        by_rollout[rollout_id] += float(w.grad.sum())  # type: ignore[union-attr]
+    assert len(by_rollout) == len(uids)
+    assert list(by_rollout.values()) == pytest.approx([1 / len(uids)] * len(uids))
+
+
+# -- the backend -------------------------------------------------------------------------------
+
+
+def test_the_backend_is_found_by_name_and_says_how_it_is_used() -> None:
+    found = backend_class("slime")
+    assert found is SlimeBackend
+    assert isinstance(found.build(grpo_std_normalization=False), SlimeBackend)
+    with pytest.raises(BackendConfigError, match="--rollout-function-path"):
+        found.build("config", "model")
+
+
+def test_groups_of_steps_are_those_of_the_pool() -> None:
+    groups = random_groups(8)
+    again = groups_of(steps_of(groups))
+    assert [(g.prompt_uid, [t.steps for t in g.trajectories]) for g in again] == [
+        (g.prompt_uid, [t.steps for t in g.trajectories]) for g in groups
+    ]

@@ -1,0 +1,169 @@
+"""What slime's own code makes of our samples: `make test-slime` runs it."""
+
+from __future__ import annotations
+
+import uuid
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from backends.slime_backend import SlimeBackend, train_data
+from backends.slime_samples import as_slime, to_samples
+from datapool import DataPoolClient, PoolConfig, start_data_pool
+from tests.backends.random_groups import random_groups
+from tests.backends.slime_itself import HAS_SLIME, advantages, rollout_manager, slime
+from trainer.advantage_config import AdvantageConfig
+from trainer.advantages import compute_advantages
+from trainer.slime_data import PoolDataSource
+from trainer.slime_rollout import REWARD_HOOK, generate_rollout
+
+pytestmark = pytest.mark.skipif(not HAS_SLIME, reason="make test-slime runs it, where slime is")
+
+
+@pytest.fixture
+def args() -> Namespace:
+    """As slime's parser leaves them, as far as they are read here."""
+    return Namespace(
+        advantage_estimator="grpo",
+        rewards_normalization=True,
+        grpo_std_normalization=True,
+        custom_reward_post_process_path=REWARD_HOOK,
+        reward_key=None,
+        rollout_top_p=1.0,
+        rollout_temperature=1.0,
+        rollout_batch_size=4,
+        n_samples_per_prompt=6,
+        global_batch_size=24,
+        use_dynamic_batch_size=True,
+        max_tokens_per_gpu=64,
+        balance_by_flops=False,
+        balance_data=False,
+        load_debug_rollout_data=None,
+        save_debug_rollout_data=None,
+        debug_rollout_only=False,
+        ci_test=False,
+        custom_rollout_log_function_path=None,
+        custom_eval_rollout_log_function_path=None,
+        log_reward_category=None,
+        log_passrate=False,
+        sglang_speculative_algorithm=None,
+        rollout_num_gpus=0,
+        wandb_always_use_train_step=False,
+        use_wandb=False,
+        use_tensorboard=False,
+        rollout_global_dataset=True,
+        save_interval=1,
+        async_save=False,
+        num_rollout=10,
+        save=None,
+        load=None,
+        prompt_data=None,
+        debug_train_only=False,
+    )
+
+
+def test_a_sample_is_slimes_own_class_and_survives_its_dictionary() -> None:
+    sample_class = slime("utils.types").Sample
+    for ours in to_samples(random_groups(16)).flat:
+        theirs = as_slime(ours)
+        assert type(theirs) is sample_class
+        assert sample_class.from_dict(theirs.to_dict()) == theirs
+        kept = {k: v for k, v in theirs.to_dict().items() if k in ours.to_dict()}
+        assert kept == ours.to_dict()
+        theirs._validate_response_metadata_lengths()
+        assert theirs.effective_response_length == sum(ours.loss_mask or [])
+
+
+@pytest.mark.parametrize("group_size", [None, 6])
+def test_slimes_conversion_gives_our_train_data(args: Namespace, group_size: int | None) -> None:
+    ours = to_samples(random_groups(), group_size=group_size).flat
+    theirs = rollout_manager(args)._convert_samples_to_train_data([as_slime(s) for s in ours])
+    expected = train_data(SlimeBackend(), ours)
+    assert expected.keys() - theirs.keys() == {"weight_versions"}
+    assert theirs == {name: expected[name] for name in theirs}
+
+
+def test_slimes_advantages_are_stepwells_however_many_samples_a_trajectory_has() -> None:
+    groups = random_groups()
+    samples = to_samples(groups).flat
+    batch = compute_advantages(groups, AdvantageConfig())
+    wanted = {}
+    for step, first in zip(batch.steps, batch.offsets.tolist(), strict=False):
+        wanted[step.trajectory_uid] = float(batch.columns["advantages"][first])
+    found = advantages(train_data(SlimeBackend(), samples))
+    for sample, values in zip(samples, found, strict=True):
+        expected = torch.full_like(values, wanted[sample.metadata["trajectory_uid"]])
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_slimes_own_normalisation_is_another_one_which_is_why_there_is_a_hook(
+    args: Namespace,
+) -> None:
+    samples = [as_slime(s) for s in to_samples(random_groups()).flat]
+    manager = rollout_manager(args)
+    _, hooked = manager._post_process_rewards(samples)
+    manager.custom_reward_post_process_func = None
+    _, plain = manager._post_process_rewards(samples)
+    assert max(abs(a - b) for a, b in zip(hooked, plain, strict=True)) > 0.1
+
+
+# -- the whole way -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool_name() -> Iterator[str]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    name = uuid.uuid4().hex
+    handle = start_data_pool(PoolConfig(), name=name)
+    yield name
+    ray.kill(handle)
+    ray.shutdown()
+
+
+async def submit(name: str, channel: str) -> None:
+    pool = DataPoolClient.connect(name)
+    for group in random_groups(8):
+        await pool.open_group(group.prompt_uid, len(group.trajectories), channel=channel)
+        for trajectory in group.trajectories:
+            await pool.submit_steps(trajectory.steps, channel)
+
+
+async def test_slimes_rollout_manager_runs_on_the_pool(
+    args: Namespace, pool_name: str, tmp_path: Path
+) -> None:
+    """`generate` as slime's loop calls it: rollout, checks, metrics, conversion, split over ranks;
+    then `save`, and `eval`."""
+    await submit(pool_name, "train")
+    await submit(pool_name, "val")
+    args.save = args.load = str(tmp_path)
+    args.stepwell_pool = pool_name
+    # The random groups have both; slime scores at one, and masks the other's steps.
+    args.rollout_temperature = 0.7
+    source = PoolDataSource(args)
+    manager: Any = rollout_manager(args, source, generate_rollout)
+    manager.eval_generate_rollout = generate_rollout
+    manager.train_parallel_config = {
+        "dp_size": 2,
+        "cp_size": 1,
+        "vpp_size": 1,
+        "microbatch_group_size_per_vp_stage": 1,
+    }
+    manager.load(-1)
+    for rollout_id in (0, 1):
+        shares = [ray.get(box.inner) for box in manager.generate(rollout_id)]
+        rollouts = {r for share in shares for r in share["rollout_ids"]}
+        assert rollouts == set(range(24 * rollout_id, 24 * rollout_id + 24))
+        assert all(share["global_batch_sizes"] == [24] for share in shares)
+        trained = sum(int(mask.sum()) for share in shares for mask in share["loss_masks"])
+        assert trained > 0
+        manager.save(rollout_id)
+    manager.eval(2)
+    pool = DataPoolClient.connect(pool_name)
+    for channel in ("train", "val"):
+        assert (await pool.get_statistics(channel))["groups"]["acked"] == 8
+    source.pool.close()

@@ -1,0 +1,349 @@
+"""The publication transaction against simulated replicas: every interleaving that chance finds.
+
+The replicas are processes in the model only: they die at any await, are started again by a
+supervisor that keeps to the store's lock (as `engines/supervisor.py` does), and are asked through
+the methods of `EngineClient` that a publication uses. Real processes:
+`benchmarks/publication_kills.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.errors import (
+    EngineError,
+    EngineInternalError,
+    EngineRequestError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+    WeightUpdateError,
+)
+from backends.weights import WeightStore, publish
+from backends.weights import transaction as module
+
+
+class Replica:
+    """A simulated engine process behind an address, and its supervisor."""
+
+    def __init__(self, url: str, store: WeightStore, steps: Callable[[], int] = lambda: 1) -> None:
+        self.url = url
+        self.store = store
+        self.steps = steps
+        """Awaits within a request: where a kill can fall."""
+        self.alive = True
+        self.paused = False
+        self.version = 0
+        self.path = "base"
+        self.hashes: dict[str, str] | None = None
+        self.fails: dict[str, EngineError] = {}
+        """Method -> what it raises, the process staying as it is."""
+        self.fails_once: dict[str, EngineError] = {}
+        self.calls: list[str] = []
+        self.incarnation = 0
+
+    @property
+    def serves(self) -> bool:
+        return self.alive and not self.paused
+
+    def kill(self) -> None:
+        self.alive = False
+        self.incarnation += 1
+
+    async def _request(self, name: str) -> None:
+        self.calls.append(name)
+        born = self.incarnation
+        if not self.alive:
+            raise EngineUnavailableError("connect call failed", refused=True)
+        for _ in range(self.steps()):
+            await asyncio.sleep(0)
+            if self.incarnation != born:
+                raise EngineUnavailableError("reset by peer")
+        if name in self.fails_once:
+            raise self.fails_once.pop(name)
+        if name in self.fails:
+            raise self.fails[name]
+
+    async def supervise(self) -> None:
+        """Start the process again whenever it is dead, for ever."""
+        while True:
+            await asyncio.sleep(0)
+            if self.alive:
+                continue
+            launched = self.store.current()
+            for _ in range(self.steps()):
+                await asyncio.sleep(0)
+            self.version = launched.version if launched else 0
+            self.paused, self.alive = True, True
+            born = self.incarnation
+            while self.incarnation == born and self.paused:
+                with self.store.lock.tried() as mine:
+                    if mine:
+                        current = self.store.current()
+                        for _ in range(self.steps()):
+                            await asyncio.sleep(0)
+                        if self.incarnation == born:
+                            self.version = current.version if current else 0
+                            self.paused = False
+                            break
+                await asyncio.sleep(0)
+
+    # -- what a publication asks ----------------------------------------------------------------
+
+    async def model_info(self) -> dict[str, str]:
+        await self._request("model_info")
+        return {"model_path": self.path, "weight_version": str(self.version)}
+
+    async def server_info(self) -> dict[str, Any]:
+        await self._request("server_info")
+        return {"device": "cuda", "dtype": "float32"}
+
+    async def weight_version(self) -> int:
+        return int((await self.model_info())["weight_version"])
+
+    async def weight_hashes(self) -> list[dict[str, Any]] | None:
+        await self._request("weight_hashes")
+        if self.hashes is None:
+            return None
+        return [{"checksums": self.hashes, "parallelism_info": [{"tp_rank": 0}]}]
+
+    async def pause(self, mode: str, timeout_s: float | None = None) -> None:
+        await self._request("pause")
+        self.paused = True
+
+    async def continue_(self) -> None:
+        await self._request("continue")
+        self.paused = False
+
+    async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
+        await self._request(f"load {version}")
+        self.path, self.version = path, int(version)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WeightStore:
+    return WeightStore(tmp_path, keep=1000)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FENCE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "_FENCE_RETRY_S", 0.0)
+    monkeypatch.setattr(module, "_LOCK_RETRY_S", 0.0)
+
+
+def three(store: WeightStore) -> list[Replica]:
+    return [Replica(f"http://{name}", store) for name in "abc"]
+
+
+async def put(replicas: list[Replica], version: int, store: WeightStore, **options: Any) -> Any:
+    return await publish(replicas, f"v{version}", version, store=store, **options)  # type: ignore[arg-type]  # the methods it asks for
+
+
+async def test_a_replica_that_is_gone_is_fenced_and_the_others_get_the_version(
+    store: WeightStore,
+) -> None:
+    a, b, c = replicas = three(store)
+    c.kill()
+    done = await put(replicas, 1, store)
+    assert list(done.fenced) == [c.url]
+    assert "is gone" in done.fenced[c.url]
+    assert [r.version for r in (a, b)] == [1, 1]
+    assert a.serves
+    assert b.serves
+    assert json.loads((store.folder / "current.json").read_text())["version"] == 1
+
+
+async def test_nothing_is_committed_when_every_replica_is_gone(store: WeightStore) -> None:
+    replicas = three(store)
+    for replica in replicas:
+        replica.kill()
+    with pytest.raises(WeightUpdateError, match="any replica"):
+        await put(replicas, 1, store)
+    assert store.current() is None
+
+
+async def test_a_replica_that_cannot_be_shown_to_be_gone_stops_the_commit(
+    store: WeightStore,
+) -> None:
+    """It may be cut off and serve on: the version must not be committed past it."""
+    a, b, c = replicas = three(store)
+    c.fails["load 1"] = EngineTimeoutError("no answer")
+    c.fails["pause"] = EngineTimeoutError("no answer")
+    c.fails["model_info"] = EngineTimeoutError("no answer")
+    with pytest.raises(WeightUpdateError, match="no answer"):
+        await put(replicas, 1, store)
+    assert store.current() is None
+    assert [r.version for r in (a, b)] == [0, 0]
+    assert a.serves
+    assert b.serves
+
+
+async def test_a_replica_that_does_not_answer_but_is_paused_is_left_out_and_brought_back(
+    store: WeightStore,
+) -> None:
+    a, _, c = replicas = three(store)
+    c.fails["load 1"] = EngineTimeoutError("no answer")
+
+    async def healed(phase: str, when: str) -> None:
+        if (phase, when) == ("commit", "after"):
+            assert c.paused
+            assert c.version == 0
+            c.fails.clear()
+
+    done = await put(replicas, 1, store, hook=healed)
+    assert done.fenced == {}
+    assert [r.version for r in (a, c)] == [1, 1]
+    assert c.serves
+
+
+async def test_one_that_stays_silent_stays_paused(store: WeightStore) -> None:
+    _, _, c = replicas = three(store)
+    c.fails["load 1"] = EngineTimeoutError("no answer")
+    done = await put(replicas, 1, store)
+    assert "is paused" in done.fenced[c.url]
+    assert not c.serves
+    c.fails.clear()
+    done = await put(replicas, 2, store)  # the next publication brings it along
+    assert done.fenced == {}
+    assert c.version == 2
+    assert c.serves
+
+
+@pytest.mark.parametrize("error", [EngineRequestError("disk is full"), EngineInternalError("500")])
+async def test_one_that_lives_and_refuses_rolls_all_back(
+    store: WeightStore, error: EngineError
+) -> None:
+    _, b, _ = replicas = three(store)
+    await put(replicas, 1, store)
+    b.fails["load 2"] = error
+    with pytest.raises(WeightUpdateError) as e:
+        await put(replicas, 2, store)
+    assert e.value.replica == b.url
+    assert e.value.serving == dict.fromkeys((r.url for r in replicas), 1)
+    assert all(r.serves and r.version == 1 for r in replicas)
+    current = store.current()
+    assert current is not None
+    assert current.version == 1
+
+
+async def test_replicas_of_one_layout_that_differ_are_not_committed(store: WeightStore) -> None:
+    a, b, c = replicas = three(store)
+    a.hashes = b.hashes = {"w": "01"}
+    c.hashes = {"w": "02"}
+    with pytest.raises(WeightUpdateError, match="tensor w differs") as e:
+        await put(replicas, 1, store)
+    assert e.value.replica == c.url
+    c.hashes = a.hashes
+    done = await put(replicas, 1, store)
+    assert set(done.verified.values()) == {"agreement"}
+
+
+async def test_a_rollback_goes_to_what_is_committed_not_to_what_a_replica_had(
+    store: WeightStore,
+) -> None:
+    """Paused at 1 by its supervisor while 2 was committed without it: it must not serve 1 again."""
+    a, b, _ = replicas = three(store)
+    store.commit(2, "v2")
+    for replica in replicas:
+        replica.version = 2
+    b.version, b.paused = 1, True
+    a.fails["load 3"] = EngineRequestError("disk is full")
+    with pytest.raises(WeightUpdateError):
+        await put(replicas, 3, store)
+    assert all(r.version == 2 for r in replicas if r.serves)
+    assert b.serves
+
+
+async def test_an_unpaused_sglang_that_could_not_flush_is_paused_and_told_again(
+    store: WeightStore,
+) -> None:
+    a, b, _ = replicas = three(store)
+    a.fails_once["load 1"] = EngineRequestError(
+        "Weights were updated, but the cache was not flushed because requests are still running"
+    )
+    done = await put(replicas, 1, store, mode="drain")
+    assert done.fenced == {}
+    assert all(r.serves and r.version == 1 for r in replicas)
+    assert a.calls.count("load 1") == 2
+    assert "pause" in a.calls
+    assert "pause" not in b.calls
+
+
+async def test_even_an_error_that_nobody_expected_leaves_no_engine_paused(
+    store: WeightStore,
+) -> None:
+    replicas = three(store)
+
+    async def broken(phase: str, when: str) -> None:
+        if (phase, when) == ("verify", "before"):
+            raise RuntimeError("a bug")
+
+    with pytest.raises(WeightUpdateError, match="a bug"):
+        await put(replicas, 1, store, hook=broken)
+    assert all(r.serves and r.version == 0 for r in replicas)
+
+
+async def test_a_publication_waits_for_a_supervisor_that_brings_its_engine_up_to_date(
+    store: WeightStore,
+) -> None:
+    replicas = three(store)
+    with store.lock.tried() as mine:
+        assert mine
+        publication = asyncio.ensure_future(put(replicas, 1, store))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not any(r.calls for r in replicas)
+    await publication
+    assert all(r.version == 1 for r in replicas)
+
+
+@pytest.mark.parametrize("mode", ["retract", "drain"])
+@pytest.mark.parametrize("seed", range(8))
+async def test_no_replica_serves_an_old_version_after_a_commit_however_they_are_killed(
+    store: WeightStore, seed: int, mode: Any
+) -> None:
+    """Thirty publications each, with kills at random awaits of random replicas all the while."""
+    chance = random.Random(seed)
+    steps = lambda: chance.randint(1, 6)  # noqa: E731 - a one-line draw
+    replicas = [Replica(f"http://{i}", store, steps) for i in range(3)]
+    supervisors = [asyncio.ensure_future(r.supervise()) for r in replicas]
+    committed, watching, stale, kills = 0, True, [], 0
+
+    async def watch() -> None:
+        while watching:
+            current = store.current()
+            now = current.version if current else 0
+            stale.extend((r.url, r.version, now) for r in replicas if r.serves and r.version < now)
+            await asyncio.sleep(0)
+
+    async def shoot() -> None:
+        nonlocal kills
+        while watching:
+            for _ in range(chance.randint(5, 60)):
+                await asyncio.sleep(0)
+            victim = chance.choice(replicas)
+            kills += victim.alive
+            victim.kill()
+
+    tasks = [asyncio.ensure_future(watch()), asyncio.ensure_future(shoot())]
+    for version in range(1, 31):
+        with suppress(WeightUpdateError):
+            await put(replicas, version, store, mode=mode)
+            committed += 1
+        for _ in range(30):
+            await asyncio.sleep(0)
+    watching = False
+    await asyncio.gather(*tasks)
+    for supervisor in supervisors:
+        supervisor.cancel()
+    assert stale == []
+    assert kills >= 15
+    assert committed >= 5

@@ -1,0 +1,34 @@
+"""A run whose engine lends its memory at every step, and generates through a router."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import small_config
+from trainer.run import train
+
+pytestmark = pytest.mark.e2e
+
+
+async def test_a_run_trains_while_its_engine_lends_its_memory_behind_a_router(
+    tmp_path: Path,
+) -> None:
+    config = small_config(
+        tmp_path,
+        "engine.release_memory=true",
+        "engine.router=launch",
+        "async_training.trigger_parameter_sync_step=1",
+        "trainer.total_steps=3",
+        "trainer.eval_every=0",
+        "trainer.eval_rollouts=1",
+    )
+    summary = await train(config)
+    assert summary["optimizer_steps"] == 3
+    assert summary["log_prob_gap_max"] < 1e-3  # what came back are the weights that were lent
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["policy_version"] for r in records] == [1, 2, 3]
+    assert all(r["time/hand_over_s"] > 0 for r in records)
+    assert (tmp_path / "logs" / "router.log").exists()

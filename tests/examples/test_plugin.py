@@ -1,0 +1,148 @@
+"""The example plug-in, installed as a user would, and used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from backends.base import build_backend
+from backends.config import EngineConfig
+from backends.engines.supervisor import Supervisor
+from backends.errors import BackendConfigError
+from backends.registry import BACKENDS, ENGINES
+from datapool import DataPool, PoolConfig, Step
+from trainer.cli import main
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+OFFLINE = ("--no-deps", "--no-index", "--no-build-isolation")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the plug-in has been installed."""
+    folder = tmp_path_factory.mktemp("plugin")
+    source, target = folder / "source", folder / "site"
+    shutil.copytree(EXAMPLES / "plugin", source)  # a build leaves files in its source
+    subprocess.run([*PIP, *OFFLINE, "--target", str(target), str(source)], check=True)
+    return target
+
+
+@pytest.fixture(autouse=True)
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(site))
+
+
+def step(trajectory: str, prompt: list[int], response: list[int], **fields: object) -> Step:
+    known = {"prompt_uid": "p", "rollout_log_probs": [-0.5] * len(response)} | fields
+    return Step(trajectory_uid=trajectory, prompt_ids=prompt, response_ids=response, **known)
+
+
+def read(paths: list[Path]) -> list[dict[str, object]]:
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def test_the_command_lists_both_with_their_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backends"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    rows = {line.split()[0]: line for line in lines}
+    for name in ("jsonl", "background"):
+        assert "ready" in rows[name]
+        assert "stepwell-example 0.1.0" in rows[name]
+    assert "built in" in rows["torch"]
+
+
+def test_a_conversation_is_one_line_and_its_reward_counts_once(tmp_path: Path) -> None:
+    steps = [
+        step("t", [7, 8], [9], reward=0.25, policy_version=5),
+        step("t", [7, 8, 9, 3], [5, 6], reward=1.0, step_index=1, policy_version=4),
+    ]
+    (line,) = read(build_backend("jsonl", tmp_path).convert(steps))  # type: ignore[attr-defined]
+    assert line == {
+        "prompt_uid": "p",
+        "trajectory_uid": "t",
+        "reward": 1.25,
+        "policy_version": 4,
+        "input_ids": [7, 8, 9, 3, 5, 6],
+        "loss_mask": [0, 0, 1, 0, 1, 1],
+        "rollout_log_probs": [None, None, -0.5, None, -0.5, -0.5],
+    }
+
+
+def test_branches_share_a_reward_and_train_each_token_once(tmp_path: Path) -> None:
+    steps = [
+        step("t", [1], [2]),
+        step("t", [1, 2, 3], [4], step_index=1),
+        step("t", [1, 2, 5], [6], step_index=2, reward=1.0),
+    ]
+    lines = read(build_backend("jsonl", tmp_path).convert(steps))  # type: ignore[attr-defined]
+    assert [line["loss_mask"] for line in lines] == [[0, 1, 0, 1], [0, 0, 0, 1]]
+    assert [line["reward"] for line in lines] == [1.0, 1.0]
+
+
+def test_what_is_not_known_is_null_and_never_zero(tmp_path: Path) -> None:
+    (line,) = read(
+        build_backend("jsonl", tmp_path).convert(  # type: ignore[attr-defined]
+            [step("t", [1], [2], rollout_log_probs=None)]
+        )
+    )
+    assert (line["reward"], line["rollout_log_probs"]) == (None, [None, None])
+    assert line["loss_mask"] == [0, 1]
+
+
+def test_a_group_that_the_pool_delivers_again_replaces_its_file(tmp_path: Path) -> None:
+    pool = DataPool(PoolConfig())
+    for prompt in ("p1", "p2"):
+        pool.open_group(prompt, 2, now=0.0)
+        for i in range(2):
+            uid = f"{prompt}-{i}"
+            pool.submit_step(step(uid, [1], [2], prompt_uid=prompt, reward=float(i)), now=0.0)
+            pool.complete_trajectory(uid, now=0.0)
+    backend = build_backend("jsonl", tmp_path)
+    first = pool.lease_batch(batch_size=1, now=0.0)
+    backend.convert(first.steps)
+    pool.nack(first.lease_id, now=0.0)  # the exporter was killed before its ack
+    for _ in range(2):
+        lease = pool.lease_batch(batch_size=1, now=0.0)
+        backend.convert(lease.steps)
+        pool.ack(lease.lease_id, now=0.0)
+    lines = read(sorted(tmp_path.iterdir()))
+    assert sorted(str(line["trajectory_uid"]) for line in lines) == ["p1-0", "p1-1", "p2-0", "p2-1"]
+
+
+def test_a_training_run_with_it_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["trainer.backend=jsonl", f"run.dir={tmp_path / 'run'}", "logging.console=quiet"]
+    assert main(["train", "--config", "quickstart", *overrides]) == 1
+    assert "'jsonl', which does not implement compute_log_probs" in capsys.readouterr().err
+
+
+def test_its_engine_serves_at_low_priority(tmp_path: Path) -> None:
+    config = EngineConfig(
+        kind="background", model_path=EXAMPLES / "quickstart" / "model", startup_timeout_s=240
+    )
+    supervisor = Supervisor(config, tmp_path)
+    try:
+        supervisor.start()
+        engine = psutil.Process(supervisor.pid)
+        assert engine.nice() == min(19, psutil.Process().nice() + 10)
+        assert engine.environ()["OMP_WAIT_POLICY"] == "passive"
+    finally:
+        supervisor.stop()
+
+
+def test_without_the_package_its_names_are_unknown(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(site)])
+    with pytest.raises(BackendConfigError, match="is 'jsonl'"):
+        BACKENDS.check("jsonl")
+    with pytest.raises(BackendConfigError, match="is 'background'"):
+        ENGINES.check("background")

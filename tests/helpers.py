@@ -1,0 +1,38 @@
+"""What tests of several packages need: a server on a free port, and a process's end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psutil
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+
+@asynccontextmanager
+async def serving_posts(path: str, answer: Handler) -> AsyncIterator[str]:
+    """The address of a server that answers POSTs at `path`: http://127.0.0.1:PORT."""
+    app = web.Application()
+    app.router.add_post(path, answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+async def gone(pid: int) -> bool:
+    """Whether the process ended, by now or within some seconds."""
+    for _ in range(1000):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        await asyncio.sleep(0.01)
+    return False

@@ -1,0 +1,216 @@
+"""Rewards over HTTP, against real servers: what is sent, what is tried again, what is missing."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.helpers import serving_posts
+from trainer.rewards import RewardCrashError, RewardLoadError, RewardValueError, load_reward
+from trainer.rewards import score_with as _score_with
+from trainer.rewards.base import close
+
+Reply = Any
+"""A status, a body, or a function of the request's body."""
+
+
+class Server:
+    """Answers the n-th request with the n-th reply, the last one over again; keeps the bodies."""
+
+    def __init__(self, *replies: Reply) -> None:
+        self.replies = replies
+        self.bodies: list[Any] = []
+        self.headers: list[dict[str, str]] = []
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        reply = self.replies[min(len(self.bodies), len(self.replies) - 1)]
+        self.bodies.append(await request.json())
+        self.headers.append(dict(request.headers))
+        if reply == "drop":
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
+        if isinstance(reply, tuple):
+            return web.json_response({"error": "no"}, status=reply[0], headers=reply[1])
+        if callable(reply):
+            reply = reply(self.bodies[-1])
+        return web.json_response(reply)
+
+
+@asynccontextmanager
+async def serving(*replies: Reply) -> AsyncIterator[Server]:
+    server = Server(*replies)
+    async with serving_posts("/{path:.*}", server.answer) as address:
+        server.url = f"{address}/v1"
+        yield server
+
+
+async def score(name: str, extra: dict[str, Any] | None = None, **kwargs: Any) -> float:
+    reward = load_reward(name, kwargs)
+    try:
+        return await _score_with(reward, "sums", "four", "4", extra or {"question": "2 + 2?"})
+    finally:
+        await close(reward)
+
+
+FAILED: tuple[int, dict[str, str]] = (503, {"Retry-After": "0"})
+
+
+async def test_a_remote_reward_is_sent_the_sample_and_gives_what_the_server_says() -> None:
+    async with serving(0.5, {"score": 0.25, "fluency": 1}) as server:
+        reward = load_reward("remote", {"url": server.url, "headers": {"X-Key": "k"}})
+        assert await _score_with(reward, "sums", "four", "4", {"question": "2 + 2?"}) == 0.5
+        assert await _score_with(reward, "sums", "four", "4", {}) == 0.25
+        await close(reward)
+    assert server.headers[0]["X-Key"] == "k"
+    assert server.bodies[0] == {
+        "data_source": "sums",
+        "solution_str": "four",
+        "ground_truth": "4",
+        "extra_info": {"question": "2 + 2?"},
+    }
+
+
+async def test_a_remote_reward_speaks_slimes_form_too() -> None:
+    async with serving(1) as server:
+        assert await score("remote", url=server.url, payload="slime") == 1.0
+    assert server.bodies == [{"prompt": "2 + 2?", "response": "four", "label": "4"}]
+
+
+@pytest.mark.parametrize("failure", [FAILED, (429, {"Retry-After": "0"}), "drop"])
+async def test_a_server_that_fails_for_a_while_is_asked_again(failure: Any) -> None:
+    async with serving(failure, failure, 0.5) as server:
+        assert await score("remote", url=server.url, max_retries=2, backoff_s=0.001) == 0.5
+        assert len(server.bodies) == 3
+
+
+async def test_a_server_that_keeps_failing_is_a_missing_score_not_zero() -> None:
+    async with serving(FAILED) as server:
+        with pytest.raises(RewardCrashError, match=r"answered 503: .*no"):
+            await score("remote", url=server.url, max_retries=2, backoff_s=0.001)
+        assert len(server.bodies) == 3
+
+
+async def test_a_request_that_is_refused_is_not_repeated() -> None:
+    async with serving((400, {})) as server:
+        with pytest.raises(RewardCrashError, match="answered 400"):
+            await score("remote", url=server.url)
+        assert len(server.bodies) == 1
+
+
+async def test_a_server_that_is_not_there_is_a_missing_score() -> None:
+    async with serving(1) as server:
+        url = server.url
+    with pytest.raises(RewardCrashError, match="gave no answer"):
+        await score("remote", url=url, max_retries=1, backoff_s=0.001)
+
+
+async def test_an_answer_that_is_no_score_is_a_missing_score() -> None:
+    async with serving({"detail": "ok"}) as server:
+        with pytest.raises(RewardValueError, match="'score'"):
+            await score("remote", url=server.url)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("remote", {}, "missing 1 required"),
+        ("remote", {"url": "rm:80"}, "begins with http"),
+        ("remote", {"url": "http://rm", "payload": "trl"}, "'verl' or 'slime'"),
+        ("llm_judge", {"base_url": "http://llm"}, "missing 1 required"),
+        ("llm_judge", {"base_url": "http://llm", "model": "m", "prompt": "{answer}"}, "answer"),
+        ("llm_judge", {"base_url": "http://llm", "model": "m", "verdict": "Score"}, "no group"),
+        ("llm_judge", {"base_url": "http://llm", "model": "m", "max_score": 0}, "larger than 0"),
+    ],
+)
+def test_wrong_settings_are_refused_at_the_start(
+    name: str, kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RewardLoadError, match=message):
+        load_reward(name, kwargs)
+
+
+# ── the judge ────────────────────────────────────────────────────────────────────────────────────
+
+
+def says(content: str | None) -> dict[str, Any]:
+    return {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "judge",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": content},
+                "finish_reason": "stop",
+            }
+        ],
+    }
+
+
+async def judged(*replies: Reply, **kwargs: Any) -> float:
+    async with serving(*replies) as server:
+        return await score(
+            "llm_judge", **{"base_url": server.url, "model": "judge", "max_retries": 0, **kwargs}
+        )
+
+
+@pytest.mark.parametrize(
+    ("verdict", "expected"),
+    [
+        ("It is right.\nScore: 10", 1.0),
+        ("Score: 2\nOn second thoughts\nScore: 7.5", 0.75),
+        ("**Score:** 5", 0.5),
+        ("Score: **0**", 0.0),
+    ],
+)
+async def test_the_judges_last_verdict_counts(verdict: str, expected: float) -> None:
+    assert await judged(says(verdict)) == expected
+
+
+async def test_the_judge_reads_question_truth_and_a_fenced_answer() -> None:
+    async with serving(says("Score: 10")) as server:
+        for _ in range(2):
+            await score("llm_judge", base_url=server.url, model="judge")
+        first, second = (b["messages"][0]["content"] for b in server.bodies)
+    assert server.bodies[0]["model"] == "judge"
+    assert server.bodies[0]["temperature"] == 0.0
+    for part in ("2 + 2?", "four", "\n4\n"):
+        assert part in first
+    assert first != second  # the fence is not to be guessed
+
+
+async def test_the_judge_sees_a_conversation_as_lines_and_braces_as_they_are() -> None:
+    async with serving(says("Score: 10")) as server:
+        task = {"messages": [{"role": "user", "content": r"\frac{1}{2}"}]}
+        await score("llm_judge", task, base_url=server.url, model="judge")
+    assert r"user: \frac{1}{2}" in server.bodies[0]["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("verdict", ["It is fine.", "", None, "Score: high", "Score: 11"])
+async def test_a_judge_without_a_verdict_is_a_missing_score_not_zero(verdict: str | None) -> None:
+    with pytest.raises(RewardCrashError, match=r"no verdict|not in \[0, 10\]"):
+        await judged(says(verdict))
+
+
+async def test_a_judge_that_fails_is_asked_again_and_then_missing() -> None:
+    retry = (503, {"retry-after-ms": "1"})
+    assert await judged(retry, says("Score: 10"), max_retries=1) == 1.0
+    with pytest.raises(RewardCrashError, match="the judge 'judge' gave no answer"):
+        await judged(retry)
+
+
+async def test_the_scale_the_prompt_and_the_pattern_are_ones_own() -> None:
+    prompt: Callable[[dict[str, Any]], Any] = lambda body: says(  # noqa: E731
+        "[[3]]" if body["messages"][0]["content"] == "Grade four against 4." else "?"
+    )
+    settings = {
+        "prompt": "Grade {solution_str} against {ground_truth}.",
+        "verdict": r"\[\[(\d)\]\]",
+        "max_score": 4,
+    }
+    assert await judged(prompt, **settings) == 0.75

@@ -1,0 +1,316 @@
+"""A trainer over a real pool in its own process, with everything slow replaced: rollouts that a
+test writes by hand, a backend that records its columns, an engine that remembers what it was told.
+
+Steps say which version "sampled" them as an engine would: the one it serves when the rollout ends
+(`version_spans` if it changed meanwhile), so that what a test sees of lag is what the trainer's
+order of things makes of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from backends.base import LossFn, TokenBatch, TrainingBackend
+from backends.weights import WeightStore
+from datapool import DataPoolActor, DataPoolClient, PoolConfig, Step, VersionSpan
+from datapool.types import GREEDY, TRAIN, VAL
+from trainer.checkpoint import CheckpointStore
+from trainer.config import RunConfig, load_config
+from trainer.data import PromptSource, Task
+from trainer.data_config import DataConfig
+from trainer.ledger import Ledger
+from trainer.loop import Trainer
+from trainer.rollout import Producer
+from trainer.run import build_critic
+from trainer.sampling import Pace, credit_limit, drops_surplus, train_channel
+from trainer.scoring import Scorer
+from trainer.validation import Evaluation
+
+SMALL = (
+    "logging.wandb=disabled",
+    "logging.console=quiet",
+    "trainer.groups_per_step=2",
+    "trainer.total_steps=4",
+    "trainer.eval_every=0",
+    "trainer.checkpoint_every=100",
+    "trainer.starvation_timeout_s=20",
+    "rollout.n=2",
+    "rollout.max_outstanding_groups=8",
+    "async_training.trigger_parameter_sync_step=1",
+    "async_training.partial_rollout=false",
+)
+"""Two groups of two rollouts a step, weights published after each."""
+
+Reward = Callable[[Task, int], float | None]
+
+
+class LocalPool:
+    """The pool's actor without Ray: what is asked and answered is pickled on its way, as there."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self._actor = DataPoolActor(config)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))
+            return pickle.loads(pickle.dumps(await getattr(self._actor, name)(*args, **kwargs)))
+
+        return call
+
+
+class FakeEngine:
+    """What `backends.weights.publish` asks of an engine."""
+
+    def __init__(self) -> None:
+        self.url = "http://fake"
+        self.version = 0
+        self.path = ""
+        self.calls: list[str] = []
+        self.changed = asyncio.Event()
+
+    async def model_info(self) -> dict[str, str]:
+        return {"model_path": self.path, "weight_version": str(self.version)}
+
+    async def weight_version(self) -> int:
+        return self.version
+
+    async def server_info(self) -> dict[str, str]:
+        return {"device": "fake"}
+
+    async def weight_hashes(self) -> None:
+        return None
+
+    async def pause(self, mode: str) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def continue_(self) -> None:
+        self.calls.append("continue")
+
+    async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
+        self.path, self.version = path, int(version)
+        self.calls.append(f"load {version}")
+        self.changed.set()
+
+    async def serves(self, version: int) -> None:
+        """Returns once it serves `version` or a later one."""
+        while self.version < version:
+            self.changed.clear()
+            await self.changed.wait()
+
+
+@dataclass
+class Rollouts:
+    """A worker whose rollouts end at once, unless `hold` says otherwise."""
+
+    pool: DataPoolClient
+    engine: FakeEngine
+    reward: Reward = lambda task, index: float(index)
+    hold: Callable[[Task, str], asyncio.Event | None] = lambda task, channel: None
+    """An event that the rollouts of a task wait for, begun but not ended."""
+    begun: Counter[int] = field(default_factory=Counter)
+    """Training groups by the version that they were begun under."""
+    begun_tasks: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    running: Counter[str] = field(default_factory=Counter)
+    most_running: Counter[str] = field(default_factory=Counter)
+    """Groups at once, by channel."""
+    cancelled: list[str] = field(default_factory=list)
+
+    async def run_group(
+        self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0
+    ) -> dict[str, int]:
+        first = self.engine.version
+        if channel == TRAIN:
+            self.begun[first] += 1
+            self.begun_tasks.append(task["instance_id"])
+        self.running[channel] += 1
+        self.most_running[channel] = max(self.most_running[channel], self.running[channel])
+        try:
+            if (event := self.hold(task, channel)) is not None:
+                await event.wait()
+            for index in range(n):
+                greedy = index >= n - n_greedy
+                await self._end(task, prompt_uid, index, channel, first, greedy)
+        except asyncio.CancelledError:
+            self.cancelled.append(task["instance_id"])
+            raise
+        finally:
+            self.running[channel] -= 1
+        self.ended.append(task["instance_id"])
+        return {"complete": n}
+
+    async def _end(
+        self, task: Task, prompt_uid: str, index: int, channel: str, first: int, greedy: bool
+    ) -> None:
+        uid, last = uuid.uuid4().hex, self.engine.version
+        spans = () if first == last else (VersionSpan(first, 0, 1), VersionSpan(last, 1, 2))
+        step = Step(
+            prompt_ids=[1, 2],
+            response_ids=[3, 4],
+            rollout_log_probs=[-0.5, -0.5],
+            trajectory_uid=uid,
+            prompt_uid=prompt_uid,
+            policy_version=first,
+            version_spans=spans,
+        )
+        await self.pool.submit_step(step, channel)
+        reward, mark = self.reward(task, index), {GREEDY: True} if greedy else None
+        await self.pool.complete_trajectory(uid, reward, mark, channel)
+
+
+class RecordingBackend(TrainingBackend):
+    """log π moves by 0.01 with every update; remembers the columns it is trained on."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self.scored = 0
+        """Calls of `compute_log_probs`."""
+        self.columns: list[dict[str, Tensor]] = []
+        self.steps: list[list[Step]] = []
+        """Of each update."""
+
+    def convert(self, steps: list[Step]) -> TokenBatch:
+        return TokenBatch.of(steps)
+
+    def compute_log_probs(self, batch: TokenBatch) -> Tensor:
+        self.scored += 1
+        return torch.full((batch.n_tokens,), -0.5 - 0.01 * self.updates)
+
+    def train_step(
+        self, batch: TokenBatch, loss_fn: LossFn, indices: Sequence[int] | None = None
+    ) -> dict[str, float]:
+        self.updates += 1
+        self.columns.append(dict(batch.columns))
+        self.steps.append([batch.steps[i] for i in indices or ()])
+        return {"loss": 0.0}
+
+    def save_weights(self, path: str | Path) -> None:
+        Path(path).mkdir(parents=True)
+        (Path(path) / "weights").write_text(str(self.updates))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates = state["updates"]
+
+
+@dataclass
+class SmallRun:
+    config: RunConfig
+    pool: DataPoolClient
+    engine: FakeEngine
+    rollouts: Rollouts
+    backend: RecordingBackend
+    source: PromptSource
+    producer: Producer
+    trainer: Trainer
+    val_tasks: list[Task]
+    records: list[dict[str, Any]] = field(default_factory=list)
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+    evaluations: list[Evaluation] = field(default_factory=list)
+
+    async def train(self, until: int | None = None) -> list[dict[str, Any]]:
+        """As `run.py` does, without its files."""
+        async with (
+            self.producer.running() as generation,
+            aclosing(
+                self.trainer.train(until or self.config.trainer.total_steps, generation)
+            ) as steps,
+        ):
+            async for record in steps:
+                self.records.append(record)
+                self.recorded.set()
+                self.evaluations += self.trainer.validator.finished()
+                if self.trainer.evaluation_due():
+                    await self.trainer.begin_evaluation(self.val_tasks)
+            await self.trainer.validator.join()
+            self.evaluations += self.trainer.validator.finished()
+        return self.records
+
+    async def trained(self, n: int) -> None:
+        """Returns once `n` updates are done."""
+        while len(self.records) < n:
+            self.recorded.clear()
+            await self.recorded.wait()
+
+    @property
+    def versions(self) -> list[list[int]]:
+        """Oldest policy version of the steps of each update."""
+        return [sorted({s.policy_version for s in steps}) for steps in self.backend.steps]
+
+    async def drop_reasons(self) -> dict[str, int]:
+        reasons: dict[str, int] = (await self.pool.get_statistics(TRAIN))["groups"]["drop_reasons"]
+        return reasons
+
+
+def small_config(folder: Path, *overrides: str, train: int = 200, val: int = 3) -> RunConfig:
+    """The quickstart in small, over `train` and `val` questions in files of their own."""
+    data = {}
+    for name, n in (("train", train), ("val", val)):
+        path = folder / f"{name}.jsonl"
+        path.write_text(
+            "".join(
+                json.dumps(
+                    {"question": f"{name} {i}?", "answer": str(i), "instance_id": f"{name}{i}"}
+                )
+                + "\n"
+                for i in range(n)
+            )
+        )
+        data[name] = {"kind": "jsonl", "path": str(path), "epochs": 1, "shuffle": False}
+    config = load_config("quickstart", [*SMALL, f"run.dir={folder}", *overrides])
+    return config.model_copy(update={"data": DataConfig.model_validate(data)})
+
+
+@asynccontextmanager
+async def small_run(config: RunConfig, **rollouts: Any) -> AsyncIterator[SmallRun]:
+    """Everything of a run, in this process."""
+    channels = {TRAIN: train_channel(config), VAL: config.pool.channel(VAL)}
+    pool = cast(DataPoolClient, LocalPool(PoolConfig(channels=channels)))
+    engine, backend = FakeEngine(), RecordingBackend()
+    worker = Rollouts(pool, engine, **rollouts)
+    source = PromptSource(config.data.train)
+    ledger = Ledger(config.run.dir / "ledger.jsonl")
+    producer = Producer(
+        config.rollout,
+        source,
+        pool,
+        [worker],
+        ledger,
+        pace=Pace(credit_limit(config)),
+        drops_surplus=drops_surplus(config),
+        n_greedy=int(config.algorithm.advantage.name == "remax"),
+    )
+    trainer = Trainer(
+        config,
+        pool=pool,
+        producer=producer,
+        source=source,
+        scorer=Scorer(config.rollout.reward, config.model.path),
+        backend=backend,
+        critic=build_critic(config),
+        engines=[engine],  # type: ignore[list-item]  # what it needs of an EngineClient
+        weights=WeightStore(config.run.dir / "weights"),
+        checkpoints=CheckpointStore(config.run.dir / "checkpoints", 2),
+    )
+    val_tasks = PromptSource(config.data.val).all()
+    try:
+        yield SmallRun(config, pool, engine, worker, backend, source, producer, trainer, val_tasks)
+    finally:
+        await trainer.validator.stop()
+        await trainer.scorer.aclose()
+        trainer.close()
+        ledger.close()

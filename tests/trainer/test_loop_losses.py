@@ -1,0 +1,164 @@
+"""The loop's mathematics on a real backend: which columns a batch gets by configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from backends.torch_backend import TorchBackend, TorchBatch
+from datapool.types import Group, Step, Trajectory
+from trainer.config import load_config
+from trainer.errors import ConfigError
+from trainer.loop import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CountingBackend(TorchBackend):
+    """The torch backend, counting its passes to score the batch."""
+
+    passes = 0
+
+    def compute_log_probs(self, batch: TorchBatch) -> Tensor:
+        self.passes += 1
+        return super().compute_log_probs(batch)
+
+
+@contextmanager
+def trainer_of(tmp_path: Path, *overrides: str) -> Iterator[Trainer]:
+    """A trainer whose mathematics are whole; pool, engines and producer are never called."""
+    fixed = ("data.train.size=4", "data.val.size=4", "backend.dtype=float32")
+    config = load_config(
+        str(ROOT / "configs/quickstart.yaml"),
+        [f"run.dir={tmp_path}", f"model.path={ROOT}/examples/quickstart/model", *fixed, *overrides],
+    )
+    absent = cast(Any, SimpleNamespace(ledger=None))
+    trainer = Trainer(
+        config,
+        pool=absent,
+        producer=absent,
+        source=absent,
+        scorer=absent,
+        backend=CountingBackend(config.backend, config.model.path),
+        engines=[],
+        weights=absent,
+        checkpoints=absent,
+    )
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def groups(log_probs: bool = True) -> list[Group]:
+    """Two prompts, three trajectories each, of one or two steps."""
+
+    def trajectory(p: int, t: int) -> Trajectory:
+        uid, context, steps = f"p{p}-t{t}", [5 + p, 6, 7], []
+        for i in range(1 + t % 2):
+            response = [10 + (3 * p + 2 * t + 5 * i + j) % 20 for j in range(3 + t)]
+            steps.append(
+                Step(
+                    prompt_ids=context,
+                    response_ids=response,
+                    trajectory_uid=uid,
+                    prompt_uid=f"p{p}",
+                    step_index=i,
+                    reward=float(t == p) if i == t % 2 else None,
+                    rollout_log_probs=[-1.5] * len(response) if log_probs else None,
+                )
+            )
+            context = [*context, *response, 9]
+        return Trajectory(uid, f"p{p}", tuple(steps))
+
+    return [Group(f"p{p}", tuple(trajectory(p, t) for t in range(3))) for p in range(2)]
+
+
+def train(trainer: Trainer) -> tuple[Any, dict[str, float]]:
+    torch.set_num_threads(1)
+    batch, mini_batches, metrics = trainer._prepare(groups())
+    for indices in mini_batches:
+        metrics |= trainer._optimize(batch, indices)
+    return batch, metrics
+
+
+POLICIES: dict[str, Callable[[dict[str, float]], bool]] = {
+    "gspo": lambda m: "policy/clip_frac_high" in m,
+    "clip_cov": lambda m: "policy/cov_selected_frac" in m,
+    "kl_cov": lambda m: m["policy/cov_selected_frac"] > 0,
+    "cispo": lambda m: m["policy/ratio"] == pytest.approx(1.0, abs=1e-3),
+    "gpg": lambda m: "policy/ratio" not in m,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_loss_trains_through_the_loop(tmp_path: Path, policy: str) -> None:
+    with trainer_of(tmp_path, f"algorithm.loss.policy={policy}") as trainer:
+        _, metrics = train(trainer)
+    assert metrics["grad_norm"] > 0
+    assert metrics["skipped_updates"] == 0
+    assert POLICIES[policy](metrics)
+
+
+def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path) -> None:
+    options = ("algorithm.kl.place=reward", "algorithm.kl.estimator=k1", "algorithm.kl.coef=0.5")
+    target = ("algorithm.kl.target=1.0", "algorithm.kl.horizon=30")
+    with trainer_of(tmp_path, *options, *target) as trainer:
+        _, metrics = train(trainer)
+        # The policy is still its own reference: no KL, and the coefficient falls by 0.2 · 6 / 30.
+        assert metrics["kl/ref"] == pytest.approx(0.0, abs=1e-5)
+        assert metrics["kl/coef"] == 0.5
+        assert trainer.progress.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 6 / 30))
+        _, metrics = train(trainer)
+        assert metrics["kl/ref"] != 0.0
+        assert metrics["kl/coef"] == pytest.approx(0.48)
+
+
+def test_a_kl_in_the_loss_is_measured_at_every_update(tmp_path: Path) -> None:
+    options = ("algorithm.kl.place=loss", "algorithm.kl.target=1.0", "algorithm.kl.coef=0.1")
+    with trainer_of(tmp_path, *options) as trainer:
+        train(trainer)
+        batch, metrics = train(trainer)
+        assert "ref_log_probs" in batch.columns
+        assert metrics["kl/ref"] > 0
+        assert trainer.progress.kl_coef is not None
+        assert trainer.progress.kl_coef < 0.1
+    with trainer_of(tmp_path, "algorithm.kl.place=loss") as fixed:
+        train(fixed)
+        assert fixed.progress.kl_coef is None  # a changed configuration counts after a resume
+
+
+def test_without_a_kl_no_reference_is_scored(tmp_path: Path) -> None:
+    with trainer_of(tmp_path) as trainer:
+        batch, metrics = train(trainer)
+    assert "ref_log_probs" not in batch.columns
+    assert not any(name.startswith("kl/") for name in metrics)
+
+
+def test_bypass_saves_the_pass_that_recomputes_the_proximal_policy(tmp_path: Path) -> None:
+    with trainer_of(tmp_path, "algorithm.off_policy.method=bypass") as trainer:
+        batch, metrics = train(trainer)
+        backend = cast(CountingBackend, trainer._backend)
+        assert backend.passes == 0
+        assert torch.equal(batch.columns["prox_log_probs"], batch.columns["rollout_log_probs"])
+        assert metrics["policy/kl_k1"] != 0  # the ratio is π/μ
+        assert "log_prob_gap" not in metrics
+        batch, _, _ = trainer._prepare(groups(log_probs=False))
+        assert backend.passes == 1
+        assert torch.isfinite(batch.columns["prox_log_probs"]).all()
+
+
+def test_bypass_without_the_engines_log_probs_is_refused(tmp_path: Path) -> None:
+    options = ("algorithm.off_policy.method=bypass", "async_training.use_rollout_log_probs=false")
+    with (
+        pytest.raises(ConfigError, match="there would be no log-probs to use"),
+        trainer_of(tmp_path, *options),
+    ):
+        pass

@@ -1,0 +1,112 @@
+"""Memory changes hands: who is asked what, in which order, and that it always comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from backends.engines.client import EngineClient
+from backends.errors import EngineRequestError, EngineUnavailableError
+from trainer.memory import EngineMemory
+
+
+class Engine:
+    """An engine that notes what it is asked, and fails at what it is told to."""
+
+    def __init__(self, **failures: Exception) -> None:
+        self.url = "http://engine"
+        self.asked: list[str] = []
+        self.failures = failures
+
+    def __getattr__(self, name: str) -> Any:
+        async def ask(*args: Any) -> None:
+            await asyncio.sleep(0)
+            self.asked.append(" ".join([name, *map(str, args)]))
+            if name in self.failures:
+                raise self.failures[name]
+
+        return ask
+
+
+LENT = ["pause abort", "release_memory"]
+BACK = ["resume_memory", "continue_"]
+
+
+def memory(*engines: Engine, lends: bool = True) -> EngineMemory:
+    return EngineMemory(cast("list[EngineClient]", list(engines)), lends=lends)
+
+
+async def test_engines_are_paused_before_they_release_and_whole_before_they_go_on() -> None:
+    engines = [Engine(), Engine()]
+    lent = memory(*engines)
+    await lent.lend()
+    assert [e.asked for e in engines] == [LENT, LENT]
+    await lent.lend()  # it is lent already
+    await lent.take_back()
+    await lent.take_back()
+    assert [e.asked for e in engines] == [LENT + BACK, LENT + BACK]
+
+
+async def test_engines_that_lend_nothing_are_asked_nothing() -> None:
+    engine = Engine()
+    lent = memory(engine, lends=False)
+    await lent.lend()
+    await lent.take_back()
+    async with lent.at_home():
+        assert engine.asked == []
+
+
+async def test_a_publication_waits_until_the_memory_is_back_and_a_lend_for_the_publication() -> (
+    None
+):
+    engine = Engine()
+    lent = memory(engine)
+    order: list[str] = []
+    await lent.lend()
+
+    async def publish() -> None:
+        async with lent.at_home():
+            order.append(f"published after {engine.asked[-1]}")
+            await asyncio.sleep(0.05)
+            order.append("commit")
+
+    publishing = asyncio.create_task(publish())
+    await asyncio.sleep(0.05)
+    assert order == []
+    await lent.take_back()
+    await asyncio.sleep(0)
+    await lent.lend()
+    order.append("lent")
+    await publishing
+    assert order == ["published after continue_", "commit", "lent"]
+    await lent.take_back()
+
+
+async def test_an_engine_that_is_down_is_left_to_its_supervisor() -> None:
+    dead, alive = Engine(pause=EngineUnavailableError("nobody answers")), Engine()
+    lent = memory(dead, alive)
+    await lent.lend()
+    await lent.take_back()
+    assert dead.asked == ["pause abort"]
+    assert alive.asked == LENT + BACK
+    dies_meanwhile = Engine(resume_memory=EngineUnavailableError("gone"))
+    lent = memory(dies_meanwhile, alive)
+    await lent.lend()
+    await lent.take_back()
+    assert alive.asked == 2 * (LENT + BACK)
+    async with asyncio.timeout(1), lent.at_home():
+        pass
+
+
+async def test_a_refusal_is_an_error_and_leaves_every_engine_generating() -> None:
+    refuses = Engine(release_memory=EngineRequestError("not launched for it"))
+    willing = Engine()
+    lent = memory(refuses, willing)
+    with pytest.raises(EngineRequestError, match="not launched for it"):
+        await lent.lend()
+    assert refuses.asked == [*LENT, "continue_"]
+    assert willing.asked == LENT + BACK
+    async with asyncio.timeout(1), lent.at_home():
+        pass

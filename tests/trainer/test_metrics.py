@@ -1,0 +1,155 @@
+"""Figures reach every destination, survive a kill, and tell who waits for whom."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import RunConfig, load_config
+from trainer.metrics import Idle, MetricsWriter, Phases, waits
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def config(folder: Path, *overrides: str) -> RunConfig:
+    return load_config("quickstart", [f"run.dir={folder}", "logging.wandb=disabled", *overrides])
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_records_are_json_lines_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, config(tmp_path)) as metrics:
+        metrics.write({"step": 1, "loss": math.nan, "tokens": 3})
+        assert metrics.read() == [{"step": 1, "loss": None, "tokens": 3}]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == metrics.read()[0]
+
+
+def test_a_step_that_is_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
+    for life in ((1, 2, 3), (2, 3, 4)):
+        with MetricsWriter(tmp_path, config(tmp_path)) as metrics:
+            for step in life:
+                metrics.write({"step": step, "life": life[0]})
+    assert [(r["step"], r["life"]) for r in metrics.read()] == [(1, 1), (2, 2), (3, 2), (4, 2)]
+
+
+def test_a_line_that_was_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step":1}\n{"step":2,"lo')
+    with MetricsWriter(tmp_path, config(tmp_path)) as metrics:
+        metrics.write({"step": 2})
+        assert metrics.read() == [{"step": 1}, {"step": 2}]
+
+
+def events(folder: Path) -> dict[tuple[str, int], Any]:
+    """(tag, step) -> scalar or text of the event files, read record by record."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    found: dict[tuple[str, int], Any] = {}
+    for file in folder.glob("events.*"):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack("<Q", data[at : at + 8])
+            event = Event()
+            event.ParseFromString(data[at + 12 : at + 12 + length])
+            at += length + 16
+            for value in event.summary.value:
+                text = value.tensor.string_val
+                found[value.tag, event.step] = text[0].decode() if text else value.simple_value
+    return found
+
+
+def test_tensorboard_gets_every_number_and_the_tables(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, config(tmp_path, "logging.tensorboard=true")) as metrics:
+        metrics.write({"step": 7, "loss": 0.5, "reward/mean": math.inf, "name": "x"})
+        metrics.table("val/samples", ["prompt", "score"], [{"prompt": "1|2\n3", "score": 1.0}])
+    found = events(tmp_path / "tensorboard")
+    assert found["loss", 7] == 0.5
+    assert "reward/mean" not in {tag for tag, _ in found}
+    table = next(text for (tag, step), text in found.items() if tag.startswith("val/samples"))
+    assert table.splitlines() == ["| prompt | score |", "| --- | --- |", "| 1\\|2 3 | 1.0 |"]
+
+
+def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for step in (1, 2):
+        with MetricsWriter(tmp_path, config(tmp_path, "logging.wandb=auto")) as metrics:
+            metrics.write({"step": step, "loss": 0.5})
+            metrics.table("val/samples", ["prompt"], [{"prompt": "1 + 1"}])
+    runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len({name.rpartition("-")[2] for name in runs}) == 1
+    assert all((tmp_path / "wandb" / name).glob("*.wandb") for name in runs)
+
+
+def test_phases_are_timed_and_the_wait_is_a_share_of_the_wall_time() -> None:
+    clock = Clock()
+    phases = Phases(clock)
+    for name, seconds in (("wait", 3.0), ("train", 5.0), ("wait", 1.0)):
+        with phases(name):
+            clock.now += seconds
+    taken = phases.take(10.0)
+    assert taken == {
+        "time/wait_s": 4.0,
+        "time/train_s": 5.0,
+        "time/step_s": 10.0,
+        "wait/trainer_starved": 0.4,
+    }
+    assert phases.take(1.0)["wait/trainer_starved"] == 0.0
+
+
+def test_a_phase_that_fails_is_timed_too() -> None:
+    clock = Clock()
+    phases = Phases(clock)
+
+    def fails() -> None:
+        with phases("train"):
+            clock.now += 2.0
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        fails()
+    assert phases.take(4.0)["time/train_s"] == 2.0
+
+
+def test_generation_is_saturated_by_what_it_could_run_and_may_not() -> None:
+    clock = Clock()
+    idle = Idle(capacity=16, now=clock)
+    idle.running(16)
+    with idle.blocked():
+        clock.now += 2.0  # full and all of it running: nothing stands idle
+        idle.running(4)
+        clock.now += 4.0  # 12 of 16 idle
+    idle.running(0)
+    clock.now += 2.0  # admission is open: as fast as it can be
+    assert idle.take() == pytest.approx((12 / 16) * 4 / 8)
+    with idle.blocked():
+        clock.now += 1.0
+        assert idle.take() == 1.0  # in the middle of a wait
+        clock.now += 1.0
+        assert idle.take() == 1.0
+
+
+def test_the_summary_weighs_the_steps_by_their_time() -> None:
+    records = [
+        {"time/step_s": 1.0, "wait/trainer_starved": 1.0, "wait/generation_saturated": 0.0},
+        {"time/step_s": 3.0, "wait/trainer_starved": 0.0, "wait/generation_saturated": 0.5},
+        {"time/step_s": 0.0},
+    ]
+    assert waits(records) == {"trainer_starved": 0.25, "generation_saturated": 0.375}
+    assert waits([]) == {"trainer_starved": 0.0, "generation_saturated": 0.0}

@@ -1,0 +1,191 @@
+"""Who gets which GPU: the plan as a pure function, and real placement groups on made-up nodes."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.cluster_utils import Cluster
+
+from trainer.config import RunConfig, load_config
+from trainer.errors import ConfigError
+from trainer.placement import Bundle, Node, Plan, describe, place, plan, stable_order, wanted_gpus
+
+ROOT = Path(__file__).parents[2]
+DRIVER = Node("10.0.0.2", "a" * 40, 2, is_driver=True)
+OTHER = Node("10.0.0.10", "b" * 40, 2)
+
+
+@pytest.fixture(autouse=True)
+def _from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(
+        "quickstart", ["engine.kind=sglang", "backend.device=auto", "backend.ranks=2", *overrides]
+    )
+
+
+def test_ranks_and_engines_have_gpus_of_their_own() -> None:
+    planned = plan(config("cluster.engines=2"), [OTHER, DRIVER])
+    assert planned.mode == "disaggregated"
+    assert planned.bundles == (1, 1, 1, 1)
+    assert [s.bundle for s in planned.ranks] == [0, 1]
+    assert [s.bundle for s in planned.engines] == [2, 3]
+    said = describe(planned, [OTHER, DRIVER])
+    assert said.splitlines() == [
+        "placement: disaggregated",
+        "  node 10.0.0.2 (aaaaaaaaaaaa): 2 GPUs, the trainer's process runs here",
+        "  node 10.0.0.10 (bbbbbbbbbbbb): 2 GPUs",
+        "  trainer rank 0: node 10.0.0.2, GPU 0",
+        "  trainer rank 1: node 10.0.0.2, GPU 1",
+        "  engine 0: node 10.0.0.10, GPU 0",
+        "  engine 1: node 10.0.0.10, GPU 1",
+    ]
+
+
+def test_colocated_they_share_gpu_by_gpu() -> None:
+    planned = plan(config("cluster.engines=2", "cluster.placement=colocated"), [DRIVER])
+    assert planned.bundles == (1, 1)
+    assert [(s.bundle, s.gpus) for s in (*planned.ranks, *planned.engines)] == [
+        (0, 0.5),
+        (1, 0.5),
+        (0, 0.5),
+        (1, 0.5),
+    ]
+    assert "engine 1: node 10.0.0.2, GPU 1, 0.5 of it" in describe(planned, [DRIVER])
+
+
+def test_auto_shares_where_there_are_too_few_gpus() -> None:
+    assert plan(config(), [DRIVER]).mode == "colocated"
+    assert plan(config(), [DRIVER, OTHER]).mode == "disaggregated"
+
+
+@pytest.mark.parametrize("asked", ["auto", "disaggregated", "colocated"])
+def test_without_gpus_every_part_is_a_plain_actor(asked: str) -> None:
+    node = Node("127.0.0.1", "this machine", 0, is_driver=True)
+    planned = plan(config(f"cluster.placement={asked}"), [node])
+    assert planned == Plan("plain", why="no GPUs")
+    assert "every part is a plain actor" in describe(planned, [node])
+
+
+def test_the_embedded_engine_and_a_trainer_on_the_cpu_ask_for_none() -> None:
+    on_cpu = load_config("quickstart", ["backend.device=cpu"])
+    assert wanted_gpus(on_cpu) == (0, 0)
+    assert plan(on_cpu, [DRIVER]).mode == "plain"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("cluster.placement=disaggregated", "cluster.engines=3"), r"needs 5 GPUs .* has 2; use"),
+        (("cluster.placement=colocated", "cluster.engines=3"), r"needs 3 GPUs .* has 2; use fewer"),
+        (("cluster.placement=colocated", "cluster.gpus_per_engine=2"), r"raise cluster\.engines"),
+    ],
+)
+def test_too_few_gpus_are_an_error_with_the_arithmetic(
+    overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(config(*overrides), [DRIVER])
+
+
+def test_an_engine_that_fits_a_node_is_on_one() -> None:
+    nodes = [DRIVER, OTHER, OTHER._replace(node_id="c" * 40)]
+    planned = plan(config("cluster.gpus_per_engine=2"), nodes)
+    assert planned.bundles == (1, 1, 2)
+    assert "engine 0: node 10.0.0.10, GPU 0, 1" in describe(planned, nodes)
+
+
+def test_an_engine_larger_than_a_node_is_spread_in_equal_parts() -> None:
+    nodes = [Node(f"10.0.0.{i}", f"{i}" * 40, 8, is_driver=i == 1) for i in range(1, 5)]
+    planned = plan(config("cluster.gpus_per_engine=12", "cluster.engines=2"), nodes)
+    assert planned.nodes_per_engine == 2
+    assert planned.bundles == (1, 1, 6, 6, 6, 6)
+    said = describe(planned, nodes)
+    assert "engine 0, node 1 of 2: node 10.0.0.1, GPU 2, 3, 4, 5, 6, 7" in said
+    assert "engine 0, node 2 of 2: node 10.0.0.2, GPU 0, 1, 2, 3, 4, 5" in said
+    assert "engine 1, node 2 of 2: node 10.0.0.4" in said
+    two = [DRIVER._replace(gpus=4), OTHER._replace(gpus=4)]
+    with pytest.raises(ConfigError, match=r"gpus_per_engine is 5, which no number .* 4, 4 GPUs"):
+        plan(config("cluster.gpus_per_engine=5"), two)
+
+
+BUNDLES = [
+    Bundle(3, "10.0.0.2", "a", ("0",)),
+    Bundle(0, "10.0.0.2", "a", ("2",)),
+    Bundle(5, "10.0.0.2", "a", ("10",)),
+    Bundle(1, "10.0.0.2", "b", ("0",)),
+    Bundle(4, "10.0.0.10", "c", ("0",)),
+    Bundle(2, "gpu-node", "d", ("0",)),
+    Bundle(6, "10.0.0.2", "a", ("4", "5")),
+]
+
+
+@given(st.randoms(use_true_random=False))
+def test_the_order_does_not_depend_on_the_numbers_that_ray_gives(rng: random.Random) -> None:
+    numbers = rng.sample(range(len(BUNDLES)), len(BUNDLES))
+    shuffled = [b._replace(number=n) for b, n in zip(BUNDLES, numbers, strict=True)]
+    expected = [b[1:] for b in BUNDLES]
+    rng.shuffle(shuffled)
+    assert [b[1:] for b in stable_order(shuffled)] == expected
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[None]:
+    """Two nodes of two GPUs each, as Ray is told; the driver is on the first."""
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False},
+    )
+    cluster.add_node(num_cpus=2, num_gpus=2)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.e2e
+def test_actors_sit_where_the_plan_says_in_every_start(gpus: None) -> None:
+    class Part:
+        def where(self) -> tuple[str, tuple[str, ...]]:
+            context = ray.get_runtime_context()
+            return context.get_node_id(), tuple(map(str, context.get_accelerator_ids()["GPU"]))
+
+    seen = []
+    for _ in range(2):
+        placement = place(config("cluster.engines=2"))
+        options = [*placement.backend_options()["options"]]
+        options += [option for i in range(2) for option in placement.engine_options(i)]
+        parts = [ray.remote(Part).options(num_cpus=0, **o).remote() for o in options]
+        seen.append(ray.get([part.where.remote() for part in parts]))
+        for part in parts:
+            ray.kill(part)
+        placement.release()
+    assert len(set(seen[0])) == 4  # a GPU each
+    assert seen[0] == sorted(seen[0])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.e2e
+def test_a_single_rank_keeps_its_gpu_from_the_engines(
+    gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "untouched")
+    placement = place(config("backend.ranks=1", "cluster.engines=3"))
+    try:
+        own, *engines = placement.bundles
+        assert own.node_id == ray.get_runtime_context().get_node_id()
+        assert own.gpu_ids == (os.environ["CUDA_VISIBLE_DEVICES"],)
+        assert own[2:] not in [engine[2:] for engine in engines]
+        assert engines == stable_order(engines)
+        assert placement.backend_options() == {}
+    finally:
+        placement.release()

@@ -1,0 +1,403 @@
+"""Policy losses: closed forms, and the same loss however the batch is cut."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from backends.base import TokenBatch
+from backends.torch_backend import TorchBackend
+from backends.torch_config import TorchBackendConfig
+from datapool.types import Step
+from trainer.errors import ColumnError, UnknownNameError
+from trainer.loss_config import POLICY_LOSSES, CovConfig, KlConfig, LossConfig
+from trainer.losses import loss_columns, make_loss_fn
+from trainer.policy_losses import (
+    POLICIES,
+    Policy,
+    PolicyTerms,
+    cispo,
+    clip_cov,
+    gpg,
+    gspo,
+    kl_cov,
+    policy_loss,
+    sapo,
+    select_by_covariance,
+    sft,
+    step_mean,
+)
+
+LENGTHS = [3, 1, 4, 2, 5]
+TRAJECTORIES = ["a", "a", "b", "c", "c"]
+N = sum(LENGTHS)
+
+
+def gradient(terms: PolicyTerms, log_probs: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(terms.loss.sum(), log_probs)
+    return grad
+
+
+def batch(seed: int = 0) -> TokenBatch:
+    """Five steps of three trajectories, with every column a loss may read but `loss_columns`'."""
+    g = torch.Generator().manual_seed(seed)
+    out = TokenBatch.of(
+        [
+            Step(prompt_ids=[1], response_ids=[2] * n, trajectory_uid=t, prompt_uid="p")
+            for n, t in zip(LENGTHS, TRAJECTORIES, strict=True)
+        ]
+    )
+    out.columns |= {
+        "prox_log_probs": -torch.rand(N, generator=g) * 3,
+        "ref_log_probs": -torch.rand(N, generator=g) * 3,
+        "advantages": torch.randn(N, generator=g),
+        "weights": torch.rand(N, generator=g),
+    }
+    return out
+
+
+def steps_of(tokens: TokenBatch, indices: list[int]) -> Tensor:
+    """Positions of the tokens of these steps, in this order."""
+    edges = tokens.offsets.tolist()
+    return torch.cat([torch.arange(edges[i], edges[i + 1]) for i in indices])
+
+
+def config_of(policy: str, **fields: object) -> LossConfig:
+    return LossConfig.model_validate({"policy": policy, "cov": {"share": 0.3, "low": -9}} | fields)
+
+
+def test_every_name_of_the_configuration_has_its_formula() -> None:
+    assert set(POLICIES) == set(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize("policy", POLICY_LOSSES)
+@given(seed=st.integers(0, 1000), order=st.permutations(range(5)), cuts=st.sets(st.integers(1, 4)))
+@settings(deadline=None, max_examples=20)
+def test_micro_batches_of_whole_steps_add_up_to_the_whole_for_every_loss(
+    policy: str, seed: int, order: list[int], cuts: set[int]
+) -> None:
+    config = config_of(policy, entropy_coef=0.01, aggregation="trajectory-mean")
+    tokens = batch(seed)
+    mask = torch.ones(N)
+    mask[5] = 0.0
+    columns = tokens.columns | loss_columns(tokens, config, mini_batches=[0] * 5, mask=mask)
+    torch.manual_seed(seed)
+    log_probs = (columns["prox_log_probs"] + 0.3 * torch.randn(N)).requires_grad_()
+    entropy = torch.rand(N)
+    loss_fn = make_loss_fn(config, KlConfig(place="loss", coef=0.1))
+
+    def run(positions: Tensor) -> tuple[Tensor, dict[str, float]]:
+        x = {k: v[positions] for k, v in columns.items()}
+        output = loss_fn(log_probs[positions], entropy[positions], x)
+        return output.loss, {k: float(m.total) for k, m in output.metrics.items()}
+
+    whole, metrics = run(torch.arange(N))
+    parts = [
+        run(steps_of(tokens, order[a:b])) for a, b in itertools.pairwise([0, *sorted(cuts), 5])
+    ]
+    total = torch.stack([loss for loss, _ in parts]).sum()
+    torch.testing.assert_close(total, whole)
+    for name, value in metrics.items():
+        assert sum(m[name] for _, m in parts) == pytest.approx(value, abs=1e-5)
+    got, expected = (
+        torch.autograd.grad(x, log_probs, retain_graph=True)[0] for x in (total, whole)
+    )
+    torch.testing.assert_close(got, expected)
+    assert got[5] == 0
+
+
+def test_gspo_shares_the_geometric_mean_ratio_of_a_step_and_clips_it_as_one() -> None:
+    log_ratio = torch.tensor([0.3, -0.1, 0.1, 0.0, 0.2])
+    columns = {
+        "step": torch.tensor([7.0, 7.0, 7.0, 2.0, 2.0]),
+        "step_tokens": torch.tensor([3.0, 3.0, 3.0, 2.0, 2.0]),
+    }
+    log_probs = log_ratio.clone().requires_grad_()
+    advantages = torch.tensor([-1.0, -1.0, -1.0, 2.0, 2.0])
+    terms = gspo(log_probs, torch.zeros(5), advantages, columns, clip_low=0.05, clip_high=0.05)
+    s = math.exp(0.1)
+    assert terms.ratio is not None
+    torch.testing.assert_close(terms.ratio, torch.full((5,), s))
+    torch.testing.assert_close(terms.loss, torch.tensor([s, s, s, -2.1, -2.1]))
+    # A < 0 above the clip is still pushed down, token by token with the same strength.
+    torch.testing.assert_close(
+        gradient(terms, log_probs), torch.tensor([s, s, s, 0.0, 0.0]), atol=1e-6, rtol=1e-6
+    )
+    assert terms.flags["clip_frac_high"].tolist() == [False] * 3 + [True] * 2
+
+
+def test_gspo_at_the_proximal_policy_is_the_plain_policy_gradient() -> None:
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    columns = {"step": torch.zeros(2), "step_tokens": torch.full((2,), 2.0)}
+    terms = gspo(log_probs, log_probs.detach(), torch.tensor([3.0, 3.0]), columns)
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-3.0, -3.0]))
+
+
+def test_a_step_cut_over_two_micro_batches_is_refused_by_sequence_losses() -> None:
+    tokens = batch()
+    config = config_of("gspo")
+    columns = tokens.columns | loss_columns(tokens, config, mini_batches=[0] * 5)
+    part = {k: v[:6] for k, v in columns.items()}
+    with pytest.raises(ColumnError, match="holds 2 of the 4 tokens of step 2") as e:
+        make_loss_fn(config)(torch.zeros(6), None, part)
+    assert str(pickle.loads(pickle.dumps(e.value))) == str(e.value)
+    ppo = config_of("ppo")
+    make_loss_fn(ppo)(torch.zeros(6), None, part)  # a loss per token does not mind
+
+
+def test_the_mean_of_a_step_leaves_out_masked_tokens() -> None:
+    tokens = batch()
+    mask = torch.ones(N)
+    mask[4] = mask[6] = 0
+    columns = loss_columns(tokens, config_of("gspo"), mini_batches=[0] * 5, mask=mask)
+    live = columns["coef"] != 0
+    x = {k: v[live] for k, v in columns.items()}
+    values = torch.arange(float(N))[live]
+    got = step_mean(values, x)
+    assert got.tolist()[:6] == [1.0, 1.0, 1.0, 3.0, 6.0, 6.0]  # steps of 3, 1 and (5, 7)
+    assert x["step_tokens"].tolist()[:6] == [3, 3, 3, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(1.0, 1.0), (0.1, 0.1), (3.0, 3.0), (9.0, 5.0)])
+def test_cispo_clips_the_weight_and_never_the_gradient(ratio: float, weight: float) -> None:
+    log_probs = torch.tensor([-1.0], requires_grad=True)
+    old = log_probs.detach() - math.log(ratio)
+    terms = cispo(log_probs, old, torch.tensor([2.0]))
+    torch.testing.assert_close(terms.loss, torch.tensor([2.0 * weight]))
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-2.0 * weight]))
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+def test_sapo_starts_at_the_policy_gradient_and_fades_on_both_sides(advantage: float) -> None:
+    def slope(ratio: float) -> float:
+        log_probs = torch.tensor([math.log(ratio)], requires_grad=True)
+        terms = sapo(log_probs, torch.zeros(1), torch.tensor([advantage]))
+        return float(gradient(terms, log_probs)) / ratio  # per unit of the ratio
+
+    assert slope(1.0) == pytest.approx(-advantage)
+    for near, far in ((1.2, 2.0), (0.8, 0.3)):
+        assert abs(slope(far)) < abs(slope(near)) < abs(advantage)
+
+
+def test_sapo_narrows_the_trust_region_where_the_advantage_is_negative() -> None:
+    log_probs = torch.tensor([0.5, 0.5], requires_grad=True)
+    terms = sapo(log_probs, torch.zeros(2), torch.tensor([1.0, -1.0]), tau_negative=4.0)
+    up, down = gradient(terms, log_probs)
+    assert abs(down) < abs(up)
+
+
+def test_clip_cov_takes_the_loss_and_the_gradient_off_selected_tokens() -> None:
+    log_probs = torch.tensor([0.1, 0.1], requires_grad=True)
+    terms = clip_cov(log_probs, torch.zeros(2), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]))
+    r = math.exp(0.1)
+    torch.testing.assert_close(terms.loss, torch.tensor([-r, 0.0]))
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-r, 0.0]))
+
+
+def test_kl_cov_pulls_selected_tokens_back_to_the_proximal_policy() -> None:
+    log_probs = torch.tensor([0.1, 0.1, -0.1], requires_grad=True)
+    selected = torch.tensor([0.0, 1.0, 1.0])
+    terms = kl_cov(log_probs, torch.zeros(3), torch.ones(3), selected, kl_coef=0.5)
+    plain = -torch.exp(torch.tensor([0.1, 0.1, -0.1]))
+    torch.testing.assert_close(terms.loss, plain + 0.5 * torch.tensor([0.0, 0.1, 0.1]))
+    torch.testing.assert_close(
+        gradient(terms, log_probs), plain + 0.5 * torch.tensor([0.0, 1.0, -1.0])
+    )
+
+
+def test_gpg_and_sft_are_plain_log_likelihoods() -> None:
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    terms = gpg(log_probs, torch.tensor([2.0, -1.0]))
+    assert terms.loss.tolist() == [2.0, -2.0]
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-2.0, 1.0]))
+    assert sft(log_probs).loss.tolist() == [1.0, 2.0]
+
+
+def test_sft_asks_for_no_advantage_and_no_proximal_policy() -> None:
+    columns = {"coef": torch.full((2,), 0.5), "weights": torch.ones(2)}
+    output = make_loss_fn(LossConfig(policy="sft"))(torch.tensor([-1.0, -2.0]), None, columns)
+    assert float(output.loss) == 1.5
+    assert not output.metrics
+
+
+def test_the_highest_covariances_are_selected_within_each_mini_batch() -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0, -5.0])
+    advantages = torch.tensor([5.0, 0.0, 0.0, 0.0, 0.0, -5.0])
+    trained = torch.ones(6, dtype=torch.bool)
+    halves = torch.tensor([0, 0, 0, 1, 1, 1])
+    args = (log_probs, advantages)
+    options = {"how": "kl_cov", "config": CovConfig(share=1 / 3)}
+    selected = select_by_covariance(*args, halves, trained, **options)
+    assert selected.tolist() == [1, 0, 0, 0, 0, 1]
+    trained[0] = False
+    one_batch = select_by_covariance(*args, torch.zeros(6), trained, **options)
+    assert one_batch.tolist() == [0, 0, 0, 0, 0, 1]
+
+
+def test_clip_cov_draws_between_its_bounds_and_the_same_for_the_same_seed() -> None:
+    torch.manual_seed(0)
+    log_probs, advantages = -torch.rand(400) * 4, torch.randn(400)
+    everything = torch.ones(400, dtype=torch.bool)
+    config = CovConfig(share=0.05, low=0.2, high=1.0)
+
+    def draw(seed: int) -> Tensor:
+        return select_by_covariance(
+            log_probs,
+            advantages,
+            torch.zeros(400),
+            everything,
+            how="clip_cov",
+            config=config,
+            seed=seed,
+        )
+
+    cov = (advantages - advantages.mean()) * (log_probs - log_probs.mean())
+    chosen = draw(3) > 0
+    assert chosen.sum() == 20
+    assert ((cov[chosen] > 0.2) & (cov[chosen] < 1.0)).all()
+    assert torch.equal(draw(3), draw(3))
+    assert not torch.equal(draw(3), draw(4))
+
+
+def test_tokens_without_weight_are_not_selected() -> None:
+    tokens = batch()
+    config = config_of("kl_cov", cov={"share": 1.0})
+    tokens.columns["weights"][2] = 0.0
+    columns = loss_columns(tokens, config, mini_batches=[0] * 5)
+    assert columns["selected"].tolist() == [1, 1, 0] + [1] * (N - 3)
+
+
+def test_a_loss_gets_the_columns_it_reads_and_no_others() -> None:
+    expected = {
+        "ppo": {"coef"},
+        "gspo": {"coef", "step", "step_tokens"},
+        "kl_cov": {"coef", "selected"},
+    }
+    for policy, names in expected.items():
+        assert set(loss_columns(batch(), config_of(policy), mini_batches=[0] * 5)) == names
+
+
+DOUBLE = Policy(lambda p, x, c: PolicyTerms(-2 * p * x["advantages"]), ("advantages",))
+"""A policy loss as a user would write it, found by its dotted path."""
+
+
+def test_a_policy_loss_of_ones_own_is_found_by_its_dotted_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import trainer.policy_losses as module
+
+    monkeypatch.setattr(module, "DOUBLE", DOUBLE, raising=False)
+    loss_fn = make_loss_fn(LossConfig(policy="trainer.policy_losses:DOUBLE"))
+    columns = {k: torch.ones(1) for k in ("coef", "weights", "advantages")}
+    assert float(loss_fn(torch.tensor([-3.0]), None, columns).loss) == 6.0
+    with pytest.raises(UnknownNameError, match="cannot be imported"):
+        make_loss_fn(LossConfig(policy="trainer.policy_losses:NOPE"))
+    with pytest.raises(UnknownNameError, match="a function; choose one of ppo, gspo"):
+        policy_loss("trainer.policy_losses:ppo_clip")
+
+
+def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:
+    got = {p: (LossConfig(policy=p).clip_low, LossConfig(policy=p).clip_high) for p in POLICIES}
+    assert got["ppo"] == got["clip_cov"] == (0.2, 0.28)
+    assert got["gspo"] == (3e-4, 4e-4)
+    assert got["cispo"] == (1.0, 4.0)
+    mine = LossConfig(policy="gspo", clip_high=0.1)
+    assert (mine.clip_low, mine.clip_high) == (3e-4, 0.1)
+    assert LossConfig.model_validate(mine.model_dump()) == mine
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"policy": "gsop"}, "choose one of ppo, gspo"),
+        ({"cov": {"low": 2.0, "high": 1.0}}, "low is the smaller"),
+        ({"cov": {"share": 0.0}}, "greater than 0"),
+        ({"sapo": {"tau_positive": 0.0}}, "greater than 0"),
+        ({"aggregation": "sequence-mean-token-sum-norm"}, "sum_norm is None"),
+    ],
+)
+def test_a_loss_config_that_cannot_work_is_refused(bad: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LossConfig.model_validate(bad)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=24,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            initializer_range=0.3,
+            bos_token_id=None,
+            eos_token_id=1,
+            pad_token_id=0,
+        )
+    ).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize("policy", ["gspo", "kl_cov", "cispo"])
+def test_the_backend_gives_the_same_loss_and_gradient_norm_for_any_rows_and_budget(
+    model_path: Path, policy: str
+) -> None:
+    """What a sequence-level ratio rests on: a step's tokens come in one micro-batch."""
+    torch.set_num_threads(1)
+    steps = []
+    for t in range(3):
+        context = [3 + t, 5, 7]
+        for i in range(3):
+            response = [(2 * i + 3 * t + j) % 24 for j in range(2 + i)]
+            steps.append(
+                Step(
+                    prompt_ids=context,
+                    response_ids=response,
+                    trajectory_uid=f"t{t}",
+                    prompt_uid="p",
+                    step_index=i,
+                )
+            )
+            context = [*context, *response, 9]
+    config = config_of(policy, aggregation="sequence-mean-token-mean", clip_low=0.1, clip_high=0.1)
+    results = []
+    for rows, budget in (
+        ("step", 1),
+        ("step", 1000),
+        ("merged", 1),
+        ("merged", 30),
+        ("tree", 1),
+        ("tree", 1000),
+    ):
+        options = {"rows": rows, "micro_batch_tokens": budget, "device": "cpu"}
+        trained = TorchBackend(TorchBackendConfig.model_validate(options), model_path)
+        tokens = trained.convert(steps)
+        g = torch.Generator().manual_seed(1)
+        noise = 0.1 * torch.randn(tokens.n_tokens, generator=g)
+        tokens.columns["prox_log_probs"] = trained.compute_log_probs(tokens) + noise
+        tokens.columns["advantages"] = tokens.expand(torch.randn(len(steps), generator=g))
+        tokens.columns["weights"] = torch.rand(tokens.n_tokens, generator=g)
+        tokens.columns |= loss_columns(tokens, config, mini_batches=[0] * len(steps))
+        metrics = trained.train_step(tokens, make_loss_fn(config))
+        results.append((metrics["loss"], metrics["grad_norm"]))
+    for loss, norm in results[1:]:
+        assert loss == pytest.approx(results[0][0], abs=1e-5)
+        assert norm == pytest.approx(results[0][1], abs=1e-5)

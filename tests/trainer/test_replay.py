@@ -1,0 +1,74 @@
+"""Recordings of batches: what is written is what is read, in the order of training.
+
+That a replay has the recorded run's losses to the bit is tested with real runs, in
+tests/e2e/test_command.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from datapool.types import Group, Step, Trajectory
+from trainer.errors import CheckpointError
+from trainer.loop import Progress
+from trainer.recording import load_recording, record_batch, recording_path, recordings
+from trainer.replay import ReplayTrainer
+
+
+def group(uid: str) -> Group:
+    step = Step(
+        prompt_ids=[1, 2],  # type: ignore[arg-type]  # lists are normalised
+        response_ids=[3],  # type: ignore[arg-type]
+        rollout_log_probs=[-0.1],  # type: ignore[arg-type]
+        trajectory_uid=f"{uid}-t",
+        prompt_uid=uid,
+        reward=0.1 + 0.2,
+        is_last=True,
+    )
+    return Group(uid, (Trajectory(f"{uid}-t", uid, (step,)),), 1, {"task": {"question": "1 + 1"}})
+
+
+@pytest.mark.parametrize("where", ["batches", "batches/rollout_{rollout_id}.pt"])
+def test_batches_are_read_as_they_were_written_in_the_order_of_training(
+    tmp_path: Path, where: str
+) -> None:
+    where = str(tmp_path / where)
+    for updates in (0, 2, 10):
+        groups = [group(f"b{updates}"), group(f"a{updates}")]
+        record_batch(where, groups, Progress(updates=updates, version=1, published={0: 0, 1: 1}))
+    found = recordings(where)
+    assert found == [(n, recording_path(where, n)) for n in (0, 2, 10)]
+    recording = load_recording(found[1][1])
+    assert [g.prompt_uid for g in recording.groups] == ["b2", "a2"]
+    assert recording.groups == (group("b2"), group("a2"))
+    assert recording.progress == Progress(updates=2, version=1, published={0: 0, 1: 1})
+
+
+def test_a_batch_that_a_resumed_run_does_again_replaces_the_lost_one(tmp_path: Path) -> None:
+    for uid in ("lost", "again"):
+        record_batch(str(tmp_path), [group(uid)], Progress(updates=4))
+    ((_, path),) = recordings(str(tmp_path))
+    assert load_recording(path).groups[0].prompt_uid == "again"
+
+
+def test_nothing_is_recorded_without_a_place() -> None:
+    record_batch(None, [group("a")], Progress())
+
+
+def test_a_recording_that_is_not_there_or_damaged_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"load_debug_rollout_data is .* no batch"):
+        recordings(str(tmp_path))
+    (tmp_path / "0.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"0\.pt cannot be read .* record the run again"):
+        load_recording(tmp_path / "0.pt")
+
+
+async def test_a_gap_in_the_recording_names_the_checkpoint_to_begin_from(tmp_path: Path) -> None:
+    record_batch(str(tmp_path), [group("a")], Progress(updates=6))
+    trainer = cast(Any, ReplayTrainer.__new__(ReplayTrainer))
+    trainer.progress = Progress()
+    with pytest.raises(CheckpointError, match=r"set run\.resume to the checkpoint step_6"):
+        await anext(trainer.replay(recordings(str(tmp_path))))

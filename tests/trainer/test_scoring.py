@@ -1,0 +1,189 @@
+"""The reward stage: what gets a reward, what is left out, and what is said of it."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from datapool.types import Group, Step, Trajectory
+from trainer.errors import RewardError
+from trainer.rewards import RewardConfig
+from trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
+
+MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+TASK = {
+    "instance_id": "p1",
+    "data_source": "sums",
+    "question": "2 + 2 =",
+    "answer": "4",
+    "metadata": {"level": 3, "answer": "hidden"},
+}
+SIGNATURE = "(data_source, solution_str, ground_truth, extra_info, **kwargs)"
+
+
+@pytest.fixture(scope="module")
+def encode() -> Callable[[str], list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+
+
+@pytest.fixture
+def make(encode: Callable[[str], list[int]]) -> Callable[..., Group]:
+    """A group whose trajectories end in the given answers; (answer, reward) is scored already."""
+
+    def make(
+        *answers: str | tuple[str, float], uid: str = "p1", n: int | None = None, **task: Any
+    ) -> Group:
+        trajectories = []
+        for i, answer in enumerate(answers):
+            text, reward = answer if isinstance(answer, tuple) else (answer, None)
+            name = f"{uid}-t{i}"
+            steps = tuple(
+                Step(
+                    prompt_ids=[1],
+                    response_ids=encode(said),
+                    reward=r,
+                    trajectory_uid=name,
+                    prompt_uid=uid,
+                    step_index=k,
+                    finish_reason="stop",
+                )
+                for k, (said, r) in enumerate([("call", None), (text, reward)])
+            )
+            trajectories.append(Trajectory(name, uid, steps))
+        return Group(uid, tuple(trajectories), n, {"task": {**TASK, **task}})
+
+    return make
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], str]:
+    def write(body: str) -> str:
+        path = tmp_path / "reward.py"
+        path.write_text(f"seen = []\ndef score{SIGNATURE}:\n    {body}\n")
+        return f"{path}:score"
+
+    return write
+
+
+@asynccontextmanager
+async def scoring(reward: Any, **config: Any) -> AsyncIterator[Scorer]:
+    if reward is not None:
+        reward = RewardConfig(function=reward, retry_delay_s=0.0, **config)
+    scorer = Scorer(reward, MODEL)
+    try:
+        yield scorer
+    finally:
+        await scorer.aclose()
+
+
+def rewards(groups: list[Group]) -> list[list[float | None]]:
+    return [[t.reward for t in g.trajectories] for g in groups]
+
+
+async def test_what_the_agents_scored_is_left_as_it_is_and_the_rest_is_scored(make: Any) -> None:
+    async with scoring("exact_match") as scorer:
+        groups = await scorer.score([make(("4", 0.25), "4", "5")])
+    assert rewards(groups) == [[0.25, 1.0, 0.0]]
+    scored = groups[0].trajectories[1]
+    assert [s.reward for s in scored.steps] == [None, 1.0]
+
+
+async def test_a_reward_may_be_given_by_its_name_alone(make: Any) -> None:
+    assert rewards(await Scorer("exact_match", MODEL).score([make("4")])) == [[1.0]]
+
+
+async def test_the_function_gets_the_last_answer_and_all_that_is_known_of_the_rollout(
+    make: Any, write: Any, encode: Any
+) -> None:
+    body = "return {'score': 1.0, 'seen': [data_source, solution_str, ground_truth, extra_info]}"
+    async with scoring(write(body)) as scorer:
+        (group,) = await scorer.score([make("four")])
+    source, answer, truth, info = group.trajectories[0].metadata[EXTRA]["seen"]
+    assert (source, answer, truth) == ("sums", "four", "4")
+    assert info == {
+        **TASK,
+        "level": 3,  # of the metadata, where functions written for verl look for it
+        "trajectory_uid": "p1-t0",
+        "prompt_uid": "p1",
+        "responses": ["call", "four"],
+        "num_turns": 2,
+        "response_length": len(encode("call")) + len(encode("four")),
+        "truncated": False,
+        "agent_reward": None,
+    }
+
+
+async def test_a_score_that_is_missing_takes_its_trajectory_out_with_a_reason(
+    make: Any, write: Any
+) -> None:
+    async with scoring(write("return 1 / int(solution_str)")) as scorer:
+        groups = await scorer.score([make("4", "0", "2", "5"), make("0", "0", uid="p2")], 2)
+        assert rewards(groups) == [[0.25, 0.5, 0.2]]
+        assert scorer.unscored == {"RewardCrashError": 3}
+        assert scorer.metrics(groups) == {
+            "reward/missing": 3.0,
+            "reward/missing/RewardCrashError": 3.0,
+        }
+
+
+async def test_a_group_that_loses_too_many_is_not_trained(make: Any, write: Any) -> None:
+    async with scoring(write("return 1 / int(solution_str)")) as scorer:
+        assert await scorer.score([make("1", "0", n=2)], 2) == []
+        assert scorer.unscored == {"RewardCrashError": 1, GROUP_TOO_SMALL: 1}
+        assert rewards(await scorer.score([make("1", "0", n=2)])) == [[1.0]]  # an evaluation
+        assert rewards(await scorer.score([make(("3", 3.0), uid="p3", n=1)], 2)) == [[3.0]]
+
+
+async def test_a_reward_that_never_works_stops_the_run_with_the_causes(
+    make: Any, write: Any
+) -> None:
+    async with scoring(write("raise OSError('no disc')"), max_failed_batches=2) as scorer:
+        assert await scorer.score([make("1")], 1) == []
+        assert rewards(await scorer.score([make(("1", 1.0))], 1)) == [[1.0]]
+        assert await scorer.score([make("1")], 1) == []
+        with pytest.raises(RewardError, match=r"in 2 batches running .*3 × RewardCrashError"):
+            await scorer.score([make("1")], 1)
+
+
+async def test_without_a_reward_the_unscored_are_counted_and_the_run_told(make: Any) -> None:
+    async with scoring(None) as scorer:
+        assert rewards(await scorer.score([make("4", ("4", 1.0))], 1)) == [[1.0]]
+        assert scorer.unscored == {NOT_CONFIGURED: 1}
+        for _ in range(2):
+            assert await scorer.score([make("4")], 1) == []
+        with pytest.raises(RewardError, match=r"set rollout\.reward"):
+            await scorer.score([make("4")], 1)
+
+
+async def test_the_further_keys_of_a_result_are_metrics(make: Any, write: Any) -> None:
+    body = "return {'score': 0, 'acc': solution_str == '4', 'pred': solution_str, 'n': 2}"
+    async with scoring(write(body)) as scorer:
+        groups = await scorer.score([make("4", "5", "4", "4", ("4", 1.0))])
+        assert groups[0].trajectories[0].metadata[EXTRA] == {"acc": True, "pred": "4", "n": 2}
+        assert scorer.metrics(groups) == {
+            "reward_extra/acc": 0.75,
+            "reward_extra/n": 2.0,
+            "reward/missing": 0.0,
+        }
+
+
+async def test_a_group_reward_sees_every_trajectory_and_scores_the_unscored(
+    make: Any, write: Any
+) -> None:
+    body = "return [len(solution_str) + (i['agent_reward'] or 0) for i in extra_info]"
+    async with scoring(write(body), manager="group") as scorer:
+        groups = await scorer.score([make("a", ("b", 0.5), "c"), make(("d", 1.0), uid="p2")])
+    assert rewards(groups) == [[3.0, 0.5, 3.0], [1.0]]
+
+
+async def test_the_overlong_penalty_counts_the_tokens_of_all_steps(make: Any, encode: Any) -> None:
+    length = len(encode("call")) + len(encode("4"))
+    buffer = {"max_resp_len": length, "len": length}
+    async with scoring("exact_match", manager="dapo", overlong_buffer=buffer) as scorer:
+        groups = await scorer.score([make("4")])
+        assert rewards(groups) == [[0.0]]
+        assert scorer.metrics(groups)["reward_extra/overlong_reward"] == -1.0

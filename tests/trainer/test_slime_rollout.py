@@ -1,0 +1,593 @@
+"""slime's rollout function and data source over a real pool: what slime gets, when groups are
+acked, and what a slime that was killed finds when it starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+import trainer.slime_pool
+from backends.errors import BatchError
+from backends.slime_samples import SlimeSample, as_slime
+from datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from trainer.data import PromptSource
+from trainer.data_config import JsonlSource
+from trainer.errors import CheckpointError, ConfigError, DataError, StarvedError
+from trainer.slime_data import PoolDataSource, SlimeConfig
+from trainer.slime_rollout import REWARD_HOOK, generate_rollout
+
+MakeSource = Callable[..., PoolDataSource]
+
+
+POOL = f"slime-{uuid.uuid4().hex}"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    handle = start_data_pool(PoolConfig(), name=POOL)
+    yield
+    ray.kill(handle)
+    ray.shutdown()
+
+
+@pytest.fixture
+def channel(pool: None) -> str:
+    """A channel of this test's own, beside `…-val`, so that tests share the pool."""
+    return uuid.uuid4().hex
+
+
+def slime_args(**given: Any) -> Namespace:
+    """slime's arguments as its parser leaves them, as far as they are read."""
+    plain = {
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "num_rollout": 100,
+        "advantage_estimator": "grpo",
+        "rewards_normalization": True,
+        "grpo_std_normalization": True,
+        "custom_reward_post_process_path": REWARD_HOOK,
+        "custom_convert_samples_to_train_data_path": None,
+        "reward_key": None,
+        "rollout_temperature": 1.0,
+        "rollout_top_p": 1.0,
+        "rollout_global_dataset": True,
+        "save_interval": 1,
+        "async_save": False,
+        "save": None,
+        "load": None,
+        "hf_checkpoint": None,
+        "prompt_data": None,
+        "input_key": "input",
+        "label_key": None,
+        "metadata_key": "metadata",
+        "tool_key": "tools",
+        "multimodal_keys": None,
+        "apply_chat_template": False,
+        "rollout_max_prompt_len": None,
+        "rollout_shuffle": True,
+        "rollout_seed": 42,
+        "buffer_filter_path": None,
+    }
+    return Namespace(**plain | given)
+
+
+@pytest.fixture
+def make_source(channel: str, tmp_path: Path) -> Iterator[MakeSource]:
+    """A data source as a slime process makes it that saves to, and loads from, one folder."""
+    made: list[PoolDataSource] = []
+
+    def make(**given: Any) -> PoolDataSource:
+        folder = str(tmp_path / "checkpoints")
+        ours = {"pool": POOL, "channel": channel, "val_channel": f"{channel}-val"}
+        args = {f"stepwell_{name}": value for name, value in ours.items()}
+        made.append(PoolDataSource(slime_args(**args | {"save": folder, "load": folder} | given)))
+        return made[-1]
+
+    yield make
+    for source in made:
+        source.pool.close()
+
+
+def in_pool(use: Callable[[DataPoolClient], Any]) -> Any:
+    """Await `use(client)`."""
+
+    async def run() -> Any:
+        return await use(DataPoolClient.connect(POOL))
+
+    return asyncio.run(run())
+
+
+async def finish(
+    pool: DataPoolClient,
+    uid: str,
+    channel: str,
+    rewards: tuple[float | None, ...] = (1.0, 0.0),
+    **metadata: Any,
+) -> None:
+    """A group of one trajectory for each reward, each of two turns."""
+    await pool.open_group(uid, len(rewards), metadata=metadata, channel=channel)
+    for i, reward in enumerate(rewards):
+        who: dict[str, Any] = {"trajectory_uid": f"{uid}-{i}", "prompt_uid": uid}
+        first = Step(prompt_ids=[1, 2], response_ids=[3], rollout_log_probs=[-0.5], **who)
+        second = Step(
+            prompt_ids=[1, 2, 3, 9],
+            response_ids=[4],
+            rollout_log_probs=[-0.25],
+            step_index=1,
+            policy_version=1,
+            **who,
+        )
+        await pool.submit_steps([first, second], channel)
+        await pool.complete_trajectory(f"{uid}-{i}", reward, channel=channel)
+
+
+def fill(channel: str, *uids: str, **kwargs: Any) -> None:
+    async def use(pool: DataPoolClient) -> None:
+        for uid in uids:
+            await finish(pool, uid, channel, **kwargs)
+
+    in_pool(use)
+
+
+def stats(channel: str) -> dict[str, Any]:
+    found: dict[str, Any] = in_pool(lambda pool: pool.get_statistics(channel))["groups"]
+    return found
+
+
+def counts(channel: str) -> dict[str, int]:
+    found = stats(channel)
+    return {k: found[k] for k in ("ready", "leased", "acked", "dropped")}
+
+
+def uids_of(output: Any) -> set[str]:
+    """prompt_uids of a rollout function's result."""
+    return {s.metadata["prompt_uid"] for group in output.samples for r in group for s in r}
+
+
+def generate(source: PoolDataSource, rollout_id: int) -> set[str]:
+    return uids_of(generate_rollout(source.args, rollout_id, source))
+
+
+# -- what slime gets ---------------------------------------------------------------------------
+
+
+def test_a_rollout_is_whole_groups_by_prompt_and_by_trajectory(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1", "p2", data_source="gsm8k")
+    source = make_source()
+    output = generate_rollout(source.args, 3, source)
+    assert [[[len(s.loss_mask) for s in r] for r in g] for g in output.samples] == [[[3], [3]]] * 2
+    samples = [s for g in output.samples for r in g for s in r]
+    assert [s.metadata["trajectory_uid"] for s in samples] == ["p0-0", "p0-1", "p1-0", "p1-1"]
+    assert [(s.group_index, s.rollout_id) for s in samples] == [(6, 12), (6, 13), (7, 14), (7, 15)]
+    assert [s.reward for s in samples] == [1.0, 0.0, 1.0, 0.0]
+    assert samples[0].tokens == [1, 2, 3, 9, 4]
+    assert samples[0].loss_mask == [1, 0, 1]
+    assert samples[0].rollout_log_probs == [-0.5, 0.0, -0.25]
+    assert samples[0].weight_versions == ["0", "1"]
+    assert samples[0].metadata["source_name"] == "gsm8k"
+    assert output.metrics["stepwell/policy_version_max"] == 1
+    assert output.metrics["stepwell/samples_per_rollout"] == 1
+
+
+def test_groups_that_slime_cannot_train_are_dropped_with_a_reason(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "large", rewards=(1.0, 0.0, 1.0))
+    fill(channel, "unscored", rewards=(1.0, None))
+    fill(channel, "p0", "p1")
+    source = make_source()
+    output = generate_rollout(source.args, 0, source)
+    assert uids_of(output) == {"p0", "p1"}
+    assert stats(channel)["drop_reasons"] == {"group_size": 1, "unscored": 1}
+    assert output.metrics["stepwell/dropped_groups/unscored"] == 1
+
+
+def test_a_group_that_lost_a_rollout_still_counts_for_slime(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "short", rewards=(1.0,))
+    fill(channel, "p1")
+    source = make_source()
+    output = generate_rollout(source.args, 0, source)
+    assert [len(group) for group in output.samples] == [2, 2]
+    assert output.metrics["stepwell/padded_rollouts"] == 1
+
+
+def test_tokens_at_a_temperature_that_slime_does_not_score_at_are_not_trained(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1")
+    source = make_source(rollout_temperature=0.7)
+    with pytest.raises(BatchError, match="other_temperature"):
+        generate_rollout(source.args, 0, source)
+
+
+def test_a_channel_that_was_shut_down_ends_the_wait(
+    make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.slime_pool, "WAIT_S", 3600.0)
+    fill(channel, "p0")
+    in_pool(lambda pool: pool.shutdown(channel))
+    source = make_source()
+    with pytest.raises(StarvedError, match=r"wants 2 groups of channel .* \(1 are ready"):
+        generate_rollout(source.args, 0, source)
+
+
+def test_an_evaluation_takes_the_val_channels_rewards_by_data_source(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(f"{channel}-val", "v0", rewards=(1.0, 0.5), data_source="aime")
+    fill(f"{channel}-val", "v1", rewards=(0.0, None), data_source="math")
+    source = make_source()
+    output = generate_rollout(source.args, 0, source, evaluation=True)
+    assert {name: d["rewards"] for name, d in output.data.items()} == {
+        "aime": [1.0, 0.5],
+        "math": [0.0],
+    }
+    assert output.data["aime"]["truncated"] == [False, False]
+    assert [s.reward for s in output.data["aime"]["samples"]] == [1.0, 0.5]
+    assert output.metrics == {"stepwell/val_groups": 2, "stepwell/val_unscored": 1}
+    assert stats(f"{channel}-val")["acked"] == 2
+    assert generate_rollout(source.args, 0, source, evaluation=True).data == {}
+
+
+def test_an_evaluation_waits_for_as_many_groups_as_it_was_told_to(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(f"{channel}-val", "v0", "v1", "v2")
+    source = make_source(stepwell_val_groups=2)
+    output = generate_rollout(source.args, 0, source, evaluation=True)
+    assert len(output.data["unknown"]["rewards"]) == 4
+    assert stats(f"{channel}-val")["ready"] == 1
+
+
+# -- when groups are acked ---------------------------------------------------------------------
+
+
+def test_groups_are_acked_once_slime_has_saved_and_not_before(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1", "p2", "p3")
+    source = make_source()
+    source.load(-1)
+    generate(source, 0)
+    assert counts(channel) == {"ready": 2, "leased": 2, "acked": 0, "dropped": 0}
+    generate(source, 1)  # as train_async does: before rollout 0 is trained
+    source.save(0)
+    assert counts(channel) == {"ready": 0, "leased": 2, "acked": 2, "dropped": 0}
+    source.save(1)
+    assert counts(channel) == {"ready": 0, "leased": 0, "acked": 4, "dropped": 0}
+
+
+def test_a_slime_that_never_saves_acks_a_rollout_when_it_asks_for_the_next(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1", "p2", "p3")
+    source = make_source(save=None, load=None, save_interval=None)
+    generate(source, 0)
+    assert counts(channel)["acked"] == 0
+    generate(source, 1)
+    assert counts(channel) == {"ready": 0, "leased": 2, "acked": 2, "dropped": 0}
+
+
+def test_with_async_save_a_checkpoint_is_durable_when_the_next_one_is_begun(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, *(f"p{i}" for i in range(6)))
+    source = make_source(async_save=True, num_rollout=3)
+    source.load(-1)
+    generate(source, 0)
+    source.save(0)
+    assert counts(channel)["acked"] == 0
+    generate(source, 1)
+    source.save(1)
+    assert counts(channel)["acked"] == 2
+    generate(source, 2)
+    source.save(2)  # the last one, for which slime waits
+    assert counts(channel)["acked"] == 6
+
+
+def test_leases_are_renewed_while_slime_trains(
+    make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.slime_pool, "RENEWALS", 40)
+    fill(channel, "p0", "p1")
+    source = make_source(stepwell_lease_s=2.0)
+    generate(source, 0)
+    time.sleep(3.0)
+    assert counts(channel) == {"ready": 0, "leased": 2, "acked": 0, "dropped": 0}
+
+
+def test_groups_whose_lease_ran_out_are_recognised_and_not_trained_twice(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1", "p2", "p3")
+    source = make_source()
+    first = generate(source, 0)
+    in_pool(lambda pool: pool.release_leases(channel))
+    second = generate(source, 1)
+    assert (first, second) == ({"p0", "p1"}, {"p2", "p3"})
+    assert source.pool.redelivered == 2
+    source.save(0)
+    assert counts(channel) == {"ready": 0, "leased": 2, "acked": 2, "dropped": 0}
+
+
+# -- what a restarted slime finds --------------------------------------------------------------
+
+
+def test_a_slime_killed_between_two_rollouts_loses_nothing_and_trains_nothing_twice(
+    channel: str, tmp_path: Path
+) -> None:
+    @ray.remote(num_cpus=0)
+    class Manager:
+        """What slime's RolloutManager does with the two."""
+
+        def __init__(self, args: Namespace) -> None:
+            self.source = PoolDataSource(args)
+
+        def generate(self, rollout_id: int) -> set[str]:
+            output = generate_rollout(self.source.args, rollout_id, self.source)
+            return {s.metadata["prompt_uid"] for g in output.samples for r in g for s in r}
+
+        def save(self, rollout_id: int) -> None:
+            self.source.save(rollout_id)
+
+        def load(self, rollout_id: int) -> None:
+            self.source.load(rollout_id)
+
+    everything = {f"p{i}" for i in range(8)}
+    fill(channel, *sorted(everything))
+    args = slime_args(
+        save=str(tmp_path), load=str(tmp_path), stepwell_pool=POOL, stepwell_channel=channel
+    )
+    manager: Any = Manager.remote(args)  # type: ignore[attr-defined]
+    ray.get(manager.load.remote(-1))
+    trained = ray.get(manager.generate.remote(0))
+    ray.get(manager.save.remote(0))
+    lost = ray.get(manager.generate.remote(1))
+    ray.kill(manager)
+
+    manager = Manager.remote(args)  # type: ignore[attr-defined]
+    ray.get(manager.load.remote(0))
+    rollouts = []
+    for rollout_id in (1, 2, 3):
+        rollouts.append(ray.get(manager.generate.remote(rollout_id)))
+        ray.get(manager.save.remote(rollout_id))
+    ray.kill(manager)
+    assert rollouts[0] == lost  # served again, first
+    assert sorted([*trained, *rollouts[0], *rollouts[1], *rollouts[2]]) == sorted(everything)
+    assert counts(channel) == {"ready": 0, "leased": 0, "acked": 8, "dropped": 0}
+
+
+def test_a_kill_between_the_checkpoint_and_the_word_of_it_trains_nothing_twice(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1", "p2", "p3")
+    source = make_source()
+    first = generate(source, 0)
+    source.pool.close()  # the checkpoint of rollout 0 was written, save(0) was not reached
+    again = make_source()
+    again.load(0)
+    assert first & generate(again, 1) == set()
+    assert counts(channel) == {"ready": 0, "leased": 2, "acked": 2, "dropped": 0}
+
+
+def test_trained_groups_whose_lease_ran_out_meanwhile_are_dropped_at_the_restart(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1", "p2", "p3")
+    source = make_source()
+    first = generate(source, 0)
+    source.pool.close()
+    in_pool(lambda pool: pool.release_leases(channel))
+    again = make_source()
+    again.load(0)
+    assert first & generate(again, 1) == set()
+    assert stats(channel)["drop_reasons"] == {"trained_before_restart": 2}
+
+
+def test_a_run_that_starts_from_an_earlier_checkpoint_is_served_what_it_lacks(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1", "p2", "p3")
+    source = make_source(save_interval=2)
+    first, second = generate(source, 0), generate(source, 1)
+    source.pool.close()
+    again = make_source(save_interval=2)
+    again.load(-1)
+    assert {*generate(again, 0), *generate(again, 1)} == first | second
+    assert counts(channel)["leased"] == 4
+
+
+def test_a_lease_of_two_rollouts_is_told_apart_at_a_restart(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1", "p2")
+    source = make_source(rollout_batch_size=1)
+    assert generate(source, 0) == {"p0"}
+    in_pool(lambda pool: pool.release_leases(channel))
+    source.args.rollout_batch_size = 2
+    assert generate(source, 1) == {"p1", "p2"}  # p0 came with p1, and slime has it
+    source.save(0)
+    assert counts(channel)["acked"] == 0  # the lease holds p1 too
+    source.pool.close()
+    again = make_source(rollout_batch_size=2)
+    again.load(0)
+    assert generate(again, 1) == {"p1", "p2"}
+    assert counts(channel) == {"ready": 0, "leased": 2, "acked": 0, "dropped": 1}
+
+
+def test_a_rollout_that_fails_gives_its_groups_back(
+    make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(channel, "p0", "p1")
+    source = make_source()
+
+    def no_disk(path: Path, content: bytes) -> None:
+        raise OSError("no space left on device")
+
+    source.load(-1)
+    generate(source, 0)  # the pool was told of the start
+    fill(channel, "p2", "p3")
+    monkeypatch.setattr(trainer.slime_pool, "write_durably", no_disk)
+    with pytest.raises(OSError, match="no space left"):
+        generate_rollout(source.args, 1, source)
+    assert counts(channel)["ready"] == 2
+    assert source.pool.held == 2
+
+
+# -- arguments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"custom_reward_post_process_path": None}, "--custom-reward-post-process-path backends"),
+        ({"reward_key": "score"}, "reward_key is 'score'"),
+        ({"rollout_top_p": 0.9}, "rollout_top_p is 0.9"),
+    ],
+)
+def test_arguments_with_which_slime_would_train_something_else_are_refused(
+    make_source: MakeSource, given: dict[str, Any], message: str
+) -> None:
+    source = make_source(**given)
+    with pytest.raises(ConfigError, match=message):
+        generate_rollout(source.args, 0, source)
+
+
+def test_rewards_that_slime_does_not_normalise_need_no_hook(
+    make_source: MakeSource, channel: str
+) -> None:
+    fill(channel, "p0", "p1")
+    source = make_source(advantage_estimator="ppo", custom_reward_post_process_path=None)
+    assert generate(source, 0) == {"p0", "p1"}
+
+
+def test_another_data_source_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"given a list; set --data-source-path to trainer\.slime"
+    ):
+        generate_rollout(slime_args(), 0, [])
+
+
+def test_settings_come_from_slimes_arguments_or_else_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("STEPWELL_NAMESPACE", "stepwell-run")
+    monkeypatch.setenv("STEPWELL_LEASE_S", "30")
+    config = SlimeConfig.of(slime_args(stepwell_lease_s=60))
+    assert (config.namespace, config.lease_s, config.pool) == ("stepwell-run", 60, "data_pool")
+    with pytest.raises(ConfigError, match=r"stepwell_chanel is 'x'.*known: stepwell_pool"):
+        SlimeConfig.of(slime_args(stepwell_chanel="x"))
+
+
+# -- the data source ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = ({"input": f"q{i}", "label": f"a{i}", "metadata": {"level": i}} for i in range(5))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def source_of(prompts: Path, folder: Path, **given: Any) -> PoolDataSource:
+    """Needs no pool."""
+    args = {"prompt_data": str(prompts), "label_key": "label", "rollout_shuffle": False}
+    return PoolDataSource(slime_args(**args | {"save": folder, "load": folder} | given))
+
+
+def test_prompts_are_handed_out_in_groups_of_samples(prompts: Path, tmp_path: Path) -> None:
+    source = source_of(prompts, tmp_path)
+    assert len(source) == 5
+    groups = source.get_samples(2)
+    assert [[s.prompt for s in g] for g in groups] == [["q0", "q0"], ["q1", "q1"]]
+    assert [[(s.group_index, s.index) for s in g] for g in groups] == [
+        [(0, 0), (0, 1)],
+        [(1, 2), (1, 3)],
+    ]
+    assert groups[1][0].label == "a1"
+    assert groups[1][0].metadata == {
+        "level": 1,
+        "instance_id": groups[1][0].metadata["instance_id"],
+        "source_name": "prompts",
+    }
+    groups[0][0].metadata["level"] = 7
+    assert groups[0][1].metadata["level"] == 0  # samples share nothing that they may change
+
+
+def test_the_order_is_that_of_stepwells_own_source(prompts: Path, tmp_path: Path) -> None:
+    section = {"kind": "jsonl", "path": str(prompts), "prompt_key": "input", "label_key": "label"}
+    source = source_of(prompts, tmp_path, stepwell_data={**section, "shuffle_seed": 3})
+    own = PromptSource(JsonlSource.model_validate({**section, "shuffle_seed": 3}))
+    assert [g[0].prompt for g in source.get_samples(7)] == [
+        own.next()["question"] for _ in range(7)
+    ]
+
+
+def test_a_restarted_source_goes_on_where_the_checkpoint_was_made(
+    prompts: Path, tmp_path: Path
+) -> None:
+    source = source_of(prompts, tmp_path)
+    source.get_samples(2)
+    begun = as_slime(SlimeSample(prompt="q0", tokens=[1, 2], response_length=1, status="aborted"))
+    source.add_samples([[begun, begun]])
+    source.save(4)
+    expected = [[s.to_dict() for s in g] for g in source.get_samples(3)]
+    assert expected[0][0]["tokens"] == [1, 2]  # what came back goes out first, as it is
+
+    again = source_of(prompts, tmp_path)
+    again.load(4)
+    assert [[s.to_dict() for s in g] for g in again.get_samples(3)] == expected
+
+
+def test_a_checkpoint_without_state_starts_the_data_from_the_beginning(
+    prompts: Path, tmp_path: Path
+) -> None:
+    source = source_of(prompts, tmp_path)
+    source.load(-1)
+    assert source.get_samples(1)[0][0].prompt == "q0"
+
+
+def test_a_damaged_state_is_an_error_with_its_path(prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "rollout").mkdir()
+    (tmp_path / "rollout" / "stepwell_state_4.pt").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"stepwell_state_4\.pt cannot be read"):
+        source_of(prompts, tmp_path).load(4)
+
+
+def test_slimes_buffer_filter_chooses_what_goes_out_again(prompts: Path, tmp_path: Path) -> None:
+    path = f"{__name__}.take_the_last"
+    source = source_of(prompts, tmp_path, buffer_filter_path=path)
+    source.add_samples([[SlimeSample(prompt="old")], [SlimeSample(prompt="new")]])
+    assert [g[0].prompt for g in source.get_samples(2)] == ["new", "q0"]
+
+
+def take_the_last(args: Any, rollout_id: Any, buffer: list[Any], num_samples: int) -> list[Any]:
+    taken, buffer[:] = buffer[-1:], []
+    return taken
+
+
+def test_no_prompts_is_an_error_only_for_who_asks_for_them(tmp_path: Path) -> None:
+    source = PoolDataSource(slime_args(save=tmp_path))
+    assert len(source) == 0
+    with pytest.raises(DataError, match="set --prompt-data"):
+        source.get_samples(1)
+
+
+def test_a_chat_template_is_left_to_the_gateway(prompts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave --apply-chat-template out"):
+        source_of(prompts, tmp_path, apply_chat_template=True)

@@ -1,0 +1,395 @@
+"""Validation runs beside training, on one policy version, and its figures are what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datapool.types import VAL, Group, Step, Trajectory
+from tests.trainer.small_run import small_config, small_run
+from trainer.errors import ConfigError, StarvedError
+from trainer.validation import (
+    COLUMNS,
+    Evaluation,
+    Policy,
+    figures,
+    pass_at_k,
+    powers_of_two,
+    question,
+    read_samples,
+    samples,
+    samples_path,
+    write_samples,
+)
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(n=st.integers(1, 8), data=st.data())
+def test_pass_at_k_is_the_share_of_draws_with_a_pass(n: int, data: st.DataObject) -> None:
+    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
+
+
+@given(n=st.integers(1, 30), k=st.integers(1, 30), p=st.floats(0, 1))
+def test_pass_at_k_is_unbiased(n: int, k: int, p: float) -> None:
+    k = min(n, k)
+    expected = math.fsum(
+        math.comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1)
+    )
+    assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-9)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(2, 3, 1), (2, -1, 1), (2, 1, 0), (2, 1, 3)])
+def test_pass_at_k_of_what_cannot_be_is_an_error(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} of {c} passes in {n} rollouts"):
+        pass_at_k(n, c, k)
+
+
+def test_pass_at_k_is_exact_where_floats_would_overflow() -> None:
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8])])
+def test_k_are_the_powers_of_two_and_n(n: int, ks: list[int]) -> None:
+    assert powers_of_two(n) == ks
+
+
+def group(uid: str, source: str | None, *rewards: float | None, **task: Any) -> Group:
+    trajectories = tuple(
+        Trajectory(
+            f"{uid}.{i}",
+            uid,
+            (
+                Step(
+                    prompt_ids=[1],
+                    response_ids=[2, i + 3],
+                    reward=reward,
+                    trajectory_uid=f"{uid}.{i}",
+                    prompt_uid=uid,
+                ),
+            ),
+        )
+        for i, reward in enumerate(rewards)
+    )
+    metadata = {"task": {"instance_id": uid, "data_source": source, **task}}
+    return Group(uid, trajectories, len(rewards), metadata)
+
+
+def test_figures_are_means_over_prompts_of_each_data_source() -> None:
+    groups = [
+        group("a", "math", 1.0, 0.0, 0.0, 0.0),
+        group("b", "math", 1.0, 1.0, 1.0, 1.0),
+        group("c", "code", 0.5, 0.5, 0.5, 0.5),
+    ]
+    assert figures(groups, 4, pass_at=[1, 2, 4], pass_reward=1.0) == {
+        "val/code/mean@4": 0.5,
+        "val/code/pass@1": 0.0,
+        "val/code/pass@2": 0.0,
+        "val/code/pass@4": 0.0,
+        "val/math/mean@4": 0.625,
+        "val/math/pass@1": 0.625,
+        "val/math/pass@2": 0.75,
+        "val/math/pass@4": 1.0,
+    }
+    assert figures(groups, 4, pass_at=[1], pass_reward=0.5)["val/code/pass@1"] == 1.0
+
+
+def test_a_rollout_that_failed_is_missing_and_not_zero() -> None:
+    groups = [group("a", "math", 1.0), group("b", "math", 0.0, 1.0), group("c", "math", None)]
+    result = figures(groups, 2, pass_at=[1, 2], pass_reward=1.0)
+    assert result["val/math/mean@2"] == 0.75
+    assert result["val/math/pass@1"] == 0.75
+    assert result["val/math/pass@2"] == 1.0  # of the one prompt that two rollouts finished
+    assert result["val/math/short"] == 1.0
+
+
+def test_the_best_checkpoint_may_go_by_any_figure() -> None:
+    metrics = {"val/math/pass@4": 0.9}
+    evaluation = Evaluation(20, 0.5, 0.0, 8, 0, metrics=metrics)
+    assert evaluation.value("score") == 0.5
+    assert evaluation.value("val/math/pass@4") == 0.9
+    with pytest.raises(ConfigError, match=r"eval_metric is 'val/x'.*score, val/math/pass@4"):
+        evaluation.value("val/x")
+
+
+# ── sample tables ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_sample_has_the_question_the_answer_the_reply_and_the_reward(tmp_path: Path) -> None:
+    rows = samples(
+        [group("a", "math", 1.0, 0.25, question="1+1?", answer="2")],
+        lambda ids, skip_special_tokens: f"said {ids.tolist()}",
+        Policy(step=20, version=10, weights_step=20),
+    )
+    write_samples(samples_path(tmp_path, 20), rows)
+    assert read_samples(tmp_path / "validation" / "step_20.jsonl") == rows
+    assert read_samples(tmp_path / "validation" / "step_20.jsonl", limit=1) == rows[:1]
+    assert tuple(rows[0]) == COLUMNS
+    assert [(r["question"], r["answer"], r["reply"], r["reward"]) for r in rows] == [
+        ("1+1?", "2", "said [2, 3]", 1.0),
+        ("1+1?", "2", "said [2, 4]", 0.25),
+    ]
+    assert rows[0]["step"] == 20
+    assert rows[0]["version"] == 10
+
+
+@pytest.mark.parametrize(
+    ("task", "asked"),
+    [
+        ({"question": "why?"}, "why?"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "first"},
+                    {"role": "assistant", "content": "yes"},
+                    {"role": "user", "content": [{"type": "text", "text": "last"}, {"type": "x"}]},
+                    {"role": "assistant", "content": "no"},
+                ]
+            },
+            "last",
+        ),
+        ({}, ""),
+    ],
+)
+def test_the_question_is_that_of_the_task_or_its_last_user_message(
+    task: dict[str, Any], asked: str
+) -> None:
+    assert question(task) == asked
+
+
+# ── beside training ──────────────────────────────────────────────────────────────────────────────
+
+
+class Validation:
+    """Validation rollouts that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+
+    def hold(self, task: Any, channel: str) -> asyncio.Event | None:
+        return self.may_end if channel == VAL else None
+
+
+EVERY_2 = ("trainer.eval_every=2", "trainer.total_steps=8", "trainer.eval_rollouts=2")
+
+
+async def test_training_goes_on_and_the_next_publication_waits_for_the_evaluation(
+    tmp_path: Path,
+) -> None:
+    validation = Validation()
+    async with small_run(small_config(tmp_path, *EVERY_2), hold=validation.hold) as run:
+        training = asyncio.create_task(run.train(7))
+        await run.trained(4)  # 2 updates while it runs; at 4 the next evaluation is due
+        assert run.trainer.validator.holds
+        assert run.engine.version == 2
+        assert run.evaluations == []
+        validation.may_end.set()
+        await training
+        assert run.trainer.progress.published[3] == 4  # what was due at 3 and at 4, once
+    first, second, third = run.evaluations
+    assert [e.step for e in run.evaluations] == [2, 4, 6]
+    assert (first.version, first.weights_step) == (2, 2)
+    assert (second.version, second.weights_step) == (3, 4)
+    assert [e.mixed for e in (first, second, third)] == [0, 0, 0]
+    assert [e.rollouts for e in (first, second, third)] == [6, 6, 6]
+    assert first.score == 0.5
+    assert [r["policy_version"] for r in run.records][1:4] == [2, 2, 2]
+    assert run.trainer.progress.evaluations == run.evaluations
+
+
+async def test_figures_of_an_evaluation_come_with_the_next_record(tmp_path: Path) -> None:
+    async with small_run(small_config(tmp_path, *EVERY_2)) as run:
+        await run.train(4)
+        first = run.evaluations[0]
+        with_figures = [r for r in run.records if "val/step" in r]
+    assert {r["val/step"] for r in with_figures} <= {2.0, 4.0}
+    for record in with_figures[:1]:
+        assert record["val/val/mean@2"] == first.metrics["val/val/mean@2"] == 0.5
+        assert record["val/val/pass@2"] == 1.0
+        assert record["val/version"] == first.version
+    table = read_samples(samples_path(tmp_path, 2))
+    assert [r["question"] for r in table[::2]] == ["val 0?", "val 1?", "val 2?"]
+    assert {r["version"] for r in table} == {2}
+
+
+async def test_with_pin_drop_weights_are_published_on_time_and_mixed_rollouts_are_left_out(
+    tmp_path: Path,
+) -> None:
+    late = asyncio.Event()
+
+    def hold(task: Any, channel: str) -> asyncio.Event | None:
+        return late if task["instance_id"] == "val1" else None
+
+    config = small_config(
+        tmp_path, *EVERY_2, "trainer.eval_pin=drop", "trainer.eval_every=2", "rollout.n=2"
+    )
+    async with small_run(config, hold=hold) as run:
+        training = asyncio.create_task(run.train(3))
+        await run.engine.serves(3)
+        late.set()
+        await training
+    (evaluation,) = run.evaluations
+    assert run.trainer.progress.published[3] == 3
+    assert evaluation.version == 2
+    assert evaluation.mixed >= 2  # those of val1, and whatever else had not ended
+    assert evaluation.mixed + evaluation.rollouts == 6
+    assert evaluation.failed == 0
+
+
+async def test_an_evaluation_of_which_nothing_is_pinned_has_no_score_and_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    validation = Validation()
+    config = small_config(tmp_path, *EVERY_2, "trainer.eval_pin=drop")
+    async with small_run(config, hold=validation.hold) as run:
+        with caplog.at_level(logging.WARNING, "trainer.validation"):
+            training = asyncio.create_task(run.train(3))
+            await run.engine.serves(3)
+            validation.may_end.set()
+            await training
+    assert run.evaluations == []
+    assert "no evaluation at step 2" in caplog.text
+    assert "set trainer.eval_pin to hold" in caplog.text
+
+
+async def test_where_generation_waits_for_publications_so_does_the_trainer(tmp_path: Path) -> None:
+    validation = Validation()
+    config = small_config(
+        tmp_path,
+        *EVERY_2,
+        "async_training.mode=sync",
+        "async_training.trigger_parameter_sync_step=2",
+    )
+    async with small_run(config, hold=validation.hold) as run:
+        validator: Any = run.trainer.validator
+        released, waits = validator.released, asyncio.Event()
+
+        async def note() -> None:
+            if validator.holds:
+                waits.set()
+            await released()
+
+        validator.released = note
+        training = asyncio.create_task(run.train(5))
+        await run.trained(3)  # within the window it goes on; the publication at 4 has to wait
+        either = [asyncio.ensure_future(waits.wait()), asyncio.ensure_future(run.engine.serves(2))]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        assert run.engine.version == 1
+        validation.may_end.set()
+        await training
+        await asyncio.gather(*either)
+    assert [e.version for e in run.evaluations] == [1, 2]
+    assert [e.mixed for e in run.evaluations] == [0, 0]
+    assert run.trainer.progress.published == {0: 0, 1: 2, 2: 4}
+
+
+async def test_a_rollout_with_a_token_of_another_version_does_not_count(tmp_path: Path) -> None:
+    """However it came about: an engine that somebody else updated, say."""
+    async with small_run(small_config(tmp_path, "trainer.eval_rollouts=2")) as run:
+
+        def hold(task: Any, channel: str) -> None:
+            run.engine.version = 1 if task["instance_id"] == "val2" else 0
+
+        run.rollouts.hold = hold
+        evaluation = await run.trainer.evaluate(run.val_tasks)
+    assert (evaluation.rollouts, evaluation.mixed, evaluation.failed) == (4, 2, 0)
+
+
+async def test_an_evaluation_of_which_nothing_finished_says_where_to_look(tmp_path: Path) -> None:
+    async with small_run(small_config(tmp_path), reward=lambda task, index: None) as run:
+        with pytest.raises(StarvedError, match="none of 6 evaluation rollouts finished"):
+            await run.trainer.evaluate(run.val_tasks)
+
+
+async def test_an_evaluation_that_fails_beside_training_fails_the_training(tmp_path: Path) -> None:
+    def reward(task: Any, index: int) -> float | None:
+        return None if task["instance_id"].startswith("val") else float(index)
+
+    async with small_run(small_config(tmp_path, *EVERY_2), reward=reward) as run:
+        with pytest.raises(StarvedError, match="none of 6 evaluation rollouts finished"):
+            await run.train(8)
+
+
+async def test_an_evaluation_beside_training_that_nothing_finished_of_is_begun_again(
+    tmp_path: Path,
+) -> None:
+    asked: list[str] = []
+
+    def reward(task: Any, index: int) -> float | None:
+        if task["instance_id"].startswith("val"):
+            asked.append(task["instance_id"])
+            return None if len(asked) <= 6 else 1.0
+        return float(index)
+
+    async with small_run(small_config(tmp_path, *EVERY_2), reward=reward) as run:
+        await run.train(3)
+    assert len(asked) == 12
+    assert [(e.step, e.version, e.score) for e in run.evaluations] == [(2, 2, 1.0)]
+
+
+async def test_beside_training_an_evaluation_takes_half_of_the_slots(tmp_path: Path) -> None:
+    validation = Validation()
+    config = small_config(tmp_path, *EVERY_2, "rollout.concurrency=8", val=20)
+    async with small_run(config, hold=validation.hold) as run:
+        await run.trainer.begin_evaluation(run.val_tasks)
+        for _ in range(500):
+            await asyncio.sleep(0)
+        assert run.rollouts.running[VAL] == 2  # groups of two rollouts: 4 of 8 slots
+        validation.may_end.set()
+        await run.trainer.validator.join()
+        assert run.rollouts.most_running[VAL] == 2
+
+        validation.may_end.clear()
+        evaluating = asyncio.create_task(run.trainer.evaluate(run.val_tasks))
+        while run.rollouts.running[VAL] < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        validation.may_end.set()
+        await evaluating
+
+
+async def test_what_others_put_into_the_channel_is_no_part_of_an_evaluation(
+    tmp_path: Path,
+) -> None:
+    async with small_run(small_config(tmp_path)) as run:
+        await run.pool.open_group("theirs", 4, channel=VAL)
+        await run.rollouts.run_group({"instance_id": "x"}, "theirs", 4, VAL)
+        evaluation = await run.trainer.evaluate(run.val_tasks)
+    assert evaluation.rollouts == 6
+    assert evaluation.score == 0.5  # theirs are 0, 1, 2 and 3
+
+
+async def test_an_evaluation_that_a_kill_took_away_is_due_again(tmp_path: Path) -> None:
+    async with small_run(small_config(tmp_path, *EVERY_2)) as run:
+        trainer: Any = run.trainer
+        due = []
+        for updates in range(9):
+            trainer.progress.updates = updates
+            due.append(trainer.evaluation_due())
+        assert due == [True, False, True, False, True, False, True, False, False]  # 8 is the last
+        trainer.progress.updates = 4
+        trainer.progress.evaluations.append(Evaluation(4, 0.5, 0.0, 1, 0))
+        assert not trainer.evaluation_due()
+
+
+async def test_a_checkpoint_taken_meanwhile_knows_nothing_of_the_evaluation_under_way(
+    tmp_path: Path,
+) -> None:
+    validation = Validation()
+    config = small_config(tmp_path, *EVERY_2, "trainer.checkpoint_every=2")
+    async with small_run(config, hold=validation.hold) as run:
+        training = asyncio.create_task(run.train(3))
+        await run.trained(3)
+        state = run.trainer.checkpoints.load(tmp_path / "checkpoints" / "step_2")
+        assert state["progress"].evaluations == []
+        validation.may_end.set()
+        await training

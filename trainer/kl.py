@@ -1,0 +1,102 @@
+"""KL to the reference policy: estimators, the penalty in the rewards, the coefficient.
+
+    place: loss      loss   += coef · Σ coef_t · KL_t           (`losses.py`; no importance weight)
+    place: reward    reward -= coef · KL_t, token by token, before advantages are taken
+
+Either way the reference is the frozen start model, scored at each step's temperature (column
+`ref_log_probs`). With `target` the coefficient follows the measured KL; its value is part of
+`Progress` and so of the checkpoint. Pure functions; owns no model and no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from datapool.types import Group
+from trainer.errors import ColumnError
+from trainer.loss_config import KlConfig, KlEstimator
+
+MAX_LOG_RATIO = 20.0
+MAX_K3 = 10.0
+"""Bounds of k3 (verl's): one hopeless token must not outweigh the batch."""
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
+    """KL(π‖π_ref) from samples of π, per token; inputs and result [n].
+
+        k1   log π - log π_ref                     unbiased
+        k2   ½ (log π - log π_ref)²                biased, its gradient is not
+        k3   r - 1 - log r,  r = π_ref/π           unbiased, ≥ 0; cut off at 10
+        abs  |log π - log π_ref|
+
+    With `+` the value is that estimator's and the gradient k2's: E[∇k1] = 0 and E[∇k3] is the
+    gradient of KL(π_ref‖π), whereas E[∇k2] = ∇KL(π‖π_ref).
+
+    Sources: Schulman, http://joschu.net/blog/kl-approx.html; on the gradients arXiv:2512.21852.
+    """
+    log_ratio = log_probs - ref_log_probs
+    if estimator.endswith("+"):
+        k2 = 0.5 * log_ratio.square()
+        return k2 - k2.detach() + _estimate(log_ratio.detach(), estimator.removesuffix("+"))
+    return _estimate(log_ratio, estimator)
+
+
+def _estimate(log_ratio: Tensor, name: str) -> Tensor:
+    if name == "k1":
+        return log_ratio
+    if name == "k2":
+        return 0.5 * log_ratio.square()
+    if name == "abs":
+        return log_ratio.abs()
+    inverse = torch.clamp(-log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.clamp(torch.exp(inverse) - inverse - 1, max=MAX_K3)
+
+
+def next_coef(coef: float, kl: float, trajectories: int, config: KlConfig) -> float:
+    """The coefficient after `trajectories` were trained on at a measured KL of `kl`.
+
+        coef · (1 + clip(kl / target - 1, -0.2, 0.2) · trajectories / horizon)
+
+    Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593 §2.2. Without a
+    target it stays what the configuration says; a KL that is not finite moves nothing.
+    """
+    if config.target is None:
+        return config.coef
+    if not math.isfinite(kl):
+        return coef
+    error = min(max(kl / config.target - 1, -0.2), 0.2)
+    return coef * (1 + error * trajectories / config.horizon)
+
+
+def kl_in_reward(
+    groups: Sequence[Group],
+    lengths: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    config: KlConfig,
+    coef: float,
+) -> tuple[Tensor, float]:
+    """-coef · KL_t, the reward that each token earns besides its step's, and the KL measured.
+
+    Args:
+        lengths: response tokens of each step, in the order of the groups' `steps`.
+        log_probs: log π_prox, [T]; ref_log_probs: [T].
+
+    Returns:
+        [T] float64, and the mean over trajectories of their mean KL per token (verl's
+        `reward_kl_penalty`).
+    """
+    sizes = torch.tensor([len(t.steps) for g in groups for t in g.trajectories])
+    kl = kl_estimate(log_probs, ref_log_probs, config.estimator).double()
+    if len(lengths) != int(sizes.sum()) or len(kl) != int(lengths.sum()):
+        raise ColumnError(
+            f"{len(kl)} log-probs and {len(lengths)} lengths for {int(sizes.sum())} steps; pass "
+            "those of these groups"
+        )
+    trajectory = torch.arange(len(sizes)).repeat_interleave(sizes).repeat_interleave(lengths)
+    means = torch.bincount(trajectory, kl) / torch.bincount(trajectory)
+    return -coef * kl, float(means.mean())

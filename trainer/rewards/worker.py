@@ -1,0 +1,178 @@
+"""A process of its own for reward functions, so that one that hangs can be killed.
+
+::
+
+    RewardProcess.call ──pickle──► a Python process: main() ──► function
+            ▲                         │ own session: killed with all that it started
+            └── result, error, or the limit: SIGKILL to the group; the next call starts another
+
+Owns the process and its limits; `manager.py` decides what is called. The function is named, not
+sent: the process imports it as the trainer did. It ends when the trainer does, however that dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trainer.errors import RewardError
+from trainer.rewards.base import RewardFn, crashed, load_reward, timed_out
+from trainer.rewards.errors import RewardCrashError, RewardLoadError
+
+START_S = 120.0
+"""For the imports of the function's module; not counted as the function's own time."""
+
+
+class RewardProcess:
+    """Runs calls of one reward function, one at a time; threads may share it.
+
+    Args:
+        path: as for `load_reward`, and so is `kwargs`.
+    """
+
+    def __init__(self, path: str, kwargs: Mapping[str, Any]) -> None:
+        self._path = path
+        self._kwargs = dict(kwargs)
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._life_line = -1
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs at the moment."""
+        return self._process.pid if self._process is not None else None
+
+    def call(self, timeout_s: float, call: str, *args: Any) -> Any:
+        """What the function returns for `args`; blocks.
+
+        Raises:
+            RewardLoadError, RewardCrashError, RewardTimeoutError
+        """
+        with self._lock:
+            try:
+                connection = self._connection or self._start()
+                connection.send((call, args))
+                if not connection.poll(timeout_s):
+                    self._end()
+                    raise timed_out(call, timeout_s)
+                result = connection.recv()
+            except RewardError:
+                raise
+            except (EOFError, OSError) as e:
+                self._end()
+                raise RewardCrashError(f"{call}: its process died") from e
+            except Exception as e:  # what cannot be pickled fails in many ways
+                raise crashed(call, e) from e
+        if isinstance(result, RewardError):
+            raise result
+        return result
+
+    def kill(self) -> None:
+        """End what runs now, from any thread: the call under way fails, the next starts anew."""
+        process = self._process
+        if process is not None:
+            _kill_group(process)
+
+    def close(self) -> None:
+        """End the process for good, if one runs."""
+        self.kill()
+        with self._lock:
+            self._end()
+
+    def _start(self) -> Connection:
+        ours, theirs = Pipe()
+        # The process ends when our end of this pipe does, which is when we do.
+        theirs_life, self._life_line = os.pipe()
+        fds = (theirs.fileno(), theirs_life)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from trainer.rewards.worker import main; main{fds}"],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what the function prints is no result
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or "." for p in sys.path)},
+            )
+        finally:
+            theirs.close()
+            os.close(theirs_life)
+        self._connection = ours
+        ours.send((self._path, self._kwargs))
+        if not ours.poll(START_S):
+            self._end()
+            raise RewardLoadError(f"reward {self._path!r} was not loaded within {START_S:g} s")
+        failure = ours.recv()
+        if failure is not None:
+            self._end()
+            raise failure
+        return ours
+
+    def _end(self) -> None:
+        if self._process is not None:
+            _kill_group(self._process)
+            self._process.wait()
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._life_line >= 0:
+            os.close(self._life_line)
+            self._life_line = -1
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+# ── in the process ───────────────────────────────────────────────────────────────────────────────
+
+
+def main(connection_fd: int, life_line: int) -> None:
+    """Answer calls until the trainer closes the connection."""
+    connection = Connection(connection_fd)
+    threading.Thread(target=_follow, args=(life_line,), daemon=True).start()
+    path, kwargs = connection.recv()
+    try:
+        reward = load_reward(path, kwargs)
+    except RewardError as e:
+        connection.send(e)
+        return
+    connection.send(None)
+    with asyncio.Runner() as loop, contextlib.suppress(EOFError):
+        while True:
+            call, args = connection.recv()
+            result = _answer(loop, reward, call, args)
+            try:
+                connection.send(result)
+            except Exception as e:  # noqa: BLE001 - what cannot be pickled fails in many ways
+                connection.send(crashed(call, e))
+
+
+def _answer(loop: asyncio.Runner, reward: RewardFn, call: str, args: tuple[Any, ...]) -> Any:
+    # Sync functions run in the main thread: some libraries use signals.
+    try:
+        result = reward(*args)
+        return loop.run(_wait(result)) if inspect.isawaitable(result) else result
+    except Exception as e:  # noqa: BLE001 - foreign code: any failure is a missing score
+        return crashed(call, e)
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+def _follow(life_line: int) -> None:
+    os.read(life_line, 1)  # returns when the trainer is gone
+    os.killpg(0, signal.SIGKILL)

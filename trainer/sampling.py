@@ -1,0 +1,230 @@
+"""Sampling control: how many groups are begun, and which of them are trained.
+
+A window is what is trained between two publications. In the modes with windows (`sync`,
+`one_step_off`) generation has credit for so many groups, and gets new credit at a publication::
+
+    publication ─► open_window ─► admit ─► group begun ─┬─► leased, scored ─┬─► trained
+         ▲                          ▲                   │                   └─ filtered: refund ─┐
+         │                          └───────────────────┴── dropped by the pool: refund ─────────┤
+         │                                              │                                        │
+         └── close_window: what is left over is dropped or kept ◄──── another takes its place ◄──┘
+
+Worked example, `one_step_off` with 8 groups a window: 16 are begun under version 0; 8 are trained;
+version 1 is published, 8 are left, so 8 more are begun, under version 1, while the 8 of version 0
+are trained: one publication behind. In `async` mode there is no credit to run out of and the
+pool's `max_outstanding_groups` is the brake.
+
+Owns the credit, the channel's settings that follow from the mode, and the filter of scored groups.
+Does not own: issuing groups (`rollout.py`), scoring (`scoring.py`), the rules themselves
+(`datapool/selection.py`). Pure but for `Pace`'s event. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from datapool.config import ChannelConfig, SelectionConfig
+from datapool.errors import SelectionError
+from datapool.selection import GroupInfo, Selection, TrajectoryInfo
+from datapool.types import TRAIN, Group, Trajectory
+from trainer.config import RunConfig
+from trainer.errors import ConfigError, StarvedError
+from trainer.sampling_config import LAG_LIMIT
+
+NONZERO_STD = "nonzero_std"
+"""What verl and slime call the filter that the pool calls `zero_variance`, after what it drops."""
+SURPLUS = "surplus"
+"""The reason under which groups begun beyond what a window trains are dropped."""
+
+
+class Pace:
+    """Credit for beginning groups; see the module's docstring.
+
+    Args:
+        limit: groups begun and not yet leased that a window starts with; None: no windows, `admit`
+        never waits.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._credit = limit or 0
+        self._left: dict[str, None] = {}
+        self._credited = asyncio.Event()
+
+    @property
+    def left(self) -> list[str]:
+        """Groups begun and neither leased nor dropped, the oldest first."""
+        return list(self._left)
+
+    async def admit(self, prompt_uid: str) -> None:
+        """Returns once the group may be begun, and counts it as begun."""
+        while self._limit is not None and self._credit <= 0:
+            self._credited.clear()
+            await self._credited.wait()
+        self._credit -= 1
+        self._left[prompt_uid] = None
+
+    def adopt(self, prompt_uids: Iterable[str]) -> None:
+        """These were begun by a former process and are still there."""
+        for prompt_uid in prompt_uids:
+            self._left[prompt_uid] = None
+            self._credit -= 1
+
+    def leased(self, prompt_uids: Iterable[str]) -> None:
+        """Training has taken these: they no longer count as left at the next window."""
+        for prompt_uid in prompt_uids:
+            self._left.pop(prompt_uid, None)
+
+    def lost(self, prompt_uid: str) -> bool:
+        """The pool dropped a group: another may take its place. False if it is none of ours, or was
+        counted before."""
+        if prompt_uid not in self._left:
+            return False
+        del self._left[prompt_uid]
+        self.refund(1)
+        return True
+
+    def refund(self, n: int) -> None:
+        """`n` leased groups turned out not to be trained: as many more may be begun."""
+        self._credit += n
+        self._credited.set()
+
+    def open_window(self) -> None:
+        """The weights of a new window are on the engines."""
+        if self._limit is not None:
+            self._credit = self._limit - len(self._left)
+            self._credited.set()
+
+
+def credit_limit(config: RunConfig) -> int | None:
+    """Groups begun and not yet leased when a window opens: the window's own (or
+    `over_sampling_batch_size`) plus those of the windows that generation runs ahead; None: the mode
+    has no windows."""
+    if (ahead := LAG_LIMIT.get(config.async_training.mode)) is None:
+        return None
+    window = config.trainer.groups_per_step * config.async_training.trigger_parameter_sync_step
+    return ahead * window + (config.sampling.over_sampling_batch_size or window)
+
+
+def drops_surplus(config: RunConfig) -> bool:
+    """Whether groups that a window did not use are dropped with it: on-policy data admits none, and
+    `partial_rollout` is the permission to go on with them under the next weights."""
+    training = config.async_training
+    return training.mode == "sync" and not training.partial_rollout
+
+
+def train_channel(config: RunConfig) -> ChannelConfig:
+    """The pool's `train` channel as the run needs it: limits, filters and, in modes with windows,
+    the age from which a group is not trained but its prompt issued again.
+
+    Raises:
+        ConfigError: `sampling.filters` names no filter.
+    """
+    channel = config.pool.channel(TRAIN)
+    filters = (*channel.selection.filters, *_pool_names(config.sampling.filters))
+    update: dict[str, object] = {
+        "max_queue_size": config.async_training.max_queue_size,
+        "max_outstanding_groups": config.rollout.max_outstanding_groups,
+        "selection": channel.selection.model_copy(update={"filters": filters}),
+    }
+    mixed = config.async_training.mode == "sync" and config.async_training.partial_rollout
+    limit = LAG_LIMIT.get(config.async_training.mode)
+    if limit is not None and not mixed:
+        own = channel.max_staleness
+        update["max_staleness"] = limit if own is None else min(own, limit)
+        update["on_stale"] = "return"
+    GroupFilter(config.sampling.filters)  # a wrong name is an error here, not in an actor
+    return channel.model_copy(update=update)
+
+
+class GroupFilter:
+    """`sampling.filters` over groups that the trainer has scored.
+
+    The pool judges a group as soon as it is ready, if its agents scored it; one that the trainer
+    scores (`rollout.reward`) can only be judged here, after the lease.
+
+    Args:
+        filters: as in `SamplingConfig.filters`.
+
+    Raises:
+        ConfigError: a name that is not known.
+    """
+
+    def __init__(self, filters: Sequence[str]) -> None:
+        try:
+            self._selection = Selection(SelectionConfig(filters=_pool_names(filters)))
+        except SelectionError as e:
+            raise ConfigError(f"sampling.filters: {e}") from e
+        self.dropped: Counter[str] = Counter()
+        """Groups dropped here so far, by reason."""
+
+    def keep(self, groups: Iterable[Group]) -> list[Group]:
+        """Those of `groups` that no filter objects to, in order.
+
+        Raises:
+            datapool.errors.SelectionError: a filter failed.
+        """
+        kept = []
+        for group in groups:
+            if (verdict := self._selection.judge(group_info(group))) is None:
+                kept.append(group)
+            else:
+                self.dropped[verdict.reason] += 1
+        return kept
+
+    def check_refills(self, done: int, limit: int | None) -> None:
+        """A batch is to be filled up again.
+
+        Args:
+            done: how often it was before.
+            limit: `sampling.max_refills`.
+
+        Raises:
+            StarvedError: that is as often as it may be.
+        """
+        if limit is not None and done >= limit:
+            raise StarvedError(
+                f"a batch was filled up sampling.max_refills = {limit} times and is not whole yet; "
+                f"groups filtered so far: {dict(self.dropped)}. Take other prompts or filters, or "
+                "raise the limit"
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """`sampling/filtered`: groups dropped here so far, and the same by reason."""
+        counts = {f"sampling/filtered/{r}": float(n) for r, n in sorted(self.dropped.items())}
+        return {"sampling/filtered": float(self.dropped.total()), **counts}
+
+
+def group_info(group: Group) -> GroupInfo:
+    """A leased group as a filter of `datapool/selection.py` sees it."""
+    return GroupInfo(
+        prompt_uid=group.prompt_uid,
+        channel=TRAIN,
+        n_rollouts=group.n_rollouts,
+        trajectories=tuple(_trajectory_info(t) for t in group.trajectories),
+        sequence=0,
+        opened_at=0.0,
+        delivery=group.delivery,
+        metadata=group.metadata,
+    )
+
+
+def _trajectory_info(trajectory: Trajectory) -> TrajectoryInfo:
+    versions = [s.policy_version for s in trajectory.steps]
+    newest = [max((v.version for v in s.version_spans), default=0) for s in trajectory.steps]
+    return TrajectoryInfo(
+        trajectory_uid=trajectory.trajectory_uid,
+        reward=trajectory.reward,
+        n_steps=len(trajectory.steps),
+        n_tokens=sum(s.n_tokens for s in trajectory.steps),
+        oldest_version=min(versions),
+        newest_version=max(versions + newest),
+        attempt=trajectory.attempt,
+        metadata=trajectory.metadata,
+    )
+
+
+def _pool_names(filters: Iterable[str]) -> tuple[str, ...]:
+    return tuple("zero_variance" if f.strip() == NONZERO_STD else f for f in filters)

@@ -1,0 +1,163 @@
+"""Config sections of sampling: `AsyncTrainingConfig`, `SamplingConfig`, `ValidationConfig`.
+
+Who generates when (`async_training`), which groups are worth training (`sampling`) and how the
+policy is validated beside it (`trainer.eval_*`). What they do is in `sampling.py` and
+`validation.py`. Loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Mode: TypeAlias = Literal["sync", "one_step_off", "async"]
+
+LAG_LIMIT: dict[Mode, int] = {"sync": 0, "one_step_off": 1}
+"""Mode with windows -> windows that generation runs ahead of training: policy versions that a
+token may be behind when its group is taken."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AsyncTrainingConfig(_Section):
+    """When generation and training run beside each other. A *window* is what is trained between two
+    publications: `trigger_parameter_sync_step` × `trainer.groups_per_step` groups."""
+
+    mode: Mode = "async"
+    """`sync`: a window's groups are begun once its weights are on the engines, and training waits
+    for them. `one_step_off`: the next window is generated while this one is trained. `async`:
+    generation never waits for a publication; `rollout.max_outstanding_groups` bounds it."""
+    staleness_threshold: float = Field(default=0.1, ge=0)
+    """Lag, in weight publications, beyond which a step is off-policy: kept, but down-weighted."""
+    trigger_parameter_sync_step: int = Field(default=4, ge=1)
+    """Optimizer steps between weight publications."""
+    require_batches: int = Field(default=1, ge=1)
+    """Batches (of `trainer.groups_per_step` groups) taken from the pool at once: one optimizer step
+    each, with the proximal log-probs of all of them taken before the first."""
+    partial_rollout: bool = False
+    """Interrupt generation at a weight update and resume it under the new weights (each token keeps
+    the version that sampled it); false lets running requests end under the old ones first. In
+    `sync` mode true also keeps what over-sampling left unfinished for the next window."""
+    use_rollout_log_probs: bool = True
+    """Use the engine's log-probs as the behaviour policy; false recomputes them in the trainer."""
+    max_queue_size: int | None = Field(default=None, ge=1)
+    """Ready groups kept before the oldest is dropped; null = unlimited."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether generation waits for publications."""
+        return self.mode in LAG_LIMIT
+
+
+class SamplingConfig(_Section):
+    """Which groups are generated in excess, and which are trained."""
+
+    over_sampling_batch_size: int | None = Field(default=None, ge=1)
+    """Groups begun per window, of which the first to be ready are trained: stragglers do not hold
+    it up. What is left is dropped and its prompts are issued again (`sync`), or counts towards the
+    next window (`one_step_off`, or `partial_rollout`). null = no more than a window trains."""
+    filters: tuple[str, ...] = ()
+    """Judges of a scored group, in order; what the first that objects says is the reason it is
+    dropped and counted under, and another group takes its place. `nonzero_std` (DAPO's dynamic
+    sampling, arXiv:2503.14476: not all rewards are equal), `all_correct(1.0)`, `all_wrong(0.0)`,
+    `slime_filter(package.module:function)`, or dotted paths of `(GroupInfo) -> Verdict | None`
+    (`datapool/selection.py`)."""
+    max_refills: int | None = Field(default=None, ge=1)
+    """Times in a row that a batch may be filled up after filtering before the run stops with an
+    error (verl's `max_num_gen_batches`); null = as often as it takes."""
+
+
+class ValidationConfig(_Section):
+    """How the policy is validated; the keys are in the section `trainer`."""
+
+    eval_every: int = Field(default=0, ge=0)
+    """Optimizer steps between evaluations; 0 = only before and after."""
+    eval_rollouts: int = Field(default=1, ge=1)
+    """Rollouts per evaluation prompt; the score is their mean."""
+    eval_mode: Literal["concurrent", "blocking"] = "concurrent"
+    """`concurrent`: evaluations between the first and the last run beside training. `blocking`:
+    training waits for them, and their time does not count as its own."""
+    eval_pin: Literal["hold", "drop"] = "hold"
+    """How the rollouts of a concurrent evaluation come from one policy version. `hold`: the next
+    publication waits until they have ended (training goes on, its data gets older). `drop`: weights
+    are published on time, and rollouts that saw them are left out and counted as `mixed`."""
+    eval_pass_reward: float = 1.0
+    """A rollout with this reward or more passes, for pass@k."""
+    eval_pass_at: tuple[int, ...] = ()
+    """k of pass@k, none above `eval_rollouts`; empty = powers of two and `eval_rollouts`."""
+    eval_metric: str = Field(default="score", min_length=1)
+    """What `keep_best` goes by: `score`, or a figure such as `val/gsm8k/pass@4`."""
+    eval_samples: int = Field(default=64, ge=0)
+    """Rows of the sample table given to wandb; the file of an evaluation has all of them."""
+
+    @model_validator(mode="after")
+    def _enough_rollouts(self) -> Self:
+        if any(not 1 <= k <= self.eval_rollouts for k in self.eval_pass_at):
+            raise ValueError(
+                f"eval_pass_at is {list(self.eval_pass_at)} with eval_rollouts "
+                f"{self.eval_rollouts}; pass@k needs 1 <= k <= eval_rollouts"
+            )
+        return self
+
+
+def check_sampling(
+    training: AsyncTrainingConfig,
+    sampling: SamplingConfig,
+    validation: ValidationConfig,
+    *,
+    groups_per_step: int,
+    keep_best: int,
+    max_outstanding_groups: int,
+) -> None:
+    """Refuse settings under which a batch could never be had, or that say nothing together.
+
+    Raises:
+        ValueError: naming the keys, their values and the remedy.
+    """
+    batch = groups_per_step * training.require_batches
+    window = groups_per_step * training.trigger_parameter_sync_step
+    batch_is = (
+        f"trainer.groups_per_step × async_training.require_batches = "
+        f"{groups_per_step} × {training.require_batches}"
+    )
+    if max_outstanding_groups < batch:
+        raise ValueError(
+            f"rollout.max_outstanding_groups is {max_outstanding_groups}, but a batch takes "
+            f"{batch_is} = {batch} groups, so it could never be ready; raise it to {batch} or more"
+        )
+    if training.max_queue_size is not None and training.max_queue_size < batch:
+        raise ValueError(
+            f"async_training.max_queue_size is {training.max_queue_size}, but a batch takes "
+            f"{batch_is} = {batch} groups, so it could never be ready; raise it to {batch} or more"
+        )
+    if training.has_windows and training.trigger_parameter_sync_step % training.require_batches:
+        raise ValueError(
+            f"async_training.mode is {training.mode!r} with trigger_parameter_sync_step "
+            f"{training.trigger_parameter_sync_step} and require_batches "
+            f"{training.require_batches}: a batch would span two publications, and the second "
+            "waits for it; make trigger_parameter_sync_step a multiple of require_batches"
+        )
+    if keep_best and validation.eval_every % training.trigger_parameter_sync_step:
+        raise ValueError(
+            f"trainer.keep_best is {keep_best} with eval_every {validation.eval_every} and "
+            f"async_training.trigger_parameter_sync_step {training.trigger_parameter_sync_step}: "
+            "weights are evaluated as they were published, so that the checkpoint of an evaluated "
+            "step holds others; make eval_every a multiple of trigger_parameter_sync_step"
+        )
+    if (over := sampling.over_sampling_batch_size) is None:
+        return
+    if not training.has_windows:
+        raise ValueError(
+            f"sampling.over_sampling_batch_size is {over} with async_training.mode 'async', where "
+            "generation always runs ahead; set rollout.max_outstanding_groups instead, or mode "
+            "sync or one_step_off"
+        )
+    if not window <= over <= max_outstanding_groups:
+        raise ValueError(
+            f"sampling.over_sampling_batch_size is {over}; it lies between the groups of a window, "
+            f"trainer.groups_per_step × async_training.trigger_parameter_sync_step = {window}, and "
+            f"rollout.max_outstanding_groups = {max_outstanding_groups}"
+        )

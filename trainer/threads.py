@@ -1,0 +1,48 @@
+"""Foreign code in threads: a function that never returns holds up nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """`asyncio.to_thread` in a daemon thread of its own: one that hangs takes no thread from
+    others and does not keep the process from ending. Costs some 0.1 ms more."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return  # given up meanwhile
+        if error is None:
+            future.set_result(cast(T, result))
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function, *args, **kwargs)
+        except BaseException as e:  # noqa: BLE001 - raised where it is awaited
+            # No future can carry a StopIteration, and SystemExit would end the caller's process.
+            ordinary = isinstance(e, Exception) and not isinstance(e, StopIteration)
+            error = e if ordinary else RuntimeError(f"{type(e).__name__}: {e}")
+        try:
+            loop.call_soon_threadsafe(settle, result, error)
+        except RuntimeError:
+            return  # the loop is closed: nobody waits
+
+    threading.Thread(target=run, name=function_name(function), daemon=True).start()
+    return await future
+
+
+def function_name(function: Any) -> str:
+    name: str = getattr(function, "__qualname__", type(function).__qualname__)
+    return name

@@ -1,0 +1,31 @@
+"""Tools for white-box agents: schemas, a life cycle, parallel calls with limits, a ready loop.
+
+`ToolBox` holds an agent's tools, `ToolBox.session` their instances in one rollout, `ToolAgent` is
+the loop around them. Black-box agents bring their own tools and need none of this. Examples that
+run: `examples/tools/`.
+
+Does not own: the parsing of tool calls out of the policy's text (the gateway).
+"""
+
+from trainer.tools.agent import ToolAgent, ToolRun
+from trainer.tools.base import FunctionTool, Tool, ToolResponse, ToolResult
+from trainer.tools.config import ToolBoxConfig, ToolConfig
+from trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
+from trainer.tools.session import CallResult, ToolBox, ToolSession
+
+__all__ = [
+    "CallResult",
+    "FunctionTool",
+    "Tool",
+    "ToolAgent",
+    "ToolBox",
+    "ToolBoxConfig",
+    "ToolConfig",
+    "ToolConfigError",
+    "ToolError",
+    "ToolResponse",
+    "ToolResult",
+    "ToolRun",
+    "ToolSession",
+    "ToolUnavailableError",
+]

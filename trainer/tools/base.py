@@ -1,0 +1,271 @@
+"""What a tool is: a function the model may call, with a life cycle for those that keep state.
+
+::
+
+    create(instance_id, **create_kwargs) ──► execute(instance_id, parameters) … ──► release
+                                                        └──► calc_reward(instance_id)
+
+One instance per rollout and tool, made at its first call; the kwargs of each stage are the task's
+(`tools_kwargs`). The names are those of verl's `BaseTool`. Two ways to write one:
+
+- a plain function, sync or async: its types and docstring are the schema (`FunctionTool`)
+- a `Tool` with a typed method `call(self, instance_id, …)`, or, with a `tool_schema` given, with
+  an `execute` of its own
+
+Owns the schema and the arguments. Does not own time limits, parallel calls and what the model is
+told of a failure (`session.py`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from trainer.threads import in_thread
+from trainer.tools.errors import ToolConfigError, ToolError
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What OpenAI's API takes for the name of a function."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResponse:
+    """What a call gives back: `text` for the model, or content parts (`parts`, in OpenAI's form,
+    e.g. images) in its place."""
+
+    text: str = ""
+    parts: tuple[Mapping[str, Any], ...] = ()
+
+
+ToolResult: TypeAlias = (
+    "str | ToolResponse | tuple[str | ToolResponse, float | None, dict[str, Any]]"
+)
+"""The response alone, or with a step reward (None: none) and metrics."""
+
+
+class Tool:
+    """Base of the tools that keep state or need configuration.
+
+    Args:
+        config: the tool's own settings.
+        tool_schema: an OpenAI function schema; None derives it from `call`.
+
+    Raises:
+        ToolConfigError: the schema is none, or cannot be derived.
+    """
+
+    name: str = ""
+    """The function's name; the class's in lower case if empty. A `tool_schema` names it itself."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        tool_schema: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config = dict(config or {})
+        self._given = dict(tool_schema) if tool_schema is not None else None
+        self.name = self.tool_schema["function"]["name"]
+
+    @cached_property
+    def tool_schema(self) -> dict[str, Any]:
+        """The OpenAI function schema: {"type": "function", "function": {name, description,
+        parameters}}."""
+        if self._given is not None:
+            return _checked(self._given, type(self).__name__)
+        return derive_schema(self._function, self.name or type(self).__name__.lower(), skip=1)
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begin an instance, with the task's `create_kwargs`; returns its id."""
+        return instance_id or uuid.uuid4().hex
+
+    async def execute(
+        self, instance_id: str, parameters: Mapping[str, Any], **kwargs: Any
+    ) -> ToolResult:
+        """One call, with the task's `execute_kwargs`. Unless overridden: `call`, with `parameters`
+        checked and converted to the types of its signature.
+
+        Raises:
+            ToolError: what the model is to be told; any other error is told with its type.
+            ToolUnavailableError: the rollout is to be aborted.
+        """
+        result: ToolResult = await _awaited(
+            self._function, instance_id, **self.arguments(parameters), **kwargs
+        )
+        return result
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        """The reward of what the instance has come to, with the task's `calc_reward_kwargs`; None:
+        the tool has no opinion."""
+        return None
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """End the instance and give back what it holds, with the task's `release_kwargs`."""
+
+    def arguments(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """`parameters` as the tool's code gets them.
+
+        Raises:
+            ToolError: they do not fit the schema; says how, for the model to read.
+        """
+        if self._given is not None:
+            return _validate_json(parameters, self.tool_schema)
+        return _validate_model(parameters, self._model)
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        call = getattr(self, "call", None)
+        if call is None:
+            raise ToolConfigError(
+                f"tool {type(self).__name__} has neither a method `call` nor a tool_schema; "
+                "write `async def call(self, instance_id, …) -> str`, or give it a schema and an "
+                "`execute`"
+            )
+        function: Callable[..., Any] = call
+        return function
+
+    @cached_property
+    def _model(self) -> type[BaseModel]:
+        return _parameters(self._function, self.name, skip=1)
+
+
+class FunctionTool(Tool):
+    """A plain function as a tool without state. A sync one runs in a thread.
+
+    Args:
+        function: typed; its docstring's first paragraph is the description, and
+        `Annotated[T, pydantic.Field(description=…)]` describes a parameter.
+        tool_schema: in place of the derived one.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], tool_schema: Mapping[str, Any] | None = None
+    ) -> None:
+        self.name = getattr(function, "__name__", type(function).__name__)
+        self._plain = function
+        super().__init__({}, tool_schema)
+
+    @property
+    def _function(self) -> Callable[..., Any]:
+        plain = self._plain
+
+        async def call(instance_id: str, **arguments: Any) -> Any:
+            return await _awaited(plain, **arguments)
+
+        return call
+
+    @cached_property
+    def tool_schema(self) -> dict[str, Any]:
+        if self._given is not None:
+            return _checked(self._given, self.name)
+        return derive_schema(self._plain, self.name)
+
+    @cached_property
+    def _model(self) -> type[BaseModel]:
+        return _parameters(self._plain, self.name)
+
+
+# ── schemas ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def derive_schema(function: Callable[..., Any], name: str, skip: int = 0) -> dict[str, Any]:
+    """The OpenAI function schema of `function` from its signature and docstring.
+
+    Args:
+        skip: leading parameters that the model does not give.
+
+    Raises:
+        ToolConfigError: a parameter has no type, or one that JSON cannot express.
+    """
+    try:
+        parameters = _parameters(function, name, skip).model_json_schema()
+    except ToolConfigError:
+        raise
+    except Exception as e:  # pydantic has one error per way a type can be unfit
+        raise ToolConfigError(f"tool {name}: its signature gives no JSON schema ({e})") from e
+    parameters.pop("title", None)
+    for parameter in parameters.get("properties", {}).values():
+        parameter.pop("title", None)
+    said = inspect.getdoc(function) or ""
+    schema = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": " ".join(said.partition("\n\n")[0].split()),
+            "parameters": parameters,
+        },
+    }
+    return _checked(schema, name)
+
+
+def _parameters(function: Callable[..., Any], name: str, skip: int = 0) -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    signature = inspect.signature(function, eval_str=True)
+    for parameter in list(signature.parameters.values())[skip:]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue  # execute_kwargs
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise ToolConfigError(
+                f"tool {name}: parameter {parameter.name} is positional only; a model names its "
+                "arguments"
+            )
+        if parameter.annotation is parameter.empty:
+            raise ToolConfigError(f"tool {name}: parameter {parameter.name} has no type; add one")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (parameter.annotation, default)
+    model: type[BaseModel] = create_model(
+        name, __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields
+    )
+    return model
+
+
+def _checked(schema: dict[str, Any], owner: str) -> dict[str, Any]:
+    if "function" not in schema and "name" in schema:
+        schema = {"type": "function", "function": schema}
+    function = schema.get("function")
+    if not isinstance(function, Mapping) or not NAME.fullmatch(str(function.get("name", ""))):
+        raise ToolConfigError(
+            f"tool {owner}: tool_schema is {schema!r:.120}; it should be {{type: function, "
+            "function: {name, description, parameters}} with a name of at most 64 letters, "
+            "digits, - and _"
+        )
+    function = dict(function)
+    function.setdefault("parameters", {"type": "object", "properties": {}})
+    return {"type": "function", "function": function}
+
+
+def _validate_model(parameters: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    try:
+        parsed = model.model_validate(dict(parameters))
+    except ValidationError as e:
+        problems = "; ".join(
+            f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors(include_url=False)
+        )
+        raise ToolError(f"wrong arguments: {problems}") from e
+    return {name: getattr(parsed, name) for name in type(parsed).model_fields}
+
+
+def _validate_json(parameters: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    import jsonschema  # only for schemas that were written by hand
+
+    validator = jsonschema.Draft202012Validator(schema["function"]["parameters"])
+    problems = [
+        f"{'.'.join(map(str, e.absolute_path))}: {e.message}".removeprefix(": ")
+        for e in validator.iter_errors(dict(parameters))
+    ]
+    if problems:
+        raise ToolError(f"wrong arguments: {'; '.join(sorted(problems))}")
+    return dict(parameters)
+
+
+async def _awaited(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    result = await in_thread(function, *args, **kwargs)
+    return await result if inspect.isawaitable(result) else result

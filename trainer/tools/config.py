@@ -1,0 +1,73 @@
+"""A file of tools, in verl's form. Loads no tool.
+
+::
+
+    tools:
+      - class_name: examples.tools.search:Search      # a Tool, or a plain function
+        config: { corpus: examples/tools/corpus.jsonl }
+        timeout_s: 10
+      - class_name: my.package.weather                # a function: the schema is its signature
+      - class_name: my.package.Legacy
+        tool_schema: { type: function, function: { name: …, description: …, parameters: … } }
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ToolConfig(BaseModel):
+    """One tool."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    class_name: str = Field(min_length=1)
+    """Dotted path (`package.module.Name` or `package.module:Name`) of a `Tool` or of a function."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The tool's own settings."""
+    tool_schema: dict[str, Any] | None = None
+    """OpenAI function schema; null derives it from the signature."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """One call may take this long; null: the tool box's `timeout_s`."""
+
+
+class ToolBoxConfig(BaseModel):
+    """The tools of an agent and the limits of their calls."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tools: tuple[ToolConfig, ...] = ()
+    timeout_s: float = Field(default=30.0, gt=0)
+    """One call may take this long; then the model is told so."""
+    max_parallel_calls: int = Field(default=8, ge=1)
+    """Calls of one reply that are run, all at once; the model is told of those that are not."""
+    max_response_chars: int = Field(default=8192, ge=16)
+    """A longer result is cut before the model sees it."""
+    keep: Literal["start", "end", "both"] = "both"
+    """Which part of a long result is kept."""
+
+    @classmethod
+    def from_yaml(cls, path: Path | str) -> ToolBoxConfig:
+        """Read a file; omegaconf's interpolation works.
+
+        Raises:
+            ToolConfigError: it cannot be read, or a key or value in it is wrong.
+        """
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+        from pydantic import ValidationError
+        from yaml import YAMLError
+
+        from trainer.tools.errors import ToolConfigError
+
+        try:
+            raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+            return cls.model_validate(raw)
+        except (OSError, OmegaConfBaseException, YAMLError) as e:
+            raise ToolConfigError(f"{path} cannot be read ({str(e).splitlines()[0]})") from e
+        except ValidationError as e:
+            problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors())
+            raise ToolConfigError(f"{path}: {problems}") from e

@@ -1,0 +1,450 @@
+"""Validation: what the policy scores on prompts it is not trained on, without stopping training.
+
+    weights v on the engines ─► rollouts into channel "val" ─► scored ─► Evaluation, sample table
+              │                     training goes on                          │
+              └────── pinned: v + 1 is not published before they end ◄────────┘
+
+All rollouts of an evaluation come from one policy version. With one engine that is so because the
+next publication waits for them (`trainer.eval_pin: hold`): optimizer steps, leases and training
+rollouts go on, under weights that get older meanwhile. Every step is checked all the same: a
+rollout with a token of another version is left out and counted as `mixed`. With `eval_pin: drop`
+nothing waits, and that check is what pins.
+
+Worked example: `eval_every` 20, a publication every 2 updates, an evaluation as long as 5 updates.
+At update 20 version 10 is published and pinned; the publications of 22 and 24 do not happen; at 25
+the evaluation has ended and version 11 is published, with the weights of 25.
+
+Owns the figures of an evaluation and its sample table. Does not own: running agents
+(`rollout.py`), scoring (`scoring.py`), publishing (`loop.py`), which checkpoint is the best
+(`checkpoint.py`, told `Evaluation.value`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+from transformers import AutoTokenizer
+
+from datapool.client import DataPoolClient
+from datapool.types import VAL, Group, Trajectory
+from trainer.config import RunConfig
+from trainer.data import Task
+from trainer.errors import ConfigError, StarvedError
+from trainer.rollout import Producer
+from trainer.scoring import Scorer
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Evaluations in a row, beside training, of which not one rollout finished, that end the run."""
+VALIDATION = "validation"
+"""Folder of the sample tables, in the run's folder: `step_{n}.jsonl`."""
+
+
+class Policy(NamedTuple):
+    """What an evaluation is of."""
+
+    step: int
+    """Optimizer steps done."""
+    version: int
+    """The policy version that the engines serve."""
+    weights_step: int
+    """Optimizer steps when that version was published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The figures of one evaluation. A rollout that failed has no reward: it is not 0, it is
+    `failed`."""
+
+    step: int
+    """Optimizer steps when it was begun."""
+    score: float
+    """Mean reward of the finished rollouts."""
+    tool_use: float
+    """Share of them in which the agent called a tool."""
+    rollouts: int
+    """Finished, and all by `version`."""
+    failed: int
+    """Rollouts that have no reward."""
+    version: int = 0
+    """The policy version that generated every token."""
+    weights_step: int = 0
+    """Optimizer steps of those weights: at most `step`."""
+    mixed: int = 0
+    """Finished rollouts left out because another version generated some of their tokens."""
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`val/{data_source}/mean@n`, `val/{data_source}/pass@k` and `…/short`, see `figures`."""
+
+    def value(self, metric: str) -> float:
+        """`score`, or an entry of `metrics`: what the best checkpoint goes by.
+
+        Raises:
+            ConfigError: there is no such figure.
+        """
+        if metric == "score":
+            return self.score
+        if metric not in self.metrics:
+            raise ConfigError(
+                f"trainer.eval_metric is {metric!r}, which the evaluation at step {self.step} does "
+                f"not have; it has score, {', '.join(self.metrics)}"
+            )
+        return self.metrics[metric]
+
+    def as_metrics(self) -> dict[str, float]:
+        """Every figure, under `val/…`."""
+        return {
+            "val/step": float(self.step),
+            "val/version": float(self.version),
+            "val/score": self.score,
+            "val/tool_use": self.tool_use,
+            "val/rollouts": float(self.rollouts),
+            "val/failed": float(self.failed),
+            "val/mixed": float(self.mixed),
+            "val/seconds": self.seconds,
+            **self.metrics,
+        }
+
+
+class _NonePinnedError(StarvedError):
+    """Rollouts finished, and every one of them is mixed."""
+
+
+class Validator:
+    """Evaluates the policy, beside training or while it waits.
+
+    Args:
+        config: of the run; used are `trainer.eval_*`, `run.dir` and `model.path`.
+    """
+
+    def __init__(
+        self, config: RunConfig, pool: DataPoolClient, producer: Producer, scorer: Scorer
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._producer = producer
+        self._scorer = scorer
+        self._tokenizer: Any = None
+        self._task: asyncio.Task[None] | None = None
+        self._done: list[Evaluation] = []
+        self._unreported: dict[str, float] = {}
+        self._free = asyncio.Event()
+        self._free.set()
+
+    @property
+    def holds(self) -> bool:
+        """Whether a publication has to wait for the evaluation under way."""
+        return not self._free.is_set()
+
+    async def released(self) -> None:
+        """Returns once `holds` is False."""
+        await self._free.wait()
+
+    def start(
+        self,
+        tasks: Sequence[Task],
+        policy: Policy,
+        *,
+        then: Callable[[Evaluation | None], Awaitable[None]],
+    ) -> None:
+        """Begin an evaluation beside training; `finished` has it when it has ended.
+
+        Args:
+            then: called when publications need not wait any more, with the evaluation; with None if
+            no rollout of it was pinned.
+        """
+        if self._task is not None:
+            raise RuntimeError("an evaluation is under way; await `join` before the next")
+        if self._config.trainer.eval_pin == "hold":
+            self._free.clear()
+
+        async def work() -> None:
+            evaluation: Evaluation | None = None
+            try:
+                evaluation = await self._persistently(tasks, policy)
+            except _NonePinnedError as e:
+                log.warning("no evaluation at step %d: %s", policy.step, e)
+            finally:
+                self._free.set()
+            await then(evaluation)
+
+        self._task = asyncio.create_task(work(), name="validation")
+
+    async def _persistently(self, tasks: Sequence[Task], policy: Policy) -> Evaluation:
+        """`run`, again where not one rollout finished: a part was down, and is restarted."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self.run(tasks, policy, beside_training=True)
+            except _NonePinnedError:
+                raise
+            except StarvedError as e:
+                log.warning("evaluating step %d again: %s", policy.step, e)
+        return await self.run(tasks, policy, beside_training=True)
+
+    async def join(self) -> None:
+        """Returns once no evaluation is under way.
+
+        Raises:
+            StarvedError: it failed (so does any error of its agents' infrastructure).
+        """
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            self._collect()
+
+    def finished(self) -> list[Evaluation]:
+        """Evaluations that have ended since the last call.
+
+        Raises:
+            StarvedError: the last one failed.
+        """
+        self._collect()
+        done, self._done = self._done, []
+        return done
+
+    async def stop(self) -> None:
+        """Give up the evaluation under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self._free.set()
+
+    def _collect(self) -> None:
+        if self._task is not None and self._task.done():
+            task, self._task = self._task, None
+            task.result()
+
+    async def run(
+        self,
+        tasks: Sequence[Task],
+        policy: Policy,
+        *,
+        beside_training: bool = False,
+    ) -> Evaluation:
+        """Roll out `tasks`, `eval_rollouts` times each, and score them; the engines serve `policy`.
+        Writes the sample table.
+
+        Raises:
+            StarvedError: not one rollout is left to take the mean of.
+        """
+        began = time.monotonic()
+        n = self._config.trainer.eval_rollouts
+        uids = await self._producer.evaluate(tasks, n, VAL, beside_training=beside_training)
+        groups = await self._scored(uids)
+        pinned = [_pinned(group, policy.version) for group in groups]
+        finished = sum(len(g.trajectories) for g in groups)
+        trajectories = [t for g in pinned for t in g.trajectories]
+        if not trajectories:
+            problem = f"none of {len(tasks) * n} evaluation rollouts finished"
+            if finished:
+                raise _NonePinnedError(
+                    f"{problem} under the version it began with, {policy.version}: weights were "
+                    "published meanwhile; set trainer.eval_pin to hold"
+                )
+            raise StarvedError(f"{problem}; {await self._why()}")
+        metrics = figures(
+            pinned,
+            n,
+            pass_at=self._config.trainer.eval_pass_at or powers_of_two(n),
+            pass_reward=self._config.trainer.eval_pass_reward,
+        )
+        await asyncio.to_thread(self._write, pinned, policy)
+        evaluation = Evaluation(
+            step=policy.step,
+            score=float(np.mean([t.reward for t in trajectories])),
+            tool_use=tool_use(pinned),
+            rollouts=len(trajectories),
+            failed=len(tasks) * n - finished,
+            version=policy.version,
+            weights_step=policy.weights_step,
+            mixed=finished - len(trajectories),
+            seconds=time.monotonic() - began,
+            metrics=metrics,
+        )
+        self._done.append(evaluation)
+        self._unreported |= evaluation.as_metrics()
+        return evaluation
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of evaluations that have ended since the last call, for the metrics of the
+        optimizer step that is recorded next: `val/step` says whose they are."""
+        metrics, self._unreported = self._unreported, {}
+        return metrics
+
+    async def _scored(self, uids: Sequence[str]) -> list[Group]:
+        """The groups of the evaluation, scored, in the order of its prompts; whatever else is in
+        the channel is not part of it."""
+        place = {uid: i for i, uid in enumerate(uids)}
+        groups: list[Group] = []
+        while (lease := await self._pool.lease_batch(channel=VAL)) is not None:
+            ours = [g for g in lease.groups if g.prompt_uid in place]
+            groups += await self._scorer.score(ours)
+            await self._pool.ack(lease.lease_id)
+        return sorted(groups, key=lambda g: place[g.prompt_uid])
+
+    async def _why(self) -> str:
+        reasons = (await self._pool.get_statistics(VAL))["trajectories"]["abort_reasons"]
+        common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
+        said = "; ".join(f"{count} × {reason}" for reason, count in common) or "none was aborted"
+        return f"aborted: {said}. Look into the agent and {self._config.run.dir / 'logs'}"
+
+    def _write(self, groups: Sequence[Group], policy: Policy) -> None:
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._config.model.path)
+        rows = samples(groups, self._tokenizer.decode, policy)
+        write_samples(samples_path(self._config.run.dir, policy.step), rows)
+
+
+# ── figures ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k rollouts, drawn without replacement from n of which c pass, have one that does:
+    1 − C(n − c, k) / C(n, k). Unbiased for 1 − (1 − p)^k, which 1 − (1 − c/n)^k is not (Chen et al.
+    2021, arXiv:2107.03374, eq. 1). Exact integers, rounded once.
+
+    Raises:
+        ValueError: not 0 <= c <= n, or not 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {c} passes in {n} rollouts; 0 <= c <= n and 1 <= k <= n")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def powers_of_two(n: int) -> list[int]:
+    """1, 2, 4, … below n, and n."""
+    return [*(1 << i for i in range((n - 1).bit_length())), n]
+
+
+def figures(
+    groups: Iterable[Group], n: int, *, pass_at: Sequence[int], pass_reward: float
+) -> dict[str, float]:
+    """Per data source, each prompt counting once:
+
+    - `val/{source}/mean@{n}`: mean over prompts of the mean reward of their finished rollouts;
+    - `val/{source}/pass@{k}`: mean over prompts with at least k finished rollouts of `pass_at_k`;
+      a rollout passes with a reward of `pass_reward` or more;
+    - `val/{source}/short`: prompts with fewer than n finished rollouts, if there are any.
+    """
+    rewards: dict[str, list[list[float]]] = defaultdict(list)
+    for group in groups:
+        finished = [t.reward for t in group.trajectories if t.reward is not None]
+        if finished:
+            rewards[_task(group).get("data_source") or "unknown"].append(finished)
+    result: dict[str, float] = {}
+    for source, prompts in sorted(rewards.items()):
+        result[f"val/{source}/mean@{n}"] = float(np.mean([np.mean(p) for p in prompts]))
+        for k in pass_at:
+            chances = [
+                pass_at_k(len(p), sum(r >= pass_reward for r in p), k)
+                for p in prompts
+                if len(p) >= k
+            ]
+            if chances:
+                result[f"val/{source}/pass@{k}"] = float(np.mean(chances))
+        if short := sum(len(p) < n for p in prompts):
+            result[f"val/{source}/short"] = float(short)
+    return result
+
+
+def tool_use(groups: Sequence[Group]) -> float:
+    """Share of trajectories in which the agent called a tool."""
+    trajectories = [t for g in groups for t in g.trajectories]
+    called = [any(s.metadata.get("tool_calls") for s in t.steps) for t in trajectories]
+    return float(np.mean(called)) if called else 0.0
+
+
+def _pinned(group: Group, version: int) -> Group:
+    """The group without the rollouts of which another version generated a token."""
+
+    def is_pinned(trajectory: Trajectory) -> bool:
+        return all(
+            s.policy_version == version and all(v.version == version for v in s.version_spans)
+            for s in trajectory.steps
+        )
+
+    kept = tuple(t for t in group.trajectories if is_pinned(t))
+    return Group(group.prompt_uid, kept, group.n_rollouts, group.metadata, group.delivery)
+
+
+def _task(group: Group) -> Mapping[str, Any]:
+    task: Mapping[str, Any] = group.metadata.get("task", {})
+    return task
+
+
+# ── sample tables ────────────────────────────────────────────────────────────────────────────────
+
+COLUMNS = (
+    *("step", "version", "data_source", "instance_id", "question", "answer", "reply", "reward"),
+    *("n_steps", "trajectory_uid"),
+)
+"""Keys of a row of the sample table, in order."""
+
+
+def samples(
+    groups: Iterable[Group], decode: Callable[..., Any], policy: Policy
+) -> list[dict[str, Any]]:
+    """One row per rollout, with `COLUMNS` as keys. `reply` is the text of its last LLM call."""
+    rows = []
+    for group in groups:
+        task = _task(group)
+        for trajectory in group.trajectories:
+            last = trajectory.steps[-1]
+            rows.append(
+                {
+                    "step": policy.step,
+                    "version": policy.version,
+                    "data_source": task.get("data_source"),
+                    "instance_id": task.get("instance_id"),
+                    "question": question(task),
+                    "answer": task.get("answer"),
+                    "reply": str(decode(last.response_ids, skip_special_tokens=True)),
+                    "reward": trajectory.reward,
+                    "n_steps": len(trajectory.steps),
+                    "trajectory_uid": trajectory.trajectory_uid,
+                }
+            )
+    return rows
+
+
+def question(task: Mapping[str, Any]) -> str:
+    """What the task asks: its `question`, or the text of the last user message."""
+    if "question" in task:
+        return str(task["question"])
+    for message in reversed(task.get("messages") or []):
+        if message.get("role") == "user":
+            content = message.get("content")
+            if isinstance(content, str):
+                return content
+            parts = (part.get("text") for part in content or [])
+            return "\n".join(text for text in parts if text)
+    return ""
+
+
+def samples_path(run_dir: Path, step: int) -> Path:
+    return run_dir / VALIDATION / f"step_{step}.jsonl"
+
+
+def write_samples(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object per line; the file appears under its name when complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    draft.write_bytes(b"".join(orjson.dumps(row, default=str) + b"\n" for row in rows))
+    draft.replace(path)
+
+
+def read_samples(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """The first `limit` rows of a sample table (None: all)."""
+    with path.open("rb") as lines:
+        return [orjson.loads(line) for line, _ in zip(lines, range(limit or 1 << 62), strict=False)]
