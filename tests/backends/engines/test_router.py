@@ -19,7 +19,7 @@ from backends.config import EngineConfig
 from backends.engines.addresses import free_port
 from backends.engines.client import EngineClient
 from backends.engines.router import RouterClient, RouterServer, router_argv
-from backends.errors import EngineRequestError, EngineStartError
+from backends.errors import EngineRequestError, EngineStartError, EngineUnavailableError
 from backends.weights import WeightStore
 
 PROMPT = [20, 21, 22, 23, 24, 25]
@@ -39,12 +39,26 @@ def router_config(router: str = "launch", **fields: Any) -> EngineConfig:
 def theirs() -> Iterator[str]:
     """A router that somebody else runs."""
     port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(router_argv("127.0.0.1", port, free_port("127.0.0.1")))
     try:
-        yield f"http://127.0.0.1:{port}"
+        asyncio.run(_until_it_answers(url, process))
+        yield url
     finally:
         process.kill()
         process.wait()
+
+
+async def _until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
+    async with RouterClient(url) as router, asyncio.timeout(120):
+        while True:
+            assert process.poll() is None, f"the router ended with {process.returncode}"
+            try:
+                await router.workers()
+            except EngineUnavailableError:
+                await asyncio.sleep(0.1)
+            else:
+                return
 
 
 @asynccontextmanager
