@@ -44,7 +44,7 @@ def slime(name: str) -> Any:
         vars(core)["mpu"] = mpu
         vars(megatron)["core"] = core
         sys.modules |= {"megatron": megatron, "megatron.core": core, "megatron.core.mpu": mpu}
-    if importlib.util.find_spec("sglang") is None and "sglang" not in sys.modules:
+    if "sglang" not in sys.modules and importlib.util.find_spec("sglang") is None:
         for module in (
             "sglang",
             "sglang.srt",

@@ -15,7 +15,7 @@ import torch
 from backends.slime_backend import SlimeBackend, train_data
 from backends.slime_samples import as_slime, to_samples
 from datapool import DataPoolClient, PoolConfig, start_data_pool
-from tests.backends.random_groups import random_groups
+from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of
 from tests.backends.slime_itself import HAS_SLIME, advantages, rollout_manager, slime
 from trainer.advantage_config import AdvantageConfig
 from trainer.advantages import compute_advantages
@@ -91,10 +91,11 @@ def test_slimes_conversion_gives_our_train_data(args: Namespace, group_size: int
 def test_slimes_advantages_are_stepwells_however_many_samples_a_trajectory_has() -> None:
     groups = random_groups()
     samples = to_samples(groups).flat
-    batch = compute_advantages(groups, AdvantageConfig())
-    wanted = {}
-    for step, first in zip(batch.steps, batch.offsets.tolist(), strict=False):
-        wanted[step.trajectory_uid] = float(batch.columns["advantages"][first])
+    of_tokens = compute_advantages(groups, AdvantageConfig()).columns["advantages"]
+    wanted, first = {}, 0
+    for step in steps_of(groups):
+        wanted[step.trajectory_uid] = float(of_tokens[first])
+        first += len(step.response_ids)
     found = advantages(train_data(SlimeBackend(), samples))
     for sample, values in zip(samples, found, strict=True):
         expected = torch.full_like(values, wanted[sample.metadata["trajectory_uid"]])
@@ -142,8 +143,7 @@ async def test_slimes_rollout_manager_runs_on_the_pool(
     await submit(pool_name, "val")
     args.save = args.load = str(tmp_path)
     args.stepwell_pool = pool_name
-    # The random groups have both; slime scores at one, and masks the other's steps.
-    args.rollout_temperature = 0.7
+    args.rollout_temperature = TEMPERATURE
     source = PoolDataSource(args)
     manager: Any = rollout_manager(args, source, generate_rollout)
     manager.eval_generate_rollout = generate_rollout
