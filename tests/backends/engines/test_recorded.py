@@ -40,6 +40,7 @@ OWN = {
     "response_sent_to_client_ts": "the clock's",
     "owned_by": "the server's",
     "max_total_num_tokens": "the size of its cache",
+    "memory": "SGLang's weights are what the machine had less of when they were loaded",
 }
 """Values that are not compared, each with the reason."""
 
