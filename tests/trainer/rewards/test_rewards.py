@@ -66,6 +66,13 @@ def test_a_missing_function_is_refused_with_those_that_are_there(write: WriteRew
         load_reward(f"{path}:lenght")
 
 
+def test_a_refusal_names_no_secret() -> None:
+    kwargs = {"url": "nowhere", "headers": {"Authorization": "Bearer s3cret"}}
+    with pytest.raises(RewardLoadError, match=r"kwargs url, headers .*begins with http") as e:
+        load_reward("remote", kwargs)
+    assert "s3cret" not in str(e.value)
+
+
 def test_a_file_or_module_that_fails_to_import_is_refused_with_the_cause(
     write: WriteReward,
 ) -> None:
