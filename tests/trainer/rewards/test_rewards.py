@@ -98,7 +98,7 @@ def test_a_class_is_made_with_the_kwargs_and_a_function_is_called_with_them(
     )
     for name in ("scaled", "Scaled"):
         assert load_reward(f"{path}:{name}", {"factor": 3})("any", "answer", None, {}) == 3
-    with pytest.raises(RewardLoadError, match=r"cannot be made with kwargs \{'level': 1\}"):
+    with pytest.raises(RewardLoadError, match="cannot be made with kwargs level "):
         load_reward(f"{path}:Scaled", {"level": 1})
 
 
