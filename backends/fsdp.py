@@ -142,9 +142,17 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], *, strict: boo
 
 
 def full_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's `state_dict` with whole tensors."""
+    """The optimizer's `state_dict` with whole tensors: sharded ones are gathered one at a time, to
+    the first rank's CPU, and are empty elsewhere."""
+
+    def gather(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        whole = tensor.full_tensor()
+        return whole.cpu() if dist.get_rank() == 0 else whole.new_empty(0)
+
     state = optimizer.state_dict()
-    return state | {"state": {i: _map(s, full) for i, s in state["state"].items()}}
+    return state | {"state": {i: _map(s, gather) for i, s in state["state"].items()}}
 
 
 def shard_like(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,13 +57,13 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         raise BackendConfigError(
             f"backend.lora.target_modules is {target!r}: {str(e).strip().splitlines()[0]}"
         ) from e
-    head = model.get_output_embeddings()
+    tied = (model.get_output_embeddings(), model.get_input_embeddings())
     if model.config.get_text_config().tie_word_embeddings and any(
-        m is head for _, m in _layers(model)
+        m in tied for _, m in _layers(model)
     ):
         raise BackendConfigError(
-            f"backend.lora.target_modules is {target!r}, which adapts the LM head, but the model "
-            "ties it to the embedding; leave it out"
+            f"backend.lora.target_modules is {target!r}, which adapts the LM head or the "
+            "embedding, but the model ties the two; leave them out"
         )
     for parameter in model.parameters():
         if parameter.requires_grad:

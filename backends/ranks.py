@@ -257,10 +257,11 @@ class RayRanks(RankGroup):
                 self.stop()
             raise cause
         size = len(self._actors)
+        said = str(cause or error).strip() or repr(cause or error)
         self.stop()
         raise RankError(
             f"rank {rank} of {size} failed in {method}: "
-            f"{str(cause or error).strip().splitlines()[-1]}; all ranks were stopped. Look into "
+            f"{said.splitlines()[-1]}; all ranks were stopped. Look into "
             "Ray's logs of that rank, then resume the run"
         ) from error
 

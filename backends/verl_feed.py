@@ -20,6 +20,7 @@ Owns: leases in flight. Does not own: conversion (`verl_backend.py`), the pool.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -35,6 +36,8 @@ from datapool.errors import (
     UnknownLeaseError,
 )
 from datapool.types import TRAIN, Group, Lease
+
+log = logging.getLogger(__name__)
 
 LOST = (UnknownLeaseError, LeaseExpiredError, LeaseClosedError)
 
@@ -107,7 +110,7 @@ class VerlFeed:
         reason = f"verl feed: {kind.__name__}" if kind else "verl feed: closed without ack"
         held, self._held = self._held, []
         for lease_id in held:
-            with suppress(*LOST):
+            with suppress(DataPoolError):  # lost, or the pool is down: it goes back by itself
                 await self._pool.nack(lease_id, reason)
 
     async def __aiter__(self) -> AsyncIterator[DataProto]:
@@ -147,5 +150,7 @@ class VerlFeed:
         while True:
             await asyncio.sleep(self._lease_s / 4)
             for lease_id in list(self._held):
-                with suppress(*LOST):  # `ack` will say so
+                try:
                     await self._pool.renew(lease_id, self._lease_s)
+                except DataPoolError as e:  # lost, which `ack` will say; or the pool is down
+                    log.warning("lease %s is not renewed: %s", lease_id, e)

@@ -89,7 +89,7 @@ class CheckpointStore:
             draft.rename(final)
             _fsync(self.folder)
             shutil.rmtree(old, ignore_errors=True)
-        except OSError as e:
+        except (OSError, RuntimeError) as e:  # torch's zip writer makes the latter of a full disk
             raise CheckpointError(
                 f"checkpoint {final} cannot be written ({e}); free space or fix run.dir"
             ) from e

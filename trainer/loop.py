@@ -57,6 +57,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+IN_FLIGHT_S = 1.0
+"""For the answer to a request that the pool has served before generation ended."""
+
 
 @dataclass(slots=True)
 class Progress:
@@ -529,7 +532,10 @@ class Trainer:
             )
             if generation is not None and generation.done() and not request.done():
                 generation.result()  # raises what made it fail
-                lease = await self.pool.lease_batch(channel=TRAIN, batch_size=size)
+                # The last groups may be on their way here: to ask anew would not bring them.
+                await self.pool.get_statistics(TRAIN)
+                await asyncio.wait({request}, timeout=IN_FLIGHT_S)
+                lease = request.result() if request.done() else None
             elif (lease := await request) is None:
                 raise StarvedError(await self._why_starved())
         finally:

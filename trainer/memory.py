@@ -23,7 +23,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from backends.engines.client import EngineClient
-from backends.errors import EngineInternalError, EngineTimeoutError, EngineUnavailableError
+from backends.errors import (
+    EngineError,
+    EngineInternalError,
+    EngineTimeoutError,
+    EngineUnavailableError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,5 +98,5 @@ class EngineMemory:
         try:
             await engine.resume_memory()
             await engine.continue_()
-        except _GONE as e:
+        except EngineError as e:  # a refusal, too: a new process has nothing to take back
             log.warning("%s does not take its memory back: %s", engine.url, e)

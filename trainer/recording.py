@@ -56,7 +56,7 @@ def record_batch(where: str | None, groups: Sequence[Group], progress: Progress)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"groups": tuple(groups), "progress": progress}, draft)
         draft.replace(path)
-    except OSError as e:
+    except (OSError, RuntimeError) as e:  # torch's zip writer makes the latter of a full disk
         raise CheckpointError(
             f"trainer.save_debug_rollout_data is {where!r}, and {path} cannot be written ({e})"
         ) from e

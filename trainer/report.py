@@ -8,18 +8,19 @@ from typing import Any
 
 import orjson
 
+SUMMARY = "summary.json"
 INK, BLUE, ORANGE, GREY = "#1f2933", "#2f6fde", "#e07b39", "#9aa5b1"
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     path.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY))
     return path
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """The summary of a run that ended, or None."""
-    path = folder / "summary.json"
+    path = folder / SUMMARY
     return dict(orjson.loads(path.read_bytes())) if path.is_file() else None
 
 

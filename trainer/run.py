@@ -29,7 +29,7 @@ from trainer.ledger import LEDGER, Ledger
 from trainer.loop import Progress, Trainer
 from trainer.metrics import MemoryMeter, MetricsWriter, waits
 from trainer.replay import REPLAY, replay, seed_everything
-from trainer.report import plot_reward, read_summary, write_summary
+from trainer.report import SUMMARY, plot_reward, read_summary, write_summary
 from trainer.rewards import build_manager
 from trainer.rollout import Producer, load_agent
 from trainer.sampling import Pace, credit_limit, drops_surplus
@@ -136,6 +136,8 @@ async def _train(
     if await trainer.resume():
         display.resume_at(trainer.progress.updates)
         display.status(f"resumed at optimizer step {trainer.progress.updates}")
+    # Of a run that was complete and goes back: it is not any more, also if it is killed now.
+    (config.run.dir / SUMMARY).unlink(missing_ok=True)
     tasks = PromptSource(config.data.val, tokenizer_path=config.model.path).all()
     total = config.trainer.total_steps
 
@@ -226,15 +228,21 @@ def _start_over(folder: Path) -> None:
     """Remove what a run writes, and nothing else: `run.dir` may be any folder."""
     for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, "logs", "wandb", "tensorboard", REPLAY):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", "summary.json", "reward.png"):
+    for name in ("metrics.jsonl", SUMMARY, "reward.png"):
         (folder / name).unlink(missing_ok=True)
 
 
 def _finished(config: RunConfig) -> dict[str, Any] | None:
-    """The summary of the run in `run.dir`, if it has done all its optimizer steps."""
-    summary = read_summary(config.run.dir)
-    if summary is None or summary["optimizer_steps"] < config.trainer.total_steps:
+    """The summary of the run in `run.dir`, if it has done all its optimizer steps and is not told
+    to go back to an earlier one."""
+    summary, total = read_summary(config.run.dir), config.trainer.total_steps
+    if summary is None or summary["optimizer_steps"] < total:
         return None
+    if config.run.resume != "auto":
+        checkpoints = CheckpointStore(config.run.dir / CHECKPOINTS)
+        path = checkpoints.find(config.run.resume)
+        if path is not None and checkpoints.about(path)["step"] < total:
+            return None
     return summary
 
 

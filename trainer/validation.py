@@ -288,10 +288,10 @@ class Validator:
         place = {uid: i for i, uid in enumerate(uids)}
         groups: list[Group] = []
         while (lease := await self._pool.lease_batch(channel=VAL)) is not None:
-            ours = [g for g in lease.groups if g.prompt_uid in place]
-            groups += await self._scorer.score(ours)
+            groups += [g for g in lease.groups if g.prompt_uid in place]
             await self._pool.ack(lease.lease_id)
-        return sorted(groups, key=lambda g: place[g.prompt_uid])
+        # All at once: a judge that takes seconds would else be waited for group by group.
+        return await self._scorer.score(sorted(groups, key=lambda g: place[g.prompt_uid]))
 
     async def _why(self) -> str:
         reasons = (await self._pool.get_statistics(VAL))["trajectories"]["abort_reasons"]

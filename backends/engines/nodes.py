@@ -155,24 +155,33 @@ class EngineGroup:
         await self._stop_all()
 
     async def status(self) -> dict[str, Any]:
-        nodes = await asyncio.gather(*(node.status() for node in self._nodes))
+        nodes = [
+            {"state": "lost", "pid": None, "error": str(s)} if isinstance(s, BaseException) else s
+            for s in await self._states()
+        ]
         error = None if self._error is None else str(self._error)
         return {"url": self._url, "restarts": self.restarts, "error": error, "nodes": nodes}
+
+    async def _states(self) -> list[dict[str, Any] | BaseException]:
+        """Of each part; what a node that is lost raises."""
+        parts = (node.status() for node in self._nodes)
+        return await asyncio.gather(*parts, return_exceptions=True)
 
     async def _launch(self) -> None:
         hosts = [await self._reserve_head()]
         hosts += await asyncio.gather(*(node.reserve() for node in self._nodes[1:]))
         self._head = hosts[0]
-        async with self._nothing_committed():
-            starting = [
-                asyncio.create_task(node.launch(launch))
-                for node, launch in zip(self._nodes, node_launches(hosts), strict=True)
-            ]
-            while not await self._all_launched():
-                if any(task.done() for task in starting):
-                    break  # one failed
-                await asyncio.sleep(0.05)
+        starting: list[asyncio.Task[str]] = []
         try:
+            async with self._nothing_committed():
+                starting += [
+                    asyncio.create_task(node.launch(launch))
+                    for node, launch in zip(self._nodes, node_launches(hosts), strict=True)
+                ]
+                while not await self._all_launched():
+                    if any(task.done() for task in starting):
+                        break  # one failed
+                    await asyncio.sleep(0.05)
             self._url, *_ = await asyncio.gather(*starting)
         except BaseException:  # a cancellation, too: no part may be left behind
             await self._stop_all()  # the others wait for the one that failed
@@ -218,9 +227,7 @@ class EngineGroup:
         up_since = clock()
         while True:
             await asyncio.sleep(LOOK_S)
-            states = await asyncio.gather(
-                *(node.status() for node in self._nodes), return_exceptions=True
-            )
+            states = await self._states()
             if all(isinstance(s, dict) and s["state"] == "up" for s in states):
                 continue
             in_a_row = 1 if clock() - up_since > HEALTHY_FOR_S else in_a_row + 1
@@ -237,7 +244,7 @@ class EngineGroup:
             await self._stop_all()
             try:
                 await self._launch()
-            except (EngineStartError, OSError) as e:
+            except Exception as e:  # noqa: BLE001 - Ray's too, of a node that is lost
                 log.warning("%s did not come up: %s", self._url, e)
             up_since = clock()
 

@@ -229,8 +229,8 @@ class RouterServer:
         while True:
             await asyncio.sleep(INTERVAL_S)
             try:
-                if self._process is not None and self._process.poll() is not None:
-                    code = self._process.returncode
+                if self._is_ours and (self._process is None or self._process.poll() is not None):
+                    code = self._process.returncode if self._process is not None else None
                     self._kill()
                     self.restarts += 1
                     log.warning("the router ended with %s; restart %d", code, self.restarts)

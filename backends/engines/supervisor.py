@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backends.config import EngineConfig
+from backends.engines.addresses import free_port
 from backends.engines.commands import Launch, command_line
 from backends.errors import EngineStartError
 from backends.weights import Published, StoreLock, read_current
@@ -154,6 +155,7 @@ class Supervisor:
             while not self._stop.is_set():
                 started = time.monotonic()
                 self._launch()
+                lived_s = 0.0
                 try:
                     self._wait_healthy(started + self.config.startup_timeout_s)
                 except EngineStartError:
@@ -165,9 +167,11 @@ class Supervisor:
                     if self._catch_up():
                         self.state = "up"
                         self._settled.set()
+                    up_since = time.monotonic()
                     self._await_end()
+                    lived_s = time.monotonic() - up_since
                 if not self._stop.is_set():
-                    self._note_crash(time.monotonic() - started)
+                    self._note_crash(lived_s)
         except EngineStartError as e:
             self._error, self.state = e, "failed"
             log.error("%s", e)
@@ -183,7 +187,7 @@ class Supervisor:
 
     def _launch(self) -> None:
         if not self.config.port and not self.port:
-            self.port = _free_port(self.config.host)
+            self.port = free_port(self.config.host)
         current = self._committed()
         launch = self._fenced_launch(current)
         line = command_line(self.config, launch)
@@ -267,9 +271,12 @@ class Supervisor:
         if served not in _names(current.version) and not self._load(current):
             log.error("%s could not load version %d; it is restarted", self.url, current.version)
             self._signal_kill()
-            return False
-        _post(f"{self.url}/continue_generation", {}, _CONTROL_TIMEOUT_S)
-        return self._is_running()
+        elif _post(f"{self.url}/continue_generation", {}, _CONTROL_TIMEOUT_S) is None:
+            log.error("%s does not continue; it is restarted", self.url)
+            self._signal_kill()
+        else:
+            return True
+        return False
 
     def _is_running(self) -> bool:
         process = self._process
@@ -362,12 +369,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
         return
     except PermissionError:  # macOS: the group leader is a zombie
         return
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
 
 
 def _in_use(host: str, port: int) -> bool:

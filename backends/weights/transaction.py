@@ -73,7 +73,7 @@ class Publication:
 
     version: int
     seconds: float
-    """From the first pause to the last continue."""
+    """From the lock to the last continue."""
     fenced: Mapping[str, str] = field(default_factory=dict)
     """Replicas that do not serve yet, and why: their supervisors, or the next publication, bring
     them to the committed version."""
@@ -164,12 +164,14 @@ class _Transaction:
                     replica=getattr(e, "replica", None),
                     serving=serving,
                 ) from e
-            finally:
-                await self.transport.close()
         await self._all("continue", "continue", self._continue, committed=True)
         await asyncio.gather(*(self._readmit(r) for r in self.replicas if r.fenced and not r.gone))
         fenced = {r.engine.url: r.fenced for r in self.replicas if r.fenced}
         return Publication(self.update.version, time.perf_counter() - start, fenced, self.how)
+
+    @property
+    def _published(self) -> Published:
+        return Published(self.update.version, self.update.path, self.transport.adapter)
 
     @property
     def _live(self) -> list[_Replica]:
@@ -325,7 +327,8 @@ class _Transaction:
     async def _commit(self) -> None:
         await self._tell("commit", "before")
         if self.store is not None:
-            self.store.commit(self.update.version, self.update.path, adapter=self.transport.adapter)
+            new = self._published
+            self.store.commit(new.version, new.path, adapter=new.adapter)
         await self._tell("commit", "after")
 
     # -- failure ------------------------------------------------------------------------------
@@ -334,6 +337,7 @@ class _Transaction:
         """Whether `replica`, which failed with `error`, cannot serve before it is brought to the
         committed version. Asks it to pause: a new process of it is paused already, an old one must
         be, and of one that is gone the machine says so."""
+        replica.paused = True  # by what follows, whatever is answered: a rollback continues it
         until = time.monotonic() + FENCE_TIMEOUT_S
         while time.monotonic() < until:
             try:
@@ -347,7 +351,7 @@ class _Transaction:
             else:
                 if isinstance(error, EngineInternalError):
                     return False  # it lives and failed: that is its answer
-                replica.fenced, replica.paused = f"is paused ({error})", True
+                replica.fenced = f"is paused ({error})"
                 return True
             await asyncio.sleep(_FENCE_RETRY_S)
         return False
@@ -424,7 +428,8 @@ class _Transaction:
             try:
                 engine = replica.engine
                 if await engine.weight_version() != self.update.version or replica.touched:
-                    await self.transport.send_whole(replica)
+                    # From disk: of one that did not answer it is not known what else it takes.
+                    await self.transport.restore(replica, self._published)
                 await self._verify_version(replica)
                 await engine.continue_()
                 replica.fenced = ""

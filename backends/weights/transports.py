@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import socket
 import uuid
@@ -28,13 +29,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from backends.config import WeightTransport
 from backends.engines.client import EngineClient
 from backends.errors import EngineRequestError
 from backends.weights.store import Published, WeightStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 ADAPTER_NAME = "policy"
 """The name of the adapter in the engines; requests carry it as `lora_path`."""
@@ -95,10 +101,6 @@ class Transport(ABC):
         """Bring a replica to a version that is on disk, whatever it has now."""
         await _from_disk(target.engine, to.path, str(to.version), flush=self.update.flush)
 
-    async def close(self) -> None:
-        """Free what the publication held."""
-        return
-
 
 class Disk(Transport):
     async def send(self, target: Target) -> None:
@@ -111,7 +113,7 @@ class DiskDelta(Disk):
 
     def __init__(self, update: Update, store: WeightStore | None) -> None:
         super().__init__(update, store)
-        self._deltas: dict[str, asyncio.Task[Path | None]] = {}
+        self._written: asyncio.Task[Path | None] | None = None
 
     async def send(self, target: Target) -> None:
         delta = await self._delta(target.version)
@@ -129,10 +131,10 @@ class DiskDelta(Disk):
         base = self.store.current() if self.store is not None else None
         if self.store is None or base is None or str(base.version) != version or base.adapter:
             return None
-        if version not in self._deltas:
+        if self._written is None:
             write = asyncio.to_thread(write_delta, self.store, base, self.update)
-            self._deltas[version] = asyncio.ensure_future(write)
-        return await asyncio.shield(self._deltas[version])
+            self._written = asyncio.ensure_future(write)
+        return await asyncio.shield(self._written)
 
 
 class TensorBody(Transport):
@@ -154,12 +156,17 @@ class TensorBody(Transport):
 
 
 class Distributed(Transport):
+    def __init__(self, update: Update, store: WeightStore | None) -> None:
+        super().__init__(update, store)
+        self._read: asyncio.Task[dict[str, Tensor]] | None = None
+
     async def send(self, target: Target) -> None:
         from backends.weights.collective import Group
-        from backends.weights.digest import read_tensors
 
         engine, update = target.engine, self.update
-        tensors = await asyncio.to_thread(lambda: dict(read_tensors(update.path)))
+        if self._read is None:  # once for all replicas
+            self._read = asyncio.ensure_future(asyncio.to_thread(_tensors, update.path))
+        tensors = await asyncio.shield(self._read)
         backend = "gloo" if target.device == "cpu" else "nccl"
         name = f"stepwell-v{update.version}-{uuid.uuid4().hex[:8]}"
         address, world = address_for(engine.url), 1 + target.ranks
@@ -169,15 +176,19 @@ class Distributed(Transport):
                 store, world_size=world, name=name, backend=backend, timeout_s=JOIN_TIMEOUT_S
             )
         )
-        await engine.init_weights_update_group(
-            address,
-            store.port,
-            rank_offset=1,
-            world_size=world,
-            group_name=name,
-            backend=backend,
-            timeout_s=JOIN_TIMEOUT_S,
-        )
+        try:
+            await engine.init_weights_update_group(
+                address,
+                store.port,
+                rank_offset=1,
+                world_size=world,
+                group_name=name,
+                backend=backend,
+                timeout_s=JOIN_TIMEOUT_S,
+            )
+        except BaseException:
+            led.add_done_callback(_leave)  # the engine may have joined, and only said nothing
+            raise
         group = await asyncio.wrap_future(led)
         try:
             await _begin(engine)
@@ -213,9 +224,8 @@ class Lora(Transport):
     async def _replace(self, engine: EngineClient, path: str | None, version: str) -> None:
         try:
             await engine.unload_lora_adapter(ADAPTER_NAME)
-        except EngineRequestError:  # none is loaded: loading tells if it is something else
-            if path is None:
-                raise
+        except EngineRequestError as e:
+            log.debug("%s has no adapter to replace: %s", engine.url, e)
         if path is not None:
             loaded = await engine.load_lora_adapter(ADAPTER_NAME, path)
             if loaded.get(ADAPTER_NAME) != path:
@@ -245,7 +255,7 @@ def write_delta(store: WeightStore, base: Published, update: Update) -> Path | N
 
     from backends.weights.digest import changed, read_tensors
 
-    new = dict(read_tensors(update.path))
+    new = _tensors(update.path)
     tensors = changed(read_tensors(base.path), new)
     if not tensors:
         smallest = min(new, key=lambda name: new[name].numel())
@@ -292,6 +302,18 @@ def _serialised(path: str) -> str:
     from backends.weights.digest import read_tensors
 
     return serialise(read_tensors(path))
+
+
+def _tensors(path: str) -> dict[str, Tensor]:
+    from backends.weights.digest import read_tensors
+
+    return dict(read_tensors(path))
+
+
+def _leave(led: Future[Any]) -> None:
+    """Close a group that was joined after its publication had given it up."""
+    if led.exception() is None:
+        led.result().close()
 
 
 def _in_thread(work: Any) -> Future[Any]:

@@ -176,7 +176,8 @@ class PythonSandbox(Tool):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what it has left running
             # asyncio waits for the end of the pipe, and a full one is not read by itself.
-            await _read(process, sys.maxsize)
+            while process.stdout is not None and await process.stdout.read(1 << 16):
+                pass
             await process.wait()
         text = output[: limits.output_chars].decode(errors="replace")
         return text, ended or _how(process.returncode or 0, limits)

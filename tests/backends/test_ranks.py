@@ -8,7 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from backends import fsdp, ranks
 from backends.base import LossOutput, Mean, TrainingBackend, build_backend
 from backends.errors import BackendConfigError, BatchError, RankError
 from backends.fsdp import Ranks
-from backends.ranks import RankedBackend
+from backends.ranks import RankedBackend, RayRanks
 from backends.rows import build_rows, computed_tokens
 from backends.torch_config import TorchBackendConfig
 from datapool.types import Step
@@ -225,3 +227,41 @@ def test_ranks_without_ray_or_torchrun_are_refused(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(BackendConfigError, match=r"ranks is 2, but Ray is not running"):
         build_backend("torch", config_of(ranks=2), model_path)
+
+
+def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WordlessError(ray.exceptions.RayError):
+        cause = MemoryError()
+
+    def get(ref: str) -> str:
+        if ref == "b":
+            raise WordlessError
+        return ref
+
+    monkeypatch.setattr(ranks.ray, "wait", lambda refs, timeout: (refs, []))
+    monkeypatch.setattr(ranks.ray, "get", get)
+    group = RayRanks.__new__(RayRanks)
+    group._actors = []
+    with pytest.raises(RankError, match=r"rank 1 .* in convert: MemoryError\(\)"):
+        group._wait(["a", "b"], "convert")
+
+
+class Shard(Tensor):
+    """A sharded tensor as far as gathering goes."""
+
+    def full_tensor(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_the_whole_optimizer_state_is_on_the_first_rank_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On every rank's device it would undo the sharding."""
+    moments = {"exp_avg": torch.zeros(4).as_subclass(Shard), "step": torch.ones(())}
+    optimizer = SimpleNamespace(state_dict=lambda: {"state": {0: moments}, "param_groups": []})
+    monkeypatch.setattr(fsdp, "DTensor", Shard)
+    for rank, numel in ((0, 4), (1, 0)):
+        monkeypatch.setattr(fsdp.dist, "get_rank", lambda rank=rank: rank)
+        state = fsdp.full_optimizer_state(cast(torch.optim.Optimizer, optimizer))["state"][0]
+        assert state["exp_avg"].numel() == numel
+        assert state["step"] == 1

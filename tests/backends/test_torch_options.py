@@ -276,7 +276,11 @@ def test_the_frozen_base_is_kept_in_the_compute_type_and_adapters_in_float32(
 
 @pytest.mark.parametrize(
     ("target", "message"),
-    [(["nope"], "target_modules is .*not found"), (["lm_head"], "adapts the LM head")],
+    [
+        (["nope"], "target_modules is .*not found"),
+        (["lm_head"], "adapts the LM head"),
+        (["q_proj", "embed_tokens"], "or the embedding, but the model ties the two"),
+    ],
 )
 def test_wrong_target_modules_are_named(model_path: Path, target: Any, message: str) -> None:
     with pytest.raises(BackendConfigError, match=message) as e:

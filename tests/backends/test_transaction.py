@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from backends.config import PublishMode
 from backends.errors import (
     EngineError,
     EngineInternalError,
@@ -103,7 +104,7 @@ class Replica:
 
     async def server_info(self) -> dict[str, Any]:
         await self._request("server_info")
-        return {"device": "cuda", "dtype": "float32"}
+        return {"device": "cuda", "dtype": "float32", "tp_size": 2}
 
     async def weight_version(self) -> int:
         return int((await self.model_info())["weight_version"])
@@ -125,6 +126,20 @@ class Replica:
     async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
         await self._request(f"load {version}")
         self.path, self.version = path, int(version)
+
+    async def begin_weight_update(self) -> None:
+        await self._request("begin")
+
+    async def end_weight_update(self) -> None:
+        await self._request("end")
+
+    async def update_weights_from_tensor(
+        self, payloads: list[str], version: int, flush_cache: bool
+    ) -> None:
+        await self._request("tensors")
+        if len(payloads) != 2:
+            raise EngineRequestError("this engine has two ranks")
+        self.version = version
 
 
 @pytest.fixture
@@ -204,6 +219,23 @@ async def test_a_replica_that_does_not_answer_but_is_paused_is_left_out_and_brou
     assert c.serves
 
 
+async def test_one_of_which_nothing_is_known_is_brought_back_from_disk(store: WeightStore) -> None:
+    """It did not say how many ranks it has: tensors could not be sent to all of them."""
+    a, _, c = replicas = three(store)
+    c.fails["server_info"] = EngineTimeoutError("no answer")
+
+    async def healed(phase: str, when: str) -> None:
+        if (phase, when) == ("commit", "after"):
+            c.fails.clear()
+
+    done = await put(replicas, 1, store, transport="tensor", hook=healed)
+    assert done.fenced == {}
+    assert c.serves
+    assert c.version == 1
+    assert "tensors" in a.calls
+    assert "load 1" in c.calls
+
+
 async def test_one_that_stays_silent_stays_paused(store: WeightStore) -> None:
     _, _, c = replicas = three(store)
     c.fails["load 1"] = EngineTimeoutError("no answer")
@@ -232,6 +264,20 @@ async def test_one_that_lives_and_refuses_rolls_all_back(
     current = store.current()
     assert current is not None
     assert current.version == 1
+
+
+@pytest.mark.parametrize(("method", "mode"), [("server_info", "retract"), ("load 1", "drain")])
+async def test_one_that_fails_before_it_was_paused_is_not_left_paused(
+    store: WeightStore, method: str, mode: PublishMode
+) -> None:
+    """To find out whether it is gone it is paused: it lives, and goes on."""
+    _, b, _ = replicas = three(store)
+    b.fails[method] = EngineInternalError("500")
+    with pytest.raises(WeightUpdateError) as e:
+        await put(replicas, 1, store, mode=mode)
+    assert "pause" in b.calls
+    assert e.value.serving == dict.fromkeys((r.url for r in replicas), 0)
+    assert all(r.serves and r.version == 0 for r in replicas)
 
 
 async def test_replicas_of_one_layout_that_differ_are_not_committed(store: WeightStore) -> None:

@@ -22,7 +22,7 @@ from backends.verl_config import VerlConfig
 from backends.verl_feed import VerlFeed
 from backends.verl_queue import queue_rows
 from datapool import DataPoolClient, PoolConfig, start_data_pool
-from datapool.errors import DataPoolError
+from datapool.errors import DataPoolError, PoolUnavailableError
 from datapool.types import GREEDY, Group, Lease, Step, Trajectory, VersionSpan
 from tests.backends.random_groups import random_groups, steps_of
 
@@ -461,16 +461,20 @@ async def test_a_lost_lease_does_not_pass_for_trained(pool: DataPoolClient) -> N
 
 
 class OneLease:
-    """A pool of one lease that says when it was renewed."""
+    """A pool of one lease that says when it was renewed, and is down at first."""
 
     def __init__(self) -> None:
         self.renewed = asyncio.Event()
+        self.asked = 0
 
     async def lease_batch(self, *_: Any) -> Lease:
         return Lease("lease", "train", tuple(random_groups(1)), 0.0)
 
     async def renew(self, lease_id: str, lease_s: float | None = None) -> float:
         assert (lease_id, lease_s) == ("lease", 0.2)
+        self.asked += 1
+        if self.asked == 1:
+            raise PoolUnavailableError("the actor restarts")
         self.renewed.set()
         return 0.0
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backends.torch_backend import TorchBackend
 from backends.torch_config import TorchBackendConfig
+from datapool.types import Group
 from trainer.checkpoint import (
     CheckpointStore,
     checkpoint_due,
@@ -22,8 +25,12 @@ from trainer.checkpoint import (
     rng_state,
     set_rng_state,
 )
-from trainer.config import RunSection
+from trainer.config import RunConfig, RunSection
 from trainer.errors import CheckpointError
+from trainer.loop import Progress
+from trainer.recording import record_batch
+from trainer.report import write_summary
+from trainer.run import CHECKPOINTS, _finished
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
@@ -187,6 +194,38 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         CheckpointStore(tmp_path / "file", keep=1).save(1, {})
+
+
+def test_a_disk_that_is_full_is_a_clear_error_and_costs_no_older_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """torch's zip writer makes a RuntimeError of it."""
+    store = CheckpointStore(tmp_path, keep=2)
+    store.save(1, {"x": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match="free space"):
+            store.save(2, {"x": torch.zeros(1_000_000)})
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            record_batch(str(tmp_path / "recorded"), [Group("p" * 1_000_000, ())], Progress())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert latest(store) == {"x": 1}
+
+
+@pytest.mark.parametrize(("resume", "is_complete"), [("auto", True), (4, True), (2, False)])
+def test_a_complete_run_can_be_taken_back_to_a_step(
+    tmp_path: Path, resume: str | int, is_complete: bool
+) -> None:
+    checkpoints = CheckpointStore(tmp_path / CHECKPOINTS, keep=2)
+    for step in (2, 4):
+        checkpoints.save(step, {})
+    write_summary(tmp_path, {"optimizer_steps": 4})
+    config = SimpleNamespace(
+        run=SimpleNamespace(dir=tmp_path, resume=resume), trainer=SimpleNamespace(total_steps=4)
+    )
+    assert (_finished(cast(RunConfig, config)) is not None) == is_complete
 
 
 def test_evaluated_steps_have_a_checkpoint_when_the_best_are_kept() -> None:

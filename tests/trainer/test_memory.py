@@ -100,6 +100,16 @@ async def test_an_engine_that_is_down_is_left_to_its_supervisor() -> None:
         pass
 
 
+async def test_an_engine_that_came_back_meanwhile_has_nothing_to_take_back() -> None:
+    new = Engine(resume_memory=EngineRequestError("has not been released"))
+    other = Engine()
+    lent = memory(new, other)
+    await lent.lend()
+    await lent.take_back()
+    assert new.asked == [*LENT, "resume_memory"]  # its supervisor lets it go on
+    assert other.asked == LENT + BACK
+
+
 async def test_a_refusal_is_an_error_and_leaves_every_engine_generating() -> None:
     refuses = Engine(release_memory=EngineRequestError("not launched for it"))
     willing = Engine()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import struct
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +97,21 @@ def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
     runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
     assert len({name.rpartition("-")[2] for name in runs}) == 1
     assert all((tmp_path / "wandb" / name).glob("*.wandb") for name in runs)
+
+
+def test_wandb_is_told_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    run = SimpleNamespace(finish=lambda **_: None)
+    fake = SimpleNamespace(init=lambda **given: told.update(given) or run, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    reward = (
+        "{function: remote, kwargs: {url: 'http://r', headers: {Authorization: Bearer s3cret}}}"
+    )
+    overrides = ("logging.wandb=offline", f"rollout.reward={reward}", "engine.env.HF_TOKEN=s3cret")
+    with MetricsWriter(tmp_path, config(tmp_path, *overrides)):
+        assert "s3cret" not in str(told)
+    assert told["config"]["rollout"]["reward"]["kwargs"]["url"] == "http://r"
+    assert told["config"]["data"]["train"]["kind"] == "reasoning_gym"
 
 
 def test_phases_are_timed_and_the_wait_is_a_share_of_the_wall_time() -> None:

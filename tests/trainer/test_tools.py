@@ -266,6 +266,12 @@ def crash() -> str:
     raise KeyError("city")
 
 
+def endless() -> list[Any]:
+    result: list[Any] = []
+    result.append(result)
+    return result
+
+
 def refuse() -> str:
     raise ToolError("no such city")
 
@@ -293,10 +299,13 @@ async def hang() -> str:
         ("whether", {}, "unknown_tool", "error: there is no tool 'whether'; there is weather"),
         ("weather", "{city", "arguments", "error: the arguments are no JSON"),
         ("weather", "[]", "arguments", "error: the arguments are no JSON object"),
+        ("weather", "9" * 5000, "arguments", "error: the arguments are no JSON"),
+        ("weather", "[" * 200_000, "arguments", "error: the arguments are no JSON"),
         ("weather", {}, "arguments", "error: wrong arguments: city: Field required"),
         ("weather", {"city": "x", "unit": "K"}, "arguments", "unit: Input should be 'C' or 'F'"),
         ("weather", {"city": "x", "when": 1}, "arguments", "when: Extra inputs"),
         ("crash", "", "failed", "error: KeyError: 'city'"),
+        ("endless", {}, "failed", "error: ValueError: Circular reference"),
         ("refuse", {}, "refused", "error: no such city"),
         ("hang", {}, "timeout", "error: hang gave no result within 0.05 s"),
     ],
@@ -305,7 +314,7 @@ async def test_every_failure_is_told_to_the_model(
     name: str, arguments: Any, kind: str, message: str
 ) -> None:
     slow = ToolConfig(class_name=f"{__name__}.hang", timeout_s=0.05)
-    box = ToolBox([weather, crash, refuse, slow])
+    box = ToolBox([weather, crash, endless, refuse, slow])
     async with box.session() as tools:
         (content,) = await said(tools, (name, arguments))
     assert message in content

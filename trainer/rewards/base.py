@@ -120,8 +120,9 @@ def load_reward(path: str, kwargs: Mapping[str, Any] | None = None) -> RewardFn:
             function = function(**(kwargs or {}))
         except Exception as e:  # foreign code, or our own refusing its arguments
             raise RewardLoadError(
-                f"reward is {path!r}, which cannot be made with kwargs {dict(kwargs or {})} "
-                f"({type(e).__name__}: {e})"
+                # Their names: the values may hold a key (`headers`).
+                f"reward is {path!r}, which cannot be made with kwargs "
+                f"{', '.join(kwargs or ()) or '(none)'} ({type(e).__name__}: {e})"
             ) from e
     elif kwargs:
         function = partial(function, **kwargs)

@@ -256,7 +256,7 @@ class ToolSession:
             return _error(name, "unknown_tool", f"there is no tool {name!r}; there is {known}")
         try:
             parameters = json.loads(function.get("arguments") or "{}")
-        except json.JSONDecodeError as e:
+        except (ValueError, RecursionError) as e:  # thousands of digits, or of brackets, too
             return _error(name, "arguments", f"the arguments are no JSON ({e})")
         if not isinstance(parameters, dict):
             return _error(name, "arguments", "the arguments are no JSON object")
@@ -275,6 +275,7 @@ class ToolSession:
                 result = await tool.execute(
                     instance_id, parameters, **self._of_stage(name, "execute")
                 )
+                return _result(name, result)
         except ToolUnavailableError:
             raise
         except ToolError as e:
@@ -284,7 +285,6 @@ class ToolSession:
                 return _error(name, "timeout", f"{name} gave no result within {timeout_s:g} s")
             log.warning("tool %s failed: %s: %s", name, type(e).__name__, e)
             return _error(name, "failed", f"{type(e).__name__}: {e}")
-        return _result(name, result)
 
     async def _instance(self, name: str) -> str:
         """Made at the first call; several at once share it."""

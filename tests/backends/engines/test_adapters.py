@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from backends.engines.client import EngineClient
 from backends.engines.embedded.adapters import Adapters, WeightLoadError
 from backends.engines.supervisor import Supervisor
-from backends.errors import EngineRequestError
+from backends.errors import EngineRequestError, WeightUpdateError
 from backends.weights import WeightStore, publish
 from backends.weights.transports import ADAPTER_NAME
 
@@ -146,3 +146,15 @@ async def test_a_published_adapter_generates_and_survives_a_crash(
             assert await agrees(merged[1])
     finally:
         supervisor.stop()
+
+
+async def test_an_engine_that_refuses_the_first_adapter_generates_on_without_one(
+    client: EngineClient, tmp_path: Path
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    nothing = store.write(1, lambda folder: (folder.mkdir(), (folder / "empty").touch()))
+    with pytest.raises(WeightUpdateError, match="Failed to load LoRA adapter") as e:
+        await publish([client], nothing, 1, "retract", store=store, transport="lora")
+    assert e.value.serving == {client.url: 0}
+    answer = await client.generate(PROMPT, {"max_new_tokens": 2, "ignore_eos": True}, timeout_s=60)
+    assert answer["meta_info"]["weight_version"] == "0"

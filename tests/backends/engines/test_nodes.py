@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from backends.config import EngineConfig
+from backends.engines.addresses import Host, NodeLaunch
 from backends.engines.client import EngineClient
 from backends.engines.nodes import EngineGroup, EngineNode
 from backends.errors import EngineStartError
@@ -114,3 +116,50 @@ async def test_a_part_that_cannot_start_stops_the_others(
         with pytest.raises(EngineStartError, match=r"model_path is '.*nowhere'"):
             await server.start()
         assert await pids(server) == [None, None]
+
+
+class Part:
+    """A node's actor, which may be lost with its node."""
+
+    def __init__(self, number: int) -> None:
+        self.lost = False
+        self._host = Host("127.0.0.1", 20_000 + 100 * number)
+        self._up = False
+
+    def _ask(self) -> None:
+        if self.lost:
+            raise ray.exceptions.RayActorError
+
+    async def reserve(self, first_port: int | None = None) -> Host:
+        self._ask()
+        return self._host
+
+    async def launch(self, launch: NodeLaunch) -> str:
+        self._ask()
+        self._up = True
+        return f"http://127.0.0.1:{launch.port}"
+
+    async def status(self) -> dict[str, Any]:
+        self._ask()
+        return {"state": "up", "pid": 1} if self._up else {"state": "new", "pid": None}
+
+    async def stop(self) -> None:
+        self._ask()
+        self._up = False
+
+
+async def test_a_server_whose_node_is_lost_is_given_up_and_says_so(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    monkeypatch.setattr("backends.engines.nodes.LOOK_S", 0.01)
+    parts = [Part(0), Part(1)]
+    server = EngineGroup(config.model_copy(update={"max_restarts": 2}), parts)
+    await server.start()
+    parts[1].lost = True
+
+    async def given_up() -> bool:
+        return "ended 3 times in a row" in str((await server.status())["error"])
+
+    await eventually(given_up)
+    assert [node["state"] for node in (await server.status())["nodes"]] == ["new", "lost"]
+    await server.stop()

@@ -320,6 +320,33 @@ async def test_a_router_without_its_workers_says_so(theirs: str, tmp_path: Path)
             await server.stop()
 
 
+async def test_a_router_that_could_not_be_started_again_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr("backends.engines.router.INTERVAL_S", 0.01)
+    launches = 0
+
+    def launch(server: RouterServer) -> None:
+        nonlocal launches
+        launches += 1
+        if launches == 2:
+            raise OSError("too many processes")
+        command = ["true"] if launches == 1 else ["sleep", "60"]
+        server._process = subprocess.Popen(command, start_new_session=True)
+
+    monkeypatch.setattr(RouterServer, "_launch", launch)
+    server = RouterServer(EngineConfig(router="launch", model_path=tmp_path), tmp_path)
+    server._launch()
+    following = asyncio.create_task(server._follow())
+
+    async def runs() -> bool:
+        return launches == 3
+
+    await eventually(runs)
+    following.cancel()
+    await server.stop()
+
+
 def test_a_router_is_none_launched_or_a_url() -> None:
     assert router_config("http://10.0.0.1:30000/").router == "http://10.0.0.1:30000"
     with pytest.raises(ValidationError, match="router is 'lunch'; use none, launch or the url"):

@@ -99,6 +99,75 @@ def test_an_engine_that_keeps_crashing_is_given_up_with_its_last_words(
     assert "crashed 1 times in a row (engine.max_restarts=0)" in supervisor.status()["error"]
 
 
+STUB = """\
+import http.server, os, pathlib, sys, time
+launches = pathlib.Path(__file__).with_suffix(".launches")
+first = not launches.exists()
+launches.touch()
+if not first and os.environ["STUB"] == "crashes at its start":
+    time.sleep(0.3)
+    sys.exit(1)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        stuck = first and os.environ["STUB"] == "does not continue"
+        self.send_response(500 if stuck and self.path == "/continue_generation" else 200)
+        self.end_headers()
+        self.wfile.write(b'{"model_path": "m", "weight_version": "0"}')
+
+    do_POST = do_GET
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def stub(folder: Path, behaviour: str, weights_dir: Path | None = None) -> Supervisor:
+    """Of a process that answers as an engine does."""
+    python = folder / "python"
+    (folder / "stub.py").write_text(STUB)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S {folder / "stub.py"} "$@"\n')
+    python.chmod(0o755)
+    (folder / "config.json").touch()
+    config = EngineConfig(
+        kind="sglang",
+        model_path=folder,
+        python=str(python),
+        max_restarts=2,
+        env={"STUB": behaviour, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    return Supervisor(config, folder / "logs", weights_dir)
+
+
+def test_an_engine_that_is_long_in_starting_is_given_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What counts as having been healthy is the time that it was up."""
+    monkeypatch.setattr("backends.engines.supervisor.HEALTHY_FOR_S", 0.2)
+    supervisor = stub(tmp_path, "crashes at its start")
+    try:
+        supervisor.start()
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while supervisor.state != "failed":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert supervisor.restarts == 2
+    finally:
+        supervisor.stop()
+
+
+def test_an_engine_that_does_not_continue_is_restarted(tmp_path: Path) -> None:
+    """It would be up and serve nothing."""
+    supervisor = stub(tmp_path, "does not continue", tmp_path / "weights")
+    try:
+        supervisor.start()
+        assert (supervisor.state, supervisor.restarts) == ("up", 1)
+    finally:
+        supervisor.stop()
+
+
 def test_an_engine_that_cannot_start_shows_the_end_of_its_log(launch: Launch) -> None:
     supervisor = launch(extra_args=("--no-such-flag",))
     with pytest.raises(EngineStartError) as e:

@@ -66,6 +66,13 @@ def test_a_missing_function_is_refused_with_those_that_are_there(write: WriteRew
         load_reward(f"{path}:lenght")
 
 
+def test_a_refusal_names_no_secret() -> None:
+    kwargs = {"url": "nowhere", "headers": {"Authorization": "Bearer s3cret"}}
+    with pytest.raises(RewardLoadError, match=r"kwargs url, headers .*begins with http") as e:
+        load_reward("remote", kwargs)
+    assert "s3cret" not in str(e.value)
+
+
 def test_a_file_or_module_that_fails_to_import_is_refused_with_the_cause(
     write: WriteReward,
 ) -> None:
@@ -91,7 +98,7 @@ def test_a_class_is_made_with_the_kwargs_and_a_function_is_called_with_them(
     )
     for name in ("scaled", "Scaled"):
         assert load_reward(f"{path}:{name}", {"factor": 3})("any", "answer", None, {}) == 3
-    with pytest.raises(RewardLoadError, match=r"cannot be made with kwargs \{'level': 1\}"):
+    with pytest.raises(RewardLoadError, match="cannot be made with kwargs level "):
         load_reward(f"{path}:Scaled", {"level": 1})
 
 
