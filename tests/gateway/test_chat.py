@@ -542,11 +542,14 @@ async def test_fields_that_say_nothing_about_the_completion_are_ignored(world: A
     assert len(world.pool.stored()) == 1
 
 
-async def test_a_body_that_is_no_json_object_is_refused(world: Any) -> None:
+async def test_a_body_that_is_no_json_object_or_nested_too_deeply_is_refused(world: Any) -> None:
     import aiohttp
 
+    deep = b'{"a":' * 500 + b"1" + b"}" * 500
+    tool = b'{"type":"function","function":{"name":"f","parameters":%b}}' % deep
+    nested = b'{"messages":[{"role":"user","content":"hi"}],"tools":[%b]}' % tool
     async with aiohttp.ClientSession() as session:
-        for body in (b"{", b"[]", b"\xff"):
+        for body in (b"{", b"[]", b"\xff", nested):
             async with session.post(
                 f"{world.base_url()}/v1/chat/completions", data=body
             ) as response:

@@ -459,7 +459,9 @@ async def test_stored_responses_can_be_read_and_deleted(http: Http) -> None:
     await http.refused(input="x", previous_response_id=got["id"])
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=²", "order=up", "after=nobody"])
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=x", "limit=²", "limit=0001000", "order=up", "after=nobody"]
+)
 async def test_malformed_pages_are_refused(http: Http, query: str) -> None:
     got = await http.create("hi")
     path = f"responses/{got['id']}/input_items?{query}"
