@@ -703,6 +703,21 @@ async def test_samples_are_streamed_interleaved_by_index(world: Any) -> None:
     assert len({c.id for c in chunks}) == 1
 
 
+async def test_a_stream_that_fails_before_its_first_event_aborts_the_other_samples(
+    world: Any,
+) -> None:
+    client = await world.client()
+    world.engine.script.append(Sampled([], status=500))
+    world.say("never", gate=asyncio.Event())
+    with pytest.raises(openai.APIStatusError):
+        await client.chat.completions.create(model="m", messages=[user("hi")], n=2, stream=True)
+    async with asyncio.timeout(5):
+        while not world.engine.aborts:  # noqa: ASYNC110 - the engine hears of it later
+            await asyncio.sleep(0.01)
+    assert not next(iter(world.gateway.trajectories)).in_flight
+    assert world.pool.stored() == []
+
+
 async def test_a_retry_of_n_samples_samples_only_what_failed(world: Any) -> None:
     client = await world.client(max_retries=2)
     world.say("one")
