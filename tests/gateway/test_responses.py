@@ -407,7 +407,7 @@ async def test_continuing_a_response_leaves_a_trajectory_to_whoever_opened_it(wo
 
 
 async def test_what_is_not_stored_is_refused_by_name(worlds: Any) -> None:
-    world = await worlds(stored_response_chars=5_000)
+    world = await worlds(stored_response_chars=8_000)
     http = await connect(world)
     kept = await http.create("hi", store=False)
     error = await http.refused(input="and?", previous_response_id=kept["id"])
