@@ -73,7 +73,11 @@ class _Frames(asyncio.Protocol, ABC):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # uvloop's is no asyncio.Transport
-        if not _is_of_this_user(transport):
+        try:
+            known = _is_of_this_user(transport)
+        except OSError:  # no file descriptor left to ask with
+            known = False
+        if not known:
             self.transport.abort()
 
     def data_received(self, data: bytes) -> None:

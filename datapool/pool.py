@@ -202,7 +202,8 @@ class DataPool:
         if outcome == "late" or record is None or record.closing is not None:
             return Resumed(outcome, channel, is_open=False)
         steps = target.packed(record).steps if record.steps else ()
-        return Resumed(outcome, channel, is_open=True, packed=list(map(tuple, steps)))
+        packed, known = list(map(tuple, steps)), dict(record.metadata)
+        return Resumed(outcome, channel, is_open=True, packed=packed, metadata=known)
 
     def submit_step(
         self, step: Step | PackedStep, channel: str = TRAIN, *, now: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -58,6 +58,8 @@ class Resumed(NamedTuple):
     is_open: bool
     packed: Sequence[tuple[Any, ...]] = ()
     """The steps of an open one, packed."""
+    metadata: Mapping[str, Any] = {}
+    """Of an open one."""
 
     @property
     def steps(self) -> list[Step]:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from gateway.calls import Call, Listener, Reply
 from gateway.dialects.base import Dialect, Parsed
-from gateway.errors import GatewayError, RequestError
+from gateway.errors import GatewayError, PreviousResponseError, RequestError
 from gateway.parsing import Delta
 from gateway.tokenization import ChatTokenizer
 from gateway.trajectories import LiveTrajectory
@@ -196,6 +196,7 @@ async def serve(
     body = await read_body(request, config.max_body_bytes)
     parsed = dialect.parse(parse_object(body), request.headers)
     refuse_builtin_tools(gateway, parsed)
+    _refuse_others_response(request, parsed)
     retry = retry_key(request.headers, body, dialect.name)
     call = gateway.calls.normalised(parsed.call)
     trajectory = gateway.identities.identify(
@@ -211,8 +212,12 @@ async def serve(
         keepalive_s=config.keepalive_s,
     )
     if call.stream:
-        with aborts_on_disconnect(request.scope, request.receive, exchange):
-            await exchange.begin()
+        try:
+            with aborts_on_disconnect(request.scope, request.receive, exchange):
+                await exchange.begin()
+        except BaseException:  # nobody reads what the other samples say
+            exchange.close()
+            raise
         return _told(EventStream(dialect.frames(exchange), exchange), gateway, parsed)
     try:
         with aborts_on_disconnect(request.scope, request.receive, exchange):
@@ -236,6 +241,19 @@ def refuse_builtin_tools(gateway: Gateway, parsed: Parsed) -> None:
             f"{name}.type is {kind!r:.80}, a built-in tool that this gateway cannot run; define a "
             "function tool instead",
             name,
+        )
+
+
+def _refuse_others_response(request: Request, parsed: Parsed) -> None:
+    """A trajectory's key continues no response of another one.
+
+    Raises:
+        PreviousResponseError: worded as if there were none.
+    """
+    holder = request.state.principal.trajectory
+    if holder is not None and parsed.trajectory_uid not in (None, holder[0]):
+        raise PreviousResponseError(
+            "Previous response not found; send the whole input instead", "previous_response_id"
         )
 
 

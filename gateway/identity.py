@@ -3,9 +3,9 @@
 The first that applies::
 
     URL path            /{trajectory_uid}/{prompt_uid}/v1/…
-    the body            `previous_response_id` continues the trajectory of that response
     API key             the `api_key` that /init_trajectory returned, for agents without a path
     headers             x-trajectory-uid (and x-prompt-uid)
+    the body            `previous_response_id` continues the trajectory of that response
     session headers     x-session-id …: one trajectory per session; a sub-agent's parent session
                         (x-parent-session-id …) is the session
     the conversation    the trajectory whose turn it extends; a new one otherwise
@@ -112,7 +112,8 @@ class Identities:
         if (named := self.named(headers)) is not None:
             return self._trajectories.get(*named)
         if continued is not None and (known := self._trajectories.known(continued)) is not None:
-            return self._used(known)
+            # One that was opened by its URL is its opener's to complete.
+            return self._used(known) if known.uid in self._own else known
         if (session := _session(headers)) is not None:
             uid = self._session_uid(session)
             return self._used(self._trajectories.get(uid, f"prompt-{uid}"))
@@ -153,6 +154,8 @@ class Identities:
     def note_turn(self, trajectory: LiveTrajectory, key: Key) -> None:
         """A turn was stored: calls that extend its conversation belong to its trajectory."""
         if trajectory.uid in self._own:
+            self._used(trajectory)
+            trajectory.touch()  # it is idle from the end of a call on
             self._by_turn[key] = trajectory.uid
             self._turns.setdefault(trajectory.uid, []).append(key)
 

@@ -467,5 +467,7 @@ class ResponseTemplateParser:
 
 
 def _template_call(value: Any) -> ToolCall | None:
-    function = value.get("function", value) if isinstance(value, dict) else {}
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        return None
     return _as_call(function.get("name"), function.get("arguments", {}))

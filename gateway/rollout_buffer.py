@@ -415,7 +415,7 @@ class RolloutBuffer:
         for group in groups:
             n = self._repeats or group.n_rollouts or len(group.trajectories)
             scored = [t for t in group.trajectories if t.reward is not None]
-            if self._isparse_skipped(group):
+            if self._is_skipped(group):
                 refused.append((group, SKIPPED))
             elif len(group.trajectories) < n:
                 refused.append((group, GROUP_SIZE))
@@ -427,7 +427,7 @@ class RolloutBuffer:
             return served, refused
         return [self._named(s) for s in served], []
 
-    def _isparse_skipped(self, group: Group) -> bool:
+    def _is_skipped(self, group: Group) -> bool:
         """Each entry of `skip_instance_ids` stands for one group that the trainer had before. A
         generator of ours was told and leaves them out itself; what it cannot know of is a group
         that was on its way already."""

@@ -50,7 +50,7 @@ def parse_repeats(body: Mapping[str, Any]) -> int:
     """slime sends its numbers as strings."""
     name = "num_repeat_per_sample"
     value = body.get(name)
-    if isinstance(value, str) and value.strip().isdecimal():
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) <= 18:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise RequestError(f"{name} is {value!r:.80}; send an integer >= 1", name)

@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote
 
 import numpy as np
 from fastapi import APIRouter
@@ -92,8 +93,11 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
     for name, value in (("trajectory_uid", uid), ("prompt_uid", prompt_uid)):
-        if "/" in value:
-            raise RequestError(f"{name} is {value!r}; it is part of a URL, so use no slash", name)
+        if "/" in value or value in (".", ".."):
+            raise RequestError(
+                f"{name} is {value!r:.80}; it is part of a URL, so use no slash and no bare dots",
+                name,
+            )
     replica = await gateway.replicas.place(body.trajectory_uid)
     if replica is not None and gateway.trajectories.known(uid) is not None:
         replica = gateway.replicas.index
@@ -110,10 +114,15 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
         {
             "trajectory_uid": uid,
             "prompt_uid": prompt_uid,
-            "base_url": f"{origin.rstrip('/')}/{uid}/{prompt_uid}",
+            "base_url": f"{origin.rstrip('/')}/{_quoted(uid)}/{_quoted(prompt_uid)}",
             "api_key": gateway.keys.issue(uid, prompt_uid),
         }
     )
+
+
+def _quoted(uid: str) -> str:
+    """As a part of a URL's path; what may stand there stays as it is (RFC 3986)."""
+    return quote(uid, safe="!$&'()*+,;=:@")
 
 
 @router.post(f"{_UNDER}/register_trajectory")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import socket
 import threading
@@ -27,6 +28,8 @@ from gateway.web import CONNECTION, Connection
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -155,6 +158,7 @@ class HttpServer:
                 log_level=config.log_level,
                 access_log=False,
                 http=_Http,
+                ws="none",
                 lifespan="on",
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=5,
@@ -178,7 +182,10 @@ class HttpServer:
         if self._server.started and self._loop is not None and self._thread.is_alive():
             # uvicorn waits for open answers before it tells the application to shut down.
             closing = asyncio.run_coroutine_threadsafe(self._app.state.gateway.close(), self._loop)
-            closing.result(STOP_TIMEOUT_S)
+            try:
+                closing.result(STOP_TIMEOUT_S)
+            except TimeoutError:  # a pool that does not answer keeps no server alive
+                log.warning("calls were still being committed when the gateway stopped")
         self._server.should_exit = True
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():

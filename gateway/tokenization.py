@@ -184,9 +184,25 @@ class TokenStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=False)
+        self._held: list[int] = []
+        """Ids since text last came out."""
 
     def feed(self, ids: Sequence[int]) -> str:
-        return "".join(self._stream.step(self._tokenizer, i) or "" for i in ids)
+        return "".join(map(self._step, ids))
+
+    def _step(self, token_id: int) -> str:
+        self._held.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # noqa: BLE001 - tokenizers raises nothing narrower
+            # Bytes that are no UTF-8 behind some that were, in a vocabulary with <0x00>: they
+            # change how the whole run reads, of which a part is out. What is held begins anew.
+            held, self._held = self._held, []
+            self._stream = DecodeStream(skip_special_tokens=False)
+            return self.feed(held)
+        if text:
+            self._held.clear()
+        return text or ""
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -211,6 +211,7 @@ class LiveTrajectory:
             self._close("closed before in the DataPool, or its group was")
             self._check_open()
         self.channel = resumed.channel
+        self.greedy |= bool(resumed.metadata.get(GREEDY))  # said to another gateway, or before
         self._take_over(resumed)
         self._opened = resumed.is_open
 

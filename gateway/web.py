@@ -66,7 +66,23 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise RequestError(
             f"the request's body is a JSON {type(value).__name__}; send an object", None
         )
+    if body.count(b"{") + body.count(b"[") > _DEEP and _is_too_deep(value):
+        raise RequestError(
+            f"the request's body is nested more than {_DEEP} levels deep; send a flatter one", None
+        )
     return value
+
+
+_DEEP = 250
+"""Deeper objects can be read, but neither rendered nor written again."""
+
+
+def _is_too_deep(value: Any) -> bool:
+    try:
+        orjson.dumps([[[[value]]]])  # writes 254 levels; answers put some around what they repeat
+    except orjson.JSONEncodeError:
+        return True
+    return False
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> RequestError:
@@ -84,7 +100,8 @@ def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
     if (key := headers.get("idempotency-key")) is not None:
         return RetryKey(f"{scope}/key/{key}", digest, is_retry=True)
     count = headers.get("x-stainless-retry-count", "0")
-    return RetryKey(f"{scope}/body/{digest}", digest, is_retry=count.isdigit() and int(count) > 0)
+    is_retry = count.isdecimal() and count.strip("0") != ""
+    return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
 
 
 class Connection:

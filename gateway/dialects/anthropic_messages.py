@@ -84,7 +84,7 @@ _REFUSED: Mapping[str, str] = {
     "thread": "send the whole conversation in messages",
 }
 MAX_STOPS = 64
-_BUILTIN = re.compile(r"[a-z0-9_]+_20\d{6}|mcp_toolset")
+_BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
 _OMITTED = "stepwell:"
 """Begins the signature that holds the text of its omitted thinking."""
 

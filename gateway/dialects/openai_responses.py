@@ -101,6 +101,7 @@ _INCLUDABLE = frozenset(
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NO_THINKING = ("none", "minimal")
 _SUMMARIES = ("auto", "concise", "detailed")
+_PAGE_SIZES = frozenset(map(str, range(1, 101)))
 MAX_TOP_LOGPROBS = 20
 STORED_CHARS = 2**28
 """Default of `gateway.stored_response_chars`."""
@@ -288,7 +289,7 @@ class OpenAIResponses:
         if order == "desc":
             items.reverse()
         limit = query.get("limit", "20")
-        if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:4]) <= 100:
+        if limit not in _PAGE_SIZES:
             raise RequestError(f"limit is {limit!r:.80}; send an integer in [1, 100]", "limit")
         if (after := query.get("after")) is not None:
             ids = [item["id"] for item in items]

@@ -512,10 +512,11 @@ class StoredResponse:
     trajectory_uid: str
 
     def n_chars(self) -> int:
-        n = _ENTRY_CHARS
+        n = _ENTRY_CHARS + len(str(self.response))  # it repeats the tools
         for message in self.messages:
             n += len(message["content"]) + len(message.get("reasoning_content") or "")
-        return n + sum(len(str(item)) for item in self.response["output"])
+            n += len(str(message.get("tool_calls") or ""))
+        return n
 
 
 class ResponseStore:

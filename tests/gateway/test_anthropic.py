@@ -653,6 +653,7 @@ async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:
         ({"system": [{"type": "image"}]}, "system[0].type is 'image'"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema is None"),
         ({"tools": [{"type": "function"}]}, "tools[0].type is 'function'"),
+        ({"tools": [{"type": "bash_20２５0124"}]}, "tools[0].type is 'bash_20"),
         ({"tools": [CALC], "tool_choice": {"type": "x"}}, "tool_choice.type is 'x'"),
         ({"tools": [CALC], "tool_choice": {"type": "tool", "name": "no"}}, "'no'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for 'any'"),

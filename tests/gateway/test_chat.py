@@ -542,11 +542,14 @@ async def test_fields_that_say_nothing_about_the_completion_are_ignored(world: A
     assert len(world.pool.stored()) == 1
 
 
-async def test_a_body_that_is_no_json_object_is_refused(world: Any) -> None:
+async def test_a_body_that_is_no_json_object_or_nested_too_deeply_is_refused(world: Any) -> None:
     import aiohttp
 
+    deep = b'{"a":' * 500 + b"1" + b"}" * 500
+    tool = b'{"type":"function","function":{"name":"f","parameters":%b}}' % deep
+    nested = b'{"messages":[{"role":"user","content":"hi"}],"tools":[%b]}' % tool
     async with aiohttp.ClientSession() as session:
-        for body in (b"{", b"[]", b"\xff"):
+        for body in (b"{", b"[]", b"\xff", nested):
             async with session.post(
                 f"{world.base_url()}/v1/chat/completions", data=body
             ) as response:
@@ -698,6 +701,21 @@ async def test_samples_are_streamed_interleaved_by_index(world: Any) -> None:
     n_sampled = sum(len(s.response_ids) for s in world.pool.stored())
     assert chunks[-1].usage.completion_tokens == n_sampled
     assert len({c.id for c in chunks}) == 1
+
+
+async def test_a_stream_that_fails_before_its_first_event_aborts_the_other_samples(
+    world: Any,
+) -> None:
+    client = await world.client()
+    world.engine.script.append(Sampled([], status=500))
+    world.say("never", gate=asyncio.Event())
+    with pytest.raises(openai.APIStatusError):
+        await client.chat.completions.create(model="m", messages=[user("hi")], n=2, stream=True)
+    async with asyncio.timeout(5):
+        while not world.engine.aborts:  # noqa: ASYNC110 - the engine hears of it later
+            await asyncio.sleep(0.01)
+    assert not next(iter(world.gateway.trajectories)).in_flight
+    assert world.pool.stored() == []
 
 
 async def test_a_retry_of_n_samples_samples_only_what_failed(world: Any) -> None:

@@ -10,6 +10,9 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from starlette.datastructures import Headers
+
+from gateway.web import retry_key
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -113,6 +116,16 @@ async def test_a_retry_after_a_pool_failure_stores_the_very_same_step(
     assert text == "sampled once"
     assert len(world.engine.requests) == 1
     assert [s.response_ids.tolist() for s in world.pool.stored()] == [said.ids]
+
+
+@pytest.mark.parametrize(
+    ("count", "is_retry"),
+    [("0", False), ("00", False), ("1", True), ("²", False), ("x", False), ("9" * 5000, True)],
+    ids=lambda value: str(value)[:9],
+)
+def test_a_count_of_retries_may_be_any_text(count: str, is_retry: bool) -> None:
+    headers = Headers({"x-stainless-retry-count": count})
+    assert retry_key(headers, b"", "chat").is_retry is is_retry
 
 
 async def test_a_conversation_goes_on_after_a_gateway_forgot_it(world: Any) -> None:

@@ -113,6 +113,18 @@ async def test_the_sweeper_completes_by_itself(worlds: Any) -> None:
     assert world.pool.core.lease_batch(1, "train", now=0.0) is not None
 
 
+async def test_a_conversation_is_idle_from_the_end_of_its_last_call_on(world: Any) -> None:
+    gate = asyncio.Event()
+    world.say("slow", gate=gate)
+    asked = asyncio.create_task(talk(await plain(world), [user("hi")]))
+    await world.engine.arrived.wait()
+    in_flight = time.monotonic()
+    gate.set()
+    await asked
+    assert await world.gateway.identities.close_idle(in_flight) == 0
+    assert await world.gateway.identities.close_idle(time.monotonic()) == 1
+
+
 async def test_a_conversation_in_flight_is_not_idle(world: Any) -> None:
     gate = asyncio.Event()
     world.say("slow", gate=gate)

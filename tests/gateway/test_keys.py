@@ -253,6 +253,19 @@ async def test_a_trajectory_key_reads_no_other_trajectorys_stored_response(
         assert (await http("GET", path, key))[0] == status
 
 
+async def test_a_trajectory_key_continues_no_other_trajectorys_response(
+    locked: Any, http: Http
+) -> None:
+    mine, other = (bearer(locked.gateway.keys.issue(uid, "p")) for uid in ("mine", "other"))
+    _, response = await http("POST", "/v1/responses", mine, {"input": "hello"})
+    more = {"input": "go on", "previous_response_id": response["id"]}
+    status, refused = await http("POST", "/v1/responses", other, more)
+    assert (status, refused["error"]["code"]) == (400, "previous_response_not_found")
+    for key in (mine, bearer(ADMIN)):
+        assert (await http("POST", "/v1/responses", key, more))[0] == 200
+    assert [s.trajectory_uid for s in locked.pool.stored()] == ["mine"] * 3
+
+
 async def test_a_trajectory_key_works_for_its_trajectory_alone(locked: Any, http: Http) -> None:
     key = bearer(locked.gateway.keys.issue("t", "p"))
     assert (await http("POST", "/t/p/v1/chat/completions", key, CHAT))[0] == 200

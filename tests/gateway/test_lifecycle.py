@@ -60,6 +60,15 @@ async def test_init_hands_out_an_address_that_works(world: Any, http: Http) -> N
     assert trajectory.steps[0].is_last
 
 
+async def test_an_address_works_whatever_characters_its_names_have(world: Any, http: Http) -> None:
+    names = {"trajectory_uid": "what? 100%41 #1", "prompt_uid": "gsm8k:7é"}
+    _, got = await http.post(f"{world.url}/init_trajectory", **names)
+    async with openai.AsyncOpenAI(base_url=got["base_url"] + "/v1", api_key="x") as client:
+        await ask(client)
+    (step,) = world.pool.stored()
+    assert {"trajectory_uid": step.trajectory_uid, "prompt_uid": step.prompt_uid} == names
+
+
 async def test_lifecycle_bodies_may_be_left_out(world: Any, http: Http) -> None:
     async with http.session.post(world.url + "/init_trajectory") as response:
         assert response.status == 200
@@ -187,6 +196,7 @@ async def test_a_step_that_comes_after_completion_is_refused(world: Any, http: H
         ("/t/p/v1/abort_trajectory", {}, "reason"),
         ("/init_trajectory", {"attempt": -1}, "attempt"),
         ("/init_trajectory", {"prompt_uid": "a/b"}, "prompt_uid"),
+        ("/init_trajectory", {"trajectory_uid": ".."}, "trajectory_uid"),
         ("/generate", {"prompt_ids": [1.5]}, "prompt_ids"),
         ("/generate", {"prompt_ids": [1], "messages": MESSAGES}, "messages"),
         ("/generate", {"messages": MESSAGES, "stream": True}, "stream"),

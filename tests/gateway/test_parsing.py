@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from gateway.parsing import (
     ContentDelta,
@@ -18,6 +19,7 @@ from gateway.parsing import (
     parse_call,
     parse_xml_call,
 )
+from gateway.tokenization import TokenStream
 
 PIECES = st.lists(
     st.one_of(
@@ -294,6 +296,23 @@ def test_only_a_possible_marker_start_is_held_back() -> None:
     assert held_back("", ("<x>",)) == 0
 
 
+@given(st.lists(st.sampled_from(["a", "▁b", *(f"<0x{b:02X}>" for b in range(128, 256))])))
+@settings(max_examples=300, deadline=None)
+def test_bytes_that_are_no_text_do_not_end_a_stream(tokens: list[str]) -> None:
+    """As in Llama 2's and Gemma's vocabularies, sampled by a policy that is not good yet."""
+    words = ["a", "▁b", *(f"<0x{b:02X}>" for b in range(256))]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    stream = TokenStream(tokenizer)
+    text = "".join(stream.feed([vocabulary[token]]) for token in tokens)
+    last = max((i for i, token in enumerate(tokens) if len(token) < 4), default=-1)
+    letters = [c for c in text if c in "ab"]
+    assert letters == [token[-1] for token in tokens[: last + 1] if len(token) < 4]
+
+
 def test_the_tokenizers_own_response_template_is_used(tokenizer_of: Any) -> None:
     import copy
 
@@ -330,6 +349,8 @@ def test_the_tokenizers_own_response_template_is_used(tokenizer_of: Any) -> None
 
     good = '<think>hm</think>Look<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     assert read(good + "<|im_end|>") == ("Look", "hm", [("f", '{"x": 1}')])
+    content, _, calls = read('Look<tool_call>"f"</tool_call><|im_end|>')
+    assert (content, calls) == ('Look<tool_call>"f"', [])
     broken = 'Look<tool_call>{"name": "f", "arg'
     content, reasoning, calls = read(broken)
     assert (reasoning, calls) == ("", [])

@@ -420,6 +420,17 @@ async def test_a_trajectory_stays_in_the_channel_that_it_was_opened_in(fleet: Fl
     assert fleet.pool.core.list_trajectories("train", now=0.0).items == ()
 
 
+async def test_a_greedy_baseline_is_sampled_at_temperature_0_wherever_it_is_served(
+    fleet: Fleet,
+) -> None:
+    url = f"{fleet.world.url}/init_trajectory"
+    metadata = {"greedy_baseline": True}
+    await post(url, trajectory_uid="t1", prompt_uid="p1", metadata=metadata)
+    await ask(await (await fleet.another()).client(), [user("hi")], temperature=0.5)
+    (request,) = fleet.world.engine.requests
+    assert request["sampling_params"]["temperature"] == 0.0
+
+
 async def test_a_trajectory_that_is_complete_takes_no_call_elsewhere(fleet: Fleet) -> None:
     await ask(await fleet.world.client(), [user("hi")])
     await post(f"{fleet.world.base_url()}/v1/complete_trajectory", reward=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -398,8 +399,15 @@ async def test_previous_response_id_names_the_trajectory_where_nothing_else_does
     assert chain(world, None) == [None, None, 0, 0]
 
 
+async def test_continuing_a_response_leaves_a_trajectory_to_whoever_opened_it(world: Any) -> None:
+    first = await (await connect(world)).create("hi")
+    await (await connect(world, world.url)).create("go on", previous_response_id=first["id"])
+    assert chain(world) == [None, 0]
+    assert await world.gateway.identities.close_idle(time.monotonic() + 1) == 0
+
+
 async def test_what_is_not_stored_is_refused_by_name(worlds: Any) -> None:
-    world = await worlds(stored_response_chars=5_000)
+    world = await worlds(stored_response_chars=8_000)
     http = await connect(world)
     kept = await http.create("hi", store=False)
     error = await http.refused(input="and?", previous_response_id=kept["id"])
@@ -459,7 +467,9 @@ async def test_stored_responses_can_be_read_and_deleted(http: Http) -> None:
     await http.refused(input="x", previous_response_id=got["id"])
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=²", "order=up", "after=nobody"])
+@pytest.mark.parametrize(
+    "query", ["limit=0", "limit=x", "limit=²", "limit=0001000", "order=up", "after=nobody"]
+)
 async def test_malformed_pages_are_refused(http: Http, query: str) -> None:
     got = await http.create("hi")
     path = f"responses/{got['id']}/input_items?{query}"
@@ -958,6 +968,13 @@ def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int
     for i in range(6):
         store.delete(f"resp_{i}")
     assert (len(store), len(store._items), store._n_chars) == (0, 0, 0)
+
+
+def test_what_an_answer_repeats_of_its_request_takes_memory_too() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": "y" * 700}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    response = {"id": "resp_1", "output": [], "tools": [{"description": "x" * 5_000}]}
+    assert StoredResponse(response, (), (message,), "t").n_chars() > 5_700
 
 
 async def test_no_memory_at_all_is_possible(worlds: Any) -> None:

@@ -763,6 +763,7 @@ async def test_a_write_that_failed_keeps_its_place(
         ({"num_repeat_per_sample": None}, "num_repeat_per_sample"),
         ({"num_repeat_per_sample": "0"}, "num_repeat_per_sample"),
         ({"num_repeat_per_sample": "eight"}, "num_repeat_per_sample"),
+        pytest.param({"num_repeat_per_sample": "9" * 5000}, "num_repeat_per_sample", id="long"),
         ({"num_repeat_per_sample": True}, "num_repeat_per_sample"),
         ({"skip_instance_ids": "all"}, "skip_instance_ids"),
         ({"skip_instance_ids": [1, None]}, "skip_instance_ids[1]"),

@@ -179,3 +179,35 @@ async def test_stopping_aborts_what_is_being_generated(
     gate.set()
     assert world.engine.aborts == [world.engine.requests[0]["rid"]]
     assert not [t for t in threading.enumerate() if t.name == "gateway"]
+
+
+async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping(
+    worlds: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.server.STOP_TIMEOUT_S", 1.0)
+    world = await worlds()
+    world.pool.door.clear()
+    config = GatewayConfig(
+        port=0,
+        tokenizer_path=saved(tokenizer, tmp_path),
+        engine_urls=[world.engine.url],
+        pool_timeout_s=3.0,
+        admin_keys=["an-admin-key-of-32-characters-00"],
+    )
+    server = HttpServer(config, world.pool)
+    origin = await asyncio.to_thread(server.start)
+    headers = {"authorization": "Bearer an-admin-key-of-32-characters-00"}
+    async with aiohttp.ClientSession() as http:
+        # Nothing here speaks WebSocket: such a request is like any other.
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await http.ws_connect(f"{origin}/v1/responses")
+        assert refused.value.status == 401
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        url = f"{origin}/t/p/v1/chat/completions"
+        call = asyncio.create_task(http.post(url, json=body, headers=headers))
+        await world.pool.waiting.wait()
+        await asyncio.to_thread(server.stop)
+        await asyncio.wait([call])
+    async with asyncio.timeout(10):
+        while [t for t in threading.enumerate() if t.name == "gateway"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
