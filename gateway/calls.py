@@ -644,6 +644,8 @@ class CallService:
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
         self._check(request)
+        if trajectory.is_new:
+            self._render_ahead(request)
         await trajectory.open()
         trajectory.touch()
         if n == 1:
@@ -745,7 +747,7 @@ class CallService:
             catch_up: brings turns that other gateways stored into `graph`; whether there are any.
                 Called if the request holds a reply that `graph` does not.
         """
-        template_args = {**self.config.chat_template_args, **(request.template_args or {})}
+        template_args = self._template_args(request)
         root = root_key(request.tools, template_args)
         if (plain := request.plain) is not None:
             return await self._prepare_plain(graph, plain, root)
@@ -865,17 +867,36 @@ class CallService:
         if reply.prompt.cause is not None:
             self.branches[reply.prompt.cause] += 1
 
+    def _template_args(self, request: ChatRequest) -> dict[str, Any]:
+        return {**self.config.chat_template_args, **(request.template_args or {})}
+
+    def _render_ahead(self, request: ChatRequest) -> None:
+        """Begin with the prompt of a first call while the pool is told of its trajectory."""
+        messages = request.messages
+        if not messages or any(m["role"] == "assistant" for m in messages):
+            return
+        template_args = self._template_args(request)
+        attachment = TurnGraph().attach(root_key(request.tools, template_args), messages)
+        if self.renderer.cached(attachment.prompt_key) is None:
+            self._begin_whole(attachment.prompt_key, messages, request.tools, template_args)
+
     async def _whole(self, key: Key, messages: Sequence[Message], *args: Any) -> TokenIds:
-        """Ids of a whole prompt. Rollouts of one prompt begin together: the first one renders."""
+        """Ids of a whole prompt."""
         if (ids := self.renderer.cached(key)) is not None:
             return ids
+        # It is not the first one's own: that one may leave while others wait.
+        return await asyncio.shield(self._begin_whole(key, messages, *args))
+
+    def _begin_whole(
+        self, key: Key, messages: Sequence[Message], *args: Any
+    ) -> asyncio.Future[TokenIds]:
+        """Rollouts of one prompt begin together: the first one renders."""
         under_way = self._rendering.get(key)
         if under_way is None:
             work = self._offload(messages, self.renderer.whole, messages, *args)
             under_way = self._rendering[key] = asyncio.ensure_future(work)
             under_way.add_done_callback(lambda done: self._rendered(key, done))
-        # It is not the first one's own: that one may leave while others wait.
-        return await asyncio.shield(under_way)
+        return under_way
 
     def _rendered(self, key: Key, done: asyncio.Future[TokenIds]) -> None:
         del self._rendering[key]

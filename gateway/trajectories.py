@@ -90,6 +90,11 @@ class LiveTrajectory:
         self._uncertain: list[Commit] = []
         """Commits at the next index whose answer was lost: at most one of them was applied."""
 
+    @property
+    def is_new(self) -> bool:
+        """The pool was not asked about it yet."""
+        return not self._opened
+
     def touch(self) -> None:
         self.last_used = time.monotonic()
 
