@@ -126,7 +126,8 @@ class GatewayConfig(BaseModel):
     named in the answer's header `x-stepwell-ignored`; false: refused with a 400."""
     conversation_idle_s: float = Field(default=600.0, gt=0)
     """A trajectory that was made for a conversation without one (no URL, key or header names it)
-    is completed, unscored, when it has had no call for this long."""
+    is completed, unscored, when it has had no call for this long. Any other is then asked about at
+    the pool, and let go if that has closed it."""
     sanitize_control_tokens: bool = True
     """Text of control tokens inside user and tool messages is tokenised as plain text."""
 

@@ -32,7 +32,7 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers
 
 from gateway.calls import ChatRequest, RetryKey
-from gateway.errors import GatewayError, RequestError
+from gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from gateway.keys import presented
 from gateway.messages import Key, extend_key, root_key
 from gateway.trajectories import LiveTrajectory, TrajectoryStore
@@ -209,7 +209,9 @@ class Identities:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(self._idle_s / 4, 30.0))
-            await self.close_idle(time.monotonic() - self._idle_s)
+            before = time.monotonic() - self._idle_s
+            await self.close_idle(before)
+            await self.let_go_of_closed(before)
 
     async def close_idle(self, before: float) -> int:
         """Complete what was last used before this time (monotonic seconds); how many that were."""
@@ -234,6 +236,25 @@ class Identities:
             except GatewayError as e:  # tried again in the next round
                 log.warning("idle trajectory %s could not be completed: %s", uid, e)
         return closed
+
+    async def let_go_of_closed(self, before: float) -> None:
+        """Ask the pool about trajectories with an address that were last used before this time: it
+        may have closed them, by a deadline say, and an agent that died never comes to hear it."""
+        for trajectory in self._trajectories:
+            if (
+                trajectory.uid in self._own
+                or trajectory.is_new
+                or trajectory.in_flight
+                or trajectory.last_used >= before
+            ):
+                continue
+            trajectory.touch()  # asked again after as long
+            try:
+                await trajectory.open(metadata={})
+            except TrajectoryClosedError:
+                log.debug("%s was closed by the pool", trajectory.uid)
+            except GatewayError as e:
+                log.warning("the pool was not asked about %s: %s", trajectory.uid, e)
 
 
 def _session(headers: Headers) -> str | None:

@@ -113,6 +113,17 @@ async def test_the_sweeper_completes_by_itself(worlds: Any) -> None:
     assert world.pool.core.lease_batch(1, "train", now=0.0) is not None
 
 
+async def test_a_trajectory_that_the_pool_closed_is_let_go_without_another_call(world: Any) -> None:
+    for uid in ("dead", "alive"):
+        await talk(await world.client(uid, f"prompt-{uid}"), [user("hi")])
+    await world.pool.drop_group("prompt-dead", "its deadline")
+    identities = world.gateway.identities
+    await identities.let_go_of_closed(time.monotonic() - 9)
+    assert len(world.gateway.trajectories) == 2
+    await identities.let_go_of_closed(time.monotonic() + 1)
+    assert [t.uid for t in world.gateway.trajectories] == ["alive"]
+
+
 async def test_a_conversation_is_idle_from_the_end_of_its_last_call_on(world: Any) -> None:
     gate = asyncio.Event()
     world.say("slow", gate=gate)
