@@ -326,6 +326,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{key + ': ' if key else ''}{problem['ctx']['error']}"
         else:
             message = problem["msg"].removeprefix("Input should be ")
+            if problem["type"] in ("tuple_type", "list_type"):
+                message = "a list, [a, b, …]"
             yield f"{key} is {problem['input']!r:.80}; it should be {message}"
 
 

@@ -76,6 +76,8 @@ def test_a_key_inside_a_union_is_named_as_the_file_spells_it() -> None:
 def test_a_wrong_type_names_key_value_and_what_it_should_be() -> None:
     message = fails("trainer.total_steps=many")
     assert "trainer.total_steps is 'many'; it should be a valid integer" in message
+    message = fails("algorithm.off_policy.clip=0.2")
+    assert "algorithm.off_policy.clip is 0.2; it should be a list, [a, b, …]" in message
 
 
 def test_a_value_out_of_bounds_names_the_bound() -> None:
