@@ -148,7 +148,7 @@ class HttpServer:
         listening = bind(config.host, config.port)
         try:
             self._app = create_app(config, self._pool)
-        except BaseException:
+        except BaseException:  # an interruption, too: the port must be free again
             listening.close()
             raise
         port = listening.getsockname()[1]

@@ -141,6 +141,11 @@ def _first_ephemeral() -> int:
         return 32_768
 
 
+def reachable(host: str) -> str:
+    """Where this machine reaches what listens on `host`."""
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
 def free_port(host: str) -> int:
     """A port of `host` that nobody listens on."""
     with socket.socket() as sock:

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import ray
 
 from backends.config import EngineConfig
-from backends.engines.addresses import free_port
+from backends.engines.addresses import free_port, reachable
 from backends.engines.client import EngineClient
 from backends.errors import EngineError, EngineStartError, EngineTimeoutError
 from backends.weights import read_current
@@ -140,7 +140,7 @@ class RouterServer:
         if self._is_ours:
             self._check()
             port = free_port(self._config.host)
-            self._url = f"http://{_reachable(self._config.host)}:{port}"
+            self._url = f"http://{reachable(self._config.host)}:{port}"
             self._launch()
         self._router = RouterClient(self._url)
         deadline, why = time.monotonic() + self._config.startup_timeout_s, "it does not answer"
@@ -295,7 +295,3 @@ def start_router(
     Ray's."""
     actor = ray.remote(RouterServer)
     return actor.options(**{"num_cpus": 0, **options}).remote(config, log_dir, weights_dir)
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host == "0.0.0.0" else host

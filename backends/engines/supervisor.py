@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backends.config import EngineConfig
-from backends.engines.addresses import free_port
+from backends.engines.addresses import free_port, reachable
 from backends.engines.commands import Launch, command_line
 from backends.errors import EngineStartError
 from backends.weights import Published, StoreLock, read_current
@@ -84,8 +84,7 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        host = "127.0.0.1" if self.config.host == "0.0.0.0" else self.config.host
-        return f"http://{host}:{self.port}"
+        return f"http://{reachable(self.config.host)}:{self.port}"
 
     def start(self) -> str:
         """Launch the engine and wait until it is healthy; returns its url. Idempotent.

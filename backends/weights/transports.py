@@ -186,7 +186,7 @@ class Distributed(Transport):
                 backend=backend,
                 timeout_s=JOIN_TIMEOUT_S,
             )
-        except BaseException:
+        except BaseException:  # a cancellation, too: the group would stay open for good
             led.add_done_callback(_leave)  # the engine may have joined, and only said nothing
             raise
         group = await asyncio.wrap_future(led)

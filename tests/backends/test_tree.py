@@ -180,12 +180,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float) -> Tensor:
     return scores.softmax(-1) @ v
 
 
-@given(seed=st.integers(0, 10_000), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
-@settings(deadline=None, max_examples=20)
-def test_attention_by_nodes_is_attention_by_a_dense_mask(seed: int, heads: tuple[int, int]) -> None:
-    draw = np.random.default_rng(seed)
-    rows = [draw.integers(0, 2, draw.integers(1, 40)).astype(np.int32) for _ in range(6)]
-    tree = pack(rows, min_shared=1).tree
+def assert_attends_densely(tree: Tree, heads: tuple[int, int], seed: int) -> None:
+    """Output and gradients are those of the mask over all pairs."""
     g = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, h, tree.n_tokens, 8, generator=g, requires_grad=True)
@@ -203,6 +199,15 @@ def test_attention_by_nodes_is_attention_by_a_dense_mask(seed: int, heads: tuple
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
+@given(seed=st.integers(0, 10_000), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
+@settings(deadline=None, max_examples=20)
+def test_attention_by_nodes_is_attention_by_a_dense_mask(seed: int, heads: tuple[int, int]) -> None:
+    draw = np.random.default_rng(seed)
+    rows = [draw.integers(0, 2, draw.integers(1, 40)).astype(np.int32) for _ in range(6)]
+    tree = pack(rows, min_shared=1).tree
+    assert_attends_densely(tree, heads, seed)
+
+
 def test_long_nodes_are_cut_and_attend_alike() -> None:
     draw = np.random.default_rng(1)
     stem = draw.integers(0, 9, 300)
@@ -210,18 +215,8 @@ def test_long_nodes_are_cut_and_attend_alike() -> None:
     tree = pack(rows).tree
     assert [node.end - node.start for node in tree.nodes].count(150) == 2  # the stem
     assert len(tree.nodes) == 2 + 3 + 1
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, 850, 8, generator=g, requires_grad=True) for h in (2, 1, 1))
-    out = _TreeAttention.apply(q, k, v, tree, 0.3)  # type: ignore[no-untyped-call]
-    expected = dense(q, k, v, tree, 0.3)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
-    grad = torch.randn(out.shape, generator=g)
-    for got, want in zip(
-        torch.autograd.grad(out, (q, k, v), grad),
-        torch.autograd.grad(expected, (q, k, v), grad),
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    assert tree.n_tokens == 850
+    assert_attends_densely(tree, (2, 1), 0)
 
 
 def test_flex_attention_is_given_the_same_mask() -> None:
