@@ -7,8 +7,9 @@ a token cannot reach it, and the unmasked kernel is the fast one.
 
 Where tree attention is enabled on the model (`tree.enable`), rows share what they begin with.
 
-Only response positions go through the LM head, and through the MLP of the last layer: what the
-others would become there is read by nobody. Log-softmax is fp32 at each step's temperature.
+Only response positions go through the LM head, and through the MLP of the last layer (in a tree,
+through its attention too): what the others would become there is read by nobody. Log-softmax is
+fp32 at each step's temperature.
 
 Owns: the model's inputs, the choice of positions, the scoring of logits. Does not own: which rows
 there are and how they are split (`rows.py`), the optimizer (`torch_backend.py`).
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,8 @@ def prepare(
         ids = packed.ids[None].astype(np.int64)
         picked = [packed.where[r][s.start - 1 : s.end - 1] for r, s in segments]
         positions = torch.from_numpy(np.concatenate(picked))
+        # Two rows of a tree may be trained on the same token of their common beginning.
+        tree = replace(packed.tree, read=torch.unique(positions))
     else:
         width = max(row.n_inputs for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -85,7 +88,7 @@ def prepare(
         temperature=temperatures.repeat_interleave(lengths).to(device),
         tokens=_ranges((offsets[s.step], s.length) for _, s in segments),
         position_ids=torch.from_numpy(packed.position_ids)[None].to(device) if as_tree else None,
-        tree=packed.tree if as_tree else None,
+        tree=tree if as_tree else None,
     )
 
 
@@ -105,8 +108,7 @@ def forward(
     at most so many tokens exist at once (`chunked_head.py`).
     """
     inputs = prepare(batch, rows, device, as_tree=is_enabled(model))
-    # Two rows of a tree may be trained on the same token of their common beginning.
-    read = inputs.positions if inputs.tree is None else torch.unique(inputs.positions)
+    read = inputs.positions if inputs.tree is None else inputs.tree.read.to(device)
     if chunk is not None and len(inputs.positions) > chunk:
 
         def score_part(logits: Tensor, part: slice) -> tuple[Tensor, Tensor | None]:

@@ -14,8 +14,9 @@ Attention is then two unmasked-or-causal blocks per node, and no masked block is
     those who descend       unmasked, queries = [end, reach), keys = [start, end)
 
 On the CPU both are PyTorch's flash kernels, joined by their log-sum-exp as in ring attention
-(Liu et al., arXiv:2310.01889); on a GPU it is one FlexAttention kernel (arXiv:2412.05496) whose
-block mask says the same: k is seen by q if k <= q < reach(k).
+(Liu et al., arXiv:2310.01889); of the last layer's queries only those whose output is read ask. On
+a GPU it is one FlexAttention kernel (arXiv:2412.05496) whose block mask says the same: k is seen
+by q if k <= q < reach(k).
 
 It reaches the model through transformers' `AttentionInterface`, so any causal LM that attends
 through it will do. One that mixes tokens otherwise (convolutions, recurrences, sliding windows on
@@ -30,10 +31,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -84,12 +85,27 @@ class Node(NamedTuple):
         return [Node(a, b, self.reach) for a, b in pairwise(edges)]
 
 
+class Block(NamedTuple):
+    """Queries that see all of these keys, or if `causal` the i-th the first i."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+Blocks: TypeAlias = tuple[tuple[Block, ...], tuple[Block, ...]]
+"""The first hold every query once, causal and with its own token; the others what else it sees."""
+
+
 @dataclass(eq=False, slots=True)
 class Tree:
     """The shape of a packed sequence; attention's argument."""
 
     nodes: tuple[Node, ...]
-    _block_mask: Any = None
+    read: Tensor
+    """int64, [m], sorted, each once: the tokens where the model's output is wanted."""
+    _blocks: dict[bool, Blocks] = field(default_factory=dict, init=False)
+    _block_mask: Any = field(default=None, init=False)
 
     @property
     def n_tokens(self) -> int:
@@ -101,6 +117,16 @@ class Tree:
         for node in self.nodes:
             reach[node.start : node.end] = node.reach
         return torch.from_numpy(reach)
+
+    def blocks(self, *, of_read: bool) -> Blocks:
+        """What all tokens see, or those at `read` alone; made once for all layers.
+
+        Queries are counted among those asked for, keys in the sequence.
+        """
+        if of_read not in self._blocks:
+            asking = self.read.numpy() if of_read else np.arange(self.n_tokens)
+            self._blocks[of_read] = _blocks(self.nodes, asking)
+        return self._blocks[of_read]
 
     def block_mask(self, device: torch.device) -> Any:
         """FlexAttention's block mask, made once for all layers."""
@@ -159,7 +185,8 @@ def pack(rows: Sequence[TokenIds], min_shared: int = MIN_SHARED) -> Packed:
         n += len(fresh)
         previous = r
     nodes += [node.closed(n) for node in path]
-    tree = Tree(tuple(sorted(piece for node in nodes for piece in node.pieces())))
+    pieces = sorted(piece for node in nodes for piece in node.pieces())
+    tree = Tree(tuple(pieces), read=torch.arange(n))
     return Packed(np.concatenate(ids), np.concatenate(positions), tuple(where), tree)
 
 
@@ -187,6 +214,22 @@ def _worthwhile(shared: int, path: Sequence[_Open], min_shared: int) -> int:
     return shared if shared - boundary >= min_shared else boundary
 
 
+def _blocks(nodes: Sequence[Node], asking: Indices) -> Blocks:
+    own, others = [], []
+    for start, end, reach in nodes:
+        first, below, after = np.searchsorted(asking, (start, end, reach)).tolist()
+        gaps = first + 1 + np.flatnonzero(np.diff(asking[first:below]) > 1)
+        # Of each run of neighbours in the node a triangle, and what is before them in it.
+        for a, b in pairwise([first, *gaps.tolist(), below] if first < below else ()):
+            run = int(asking[a])
+            own.append(Block(slice(a, b), slice(run, run + b - a), True))
+            if run > start:
+                others.append(Block(slice(a, b), slice(start, run), False))
+        if below < after:
+            others.append(Block(slice(below, after), slice(start, end), False))
+    return tuple(own), tuple(others)
+
+
 class _TreeAttention(torch.autograd.Function):
     """Attention over a tree by flash kernels; saves q, k, v, out and its log-sum-exp, O(tokens).
 
@@ -196,61 +239,63 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, tree: Tree, scale: float | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, scale: float | None
     ) -> Tensor:
         out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3], dtype=torch.float32)
         out = out.transpose(1, 2)
         lse = torch.empty(q.shape[:3], dtype=torch.float32)
-        for start, end, _ in tree.nodes:
-            own = slice(start, end)
-            o, weight = _flash(q[:, :, own], k[:, :, own], v[:, :, own], 0.0, True, scale=scale)
-            out[:, :, own] = o
-            lse[:, :, own] = weight
-        for start, end, reach in tree.nodes:
-            if reach == end:
-                continue
-            below, own = slice(end, reach), slice(start, end)
-            o, weight = _flash(q[:, :, below], k[:, :, own], v[:, :, own], 0.0, False, scale=scale)
+
+        def attend(at: slice, keys: slice, causal: bool) -> tuple[Tensor, Tensor]:
+            found: tuple[Tensor, Tensor] = _flash(
+                q[:, :, at], k[:, :, keys], v[:, :, keys], 0.0, causal, scale=scale
+            )
+            return found
+
+        own, others = blocks
+        for block in own:
+            out[:, :, block.queries], lse[:, :, block.queries] = attend(*block)
+        for block in others:
+            at = block.queries
+            o, weight = attend(*block)
             # softmax over both: out ← out + σ(Δ)(o - out), log-sum-exp ← log(e^lse + e^weight)
-            share = torch.sigmoid(weight - lse[:, :, below]).unsqueeze(-1)
-            out[:, :, below].lerp_(o.float(), share)
-            lse[:, :, below] = torch.logaddexp(lse[:, :, below], weight)
+            share = torch.sigmoid(weight - lse[:, :, at]).unsqueeze(-1)
+            out[:, :, at].lerp_(o.float(), share)
+            lse[:, :, at] = torch.logaddexp(lse[:, :, at], weight)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.tree, ctx.scale = tree, scale
+        ctx.blocks, ctx.scale = blocks, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
-        def block(queries: slice, keys: slice, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        def share(at: slice, keys: slice, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
             found: tuple[Tensor, Tensor, Tensor] = _flash_backward(
-                grad[:, :, queries],
-                q[:, :, queries],
+                grad[:, :, at],
+                q[:, :, at],
                 k[:, :, keys],
                 v[:, :, keys],
-                out[:, :, queries],
-                lse[:, :, queries],
+                out[:, :, at],
+                lse[:, :, at],
                 0.0,
                 causal,
                 scale=ctx.scale,
             )
             return found
 
-        for start, end, _ in ctx.tree.nodes:
-            own = slice(start, end)
-            dq[:, :, own], dk[:, :, own], dv[:, :, own] = block(own, own, True)
-        for start, end, reach in ctx.tree.nodes:
-            if reach == end:
-                continue
-            below, own = slice(end, reach), slice(start, end)
-            more_q, more_k, more_v = block(below, own, False)
-            dq[:, :, below] += more_q
-            dk[:, :, own] += more_k
-            dv[:, :, own] += more_v
+        own, others = ctx.blocks
+        for block in own:
+            at, keys = block.queries, block.keys
+            dq[:, :, at], dk[:, :, keys], dv[:, :, keys] = share(*block)
+        for block in others:
+            at, keys = block.queries, block.keys
+            more_q, more_k, more_v = share(*block)
+            dq[:, :, at] += more_q
+            dk[:, :, keys] += more_k
+            dv[:, :, keys] += more_v
         return dq, dk, dv, None, None
 
 
@@ -293,14 +338,27 @@ def tree_attention_forward(
                 f"not do on {query.device.type}; set backend.rows to 'merged'"
             )
     if on_cpu:
-        out: Tensor = _TreeAttention.apply(query, key, value, tree, scaling)  # type: ignore[no-untyped-call]  # torch's
-        return out.transpose(1, 2), None
+        last = _is_last(module)
+        if last:  # nothing attends after it
+            query = query.transpose(1, 2).index_select(1, tree.read).transpose(1, 2)
+        blocks = tree.blocks(of_read=last)
+        out: Tensor = _TreeAttention.apply(query, key, value, blocks, scaling)  # type: ignore[no-untyped-call]  # torch's
+        out = out.transpose(1, 2)
+        if last:
+            everywhere = out.new_zeros(out.shape[0], tree.n_tokens, *out.shape[2:])
+            out = everywhere.index_copy(1, tree.read, out)
+        return out, None
     # In eval mode throughout (see torch_backend.py): no dropout to pass on.
     mask = tree.block_mask(query.device)
     flex: tuple[Tensor, Tensor | None] = flex_attention_forward(
         module, query, key, value, mask, scaling=scaling, **kwargs
     )
     return flex[0], None
+
+
+def _is_last(layer: Any) -> bool:
+    index = getattr(layer, "layer_idx", None)
+    return index is not None and bool(index == layer.config.num_hidden_layers - 1)
 
 
 def enable(model: Any) -> None:
@@ -352,6 +410,7 @@ def _probe(model: Any) -> float:
     rows = [np.concatenate([fork, leaf]) for leaf in leaves[1:3]]
     rows.append(np.concatenate([stem, leaves[3]]))
     packed = pack(rows, min_shared=1)
+    read = torch.arange(0, packed.tree.n_tokens, 2)
 
     def logits(ids: npt.NDArray[Any], **kwargs: Any) -> Tensor:
         tokens = torch.from_numpy(ids.astype(np.int64))[None].to(device)
@@ -359,12 +418,15 @@ def _probe(model: Any) -> float:
         return found.float()
 
     position_ids = torch.from_numpy(packed.position_ids)[None].to(device)
-    together = logits(packed.ids, position_ids=position_ids, tree=packed.tree)
+    tree = replace(packed.tree, read=read)
+    together = logits(packed.ids, position_ids=position_ids, tree=tree)
     worst = torch.zeros(())
     for row, where in zip(rows, packed.where, strict=True):
         alone = logits(row)
         size = alone.abs().max().clamp_min(1e-6)
-        worst = torch.maximum(worst, ((together[where] - alone).abs().max() / size).cpu())
+        shown = np.isin(where, read)
+        difference = (together[where[shown]] - alone[shown]).abs().max() / size
+        worst = torch.maximum(worst, difference.cpu())
     return float(worst)
 
 
