@@ -6,6 +6,7 @@ Life cycle of a `Call`; it runs as its own task, so that a client's retry can jo
         │             │              └────────► unstored    (pool failed; a retry commits again)
         └─────────────┴──► failed                           (refused, engine failed, aborted)
 
+- A trajectory that is new here is opened in the pool meanwhile; no client hears of the call before.
 - preparing: attach to the turn graph, render and tokenise what is new, check that it fits.
 - generating: ids from the engine become deltas for whoever listens.
 - committing: the Step takes the next `step_index`. No longer cancelled.
@@ -228,6 +229,14 @@ class Call:
         """The trajectory was completed or aborted while this call was in flight."""
         self._cancel(closed_error(self._trajectory.uid, self._trajectory.closed or "closed"))
 
+    async def abandon(self) -> None:
+        """It should not have begun: no retry finds it."""
+        same = self._trajectory.records.get(self.retry.key, [])
+        if self in same:
+            same.remove(self)
+        self._cancel(GatewayError("the call began before its trajectory was known"))
+        await self.wait()
+
     async def wait(self) -> None:
         await asyncio.wait([self._task])
 
@@ -255,6 +264,7 @@ class Call:
             if self.reply is None:
                 async with self._service.limits.admit(self._trajectory.uid):
                     self.reply = await self._generate()
+            await self._trajectory.open()  # it may be under way: see `CallService.start`
             self.state = "committing"
             if self.request.stores_step:
                 await self._trajectory.commit(Commit(self._step, self._stored))
@@ -545,11 +555,11 @@ class Call:
                 waiter.set_result(None)
         self._waiting.clear()
 
-    def _left(self, listener: Listener) -> None:
+    def _left(self, listener: Listener, why: GatewayError | None) -> None:
         self._listeners.discard(listener)
         if not self._listeners and self.state in ("preparing", "generating"):
-            self._service.counts["disconnected"] += 1
-            self._cancel(GatewayError("the client went away"))
+            self._service.counts["disconnected"] += why is None
+            self._cancel(why or GatewayError("the client went away"))
 
 
 class Listener:
@@ -580,8 +590,9 @@ class Listener:
             await self.call.news()
         return ended
 
-    def close(self) -> None:
-        self.call._left(self)
+    def close(self, why: GatewayError | None = None) -> None:
+        """Listen no more, because the client went away or for another reason."""
+        self.call._left(self, why)
 
     def _end(self) -> Reply | None:
         if self.call.error is not None:
@@ -644,10 +655,47 @@ class CallService:
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
         self._check(request)
-        if trajectory.is_new:
-            self._render_ahead(request)
+        call = trajectory, request, retry, dialect, n
+        if trajectory.is_new and not any(m["role"] == "assistant" for m in request.messages):
+            return await self._start_ahead(*call)
         await trajectory.open()
         trajectory.touch()
+        return self._start_each(*call)
+
+    async def _start_ahead(
+        self,
+        trajectory: LiveTrajectory,
+        request: ChatRequest,
+        retry: RetryKey,
+        dialect: str,
+        n: int,
+    ) -> list[Listener]:
+        """Begin while the pool is asked about the trajectory: nearly always that knows nothing."""
+        call = trajectory, request, retry, dialect, n
+        greedy = trajectory.greedy
+        listeners = self._start_each(*call)
+        try:
+            await trajectory.open()
+        except BaseException as e:  # a refusal, or a cancellation: nobody is going to listen
+            for listener in listeners:
+                listener.close(e if isinstance(e, GatewayError) else None)
+            raise
+        trajectory.touch()
+        if trajectory.steps == 0 and trajectory.greedy == greedy:
+            return listeners
+        # Another gateway stored turns of it, of which this may be one, or was told to be greedy.
+        for listener in listeners:
+            await listener.call.abandon()
+        return self._start_each(*call)
+
+    def _start_each(
+        self,
+        trajectory: LiveTrajectory,
+        request: ChatRequest,
+        retry: RetryKey,
+        dialect: str,
+        n: int,
+    ) -> list[Listener]:
         if n == 1:
             return [self._start(trajectory, request, retry, dialect)]
         keys = [replace(retry, key=f"{retry.key}/{i}") for i in range(n)]
@@ -870,33 +918,17 @@ class CallService:
     def _template_args(self, request: ChatRequest) -> dict[str, Any]:
         return {**self.config.chat_template_args, **(request.template_args or {})}
 
-    def _render_ahead(self, request: ChatRequest) -> None:
-        """Begin with the prompt of a first call while the pool is told of its trajectory."""
-        messages = request.messages
-        if not messages or any(m["role"] == "assistant" for m in messages):
-            return
-        template_args = self._template_args(request)
-        attachment = TurnGraph().attach(root_key(request.tools, template_args), messages)
-        if self.renderer.cached(attachment.prompt_key) is None:
-            self._begin_whole(attachment.prompt_key, messages, request.tools, template_args)
-
     async def _whole(self, key: Key, messages: Sequence[Message], *args: Any) -> TokenIds:
         """Ids of a whole prompt."""
         if (ids := self.renderer.cached(key)) is not None:
             return ids
-        # It is not the first one's own: that one may leave while others wait.
-        return await asyncio.shield(self._begin_whole(key, messages, *args))
-
-    def _begin_whole(
-        self, key: Key, messages: Sequence[Message], *args: Any
-    ) -> asyncio.Future[TokenIds]:
-        """Rollouts of one prompt begin together: the first one renders."""
         under_way = self._rendering.get(key)
-        if under_way is None:
+        if under_way is None:  # rollouts of one prompt begin together: the first one renders
             work = self._offload(messages, self.renderer.whole, messages, *args)
             under_way = self._rendering[key] = asyncio.ensure_future(work)
             under_way.add_done_callback(lambda done: self._rendered(key, done))
-        return under_way
+        # It is not the first one's own: that one may leave while others wait.
+        return await asyncio.shield(under_way)
 
     def _rendered(self, key: Key, done: asyncio.Future[TokenIds]) -> None:
         del self._rendering[key]

@@ -444,6 +444,114 @@ async def test_a_trajectory_that_is_complete_takes_no_call_elsewhere(fleet: Flee
     assert len(fleet.world.engine.requests) == 1
 
 
+# -- a first call begins while the pool is asked ------------------------------------------------
+
+
+def slow_to_answer(world: World, monkeypatch: pytest.MonkeyPatch, error: str = "") -> None:
+    """The pool says what it knows of a trajectory only when the engine has been asked."""
+    resume = world.pool.resume_trajectory
+
+    async def late(*args: Any, **options: Any) -> Any:
+        world.engine.arrived.clear()
+        async with asyncio.timeout(10):
+            await world.engine.arrived.wait()
+        if error:
+            raise ConnectionError(error)
+        return await resume(*args, **options)
+
+    monkeypatch.setattr(world.pool, "resume_trajectory", late)
+
+
+async def test_a_first_call_is_generated_while_the_pool_is_asked(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_to_answer(fleet.world, monkeypatch)
+    messages = [user("hi")]
+    client = await fleet.world.client()
+    await ask(client, messages)
+    await ask(client, [*messages, user("more")])
+    check_one_branch(fleet.pool.stored())
+    assert len(fleet.world.engine.requests) == 2
+    counts = fleet.world.gateway.statistics()["calls"]
+    assert (counts["calls"], counts["stored"], counts.get("failed", 0)) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_another_gateway_recorded_takes_the_place_of_a_call_that_began_too_early(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, stream: bool, n: int
+) -> None:
+    async def told(world: World, **options: Any) -> list[str]:
+        client = await world.client()
+        options |= {"model": "m", "messages": [user("hi")], "n": n}
+        if not stream:
+            reply = await client.chat.completions.create(**options)
+            return [c.message.content for c in reply.choices]
+        texts = [""] * n
+        async for chunk in await client.chat.completions.create(**options, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+        return texts
+
+    for i in range(n):
+        fleet.world.say(f"said {i}")
+    first = await told(fleet.world)
+    other = await fleet.another()
+    slow_to_answer(other, monkeypatch)
+    gate = asyncio.Event()
+    for _ in range(n):
+        fleet.world.say("sampled twice", gate=gate)
+    assert await told(other, extra_headers=RETRY) == first
+    gate.set()
+    assert len(fleet.pool.stored()) == n
+
+
+async def test_a_baseline_that_another_gateway_was_told_of_is_greedy_from_its_first_call(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{fleet.world.url}/init_trajectory"
+    metadata = {"greedy_baseline": True}
+    await post(url, trajectory_uid="t1", prompt_uid="p1", metadata=metadata)
+    other = await fleet.another()
+    slow_to_answer(other, monkeypatch)
+    fleet.world.say("sampled")
+    fleet.world.say("the likeliest")
+    await ask(await other.client(), [user("hi")], temperature=0.5)
+    (step,) = fleet.pool.stored()
+    assert step.metadata["sampling_params"]["temperature"] == 0.0
+    assert other.tokenizer.decode(step.response_ids.tolist()).startswith("the likeliest")
+
+
+async def test_a_first_call_on_a_trajectory_that_is_closed_elsewhere_answers_410(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ask(await fleet.world.client(), [user("hi")])
+    await post(f"{fleet.world.base_url()}/v1/complete_trajectory", reward=1.0)
+    other = await fleet.another()
+    slow_to_answer(other, monkeypatch)
+    with pytest.raises(openai.APIStatusError) as closed:
+        await ask(await other.client(), [user("another")])
+    assert closed.value.status_code == 410
+    assert len(fleet.pool.stored()) == 1
+    assert other.gateway.statistics()["calls"].get("disconnected", 0) == 0
+
+
+async def test_a_first_call_that_the_pool_did_not_answer_is_made_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await fleet.world.client()
+    with monkeypatch.context() as broken:
+        slow_to_answer(fleet.world, broken, "the line is cut")
+        with pytest.raises(openai.InternalServerError, match="the line is cut"):
+            await ask(client, [user("hi")])
+    assert fleet.pool.stored() == []
+    await ask(client, [user("hi")], extra_headers=RETRY)
+    assert len(fleet.pool.stored()) == 1
+
+
+# -- the pool's part ---------------------------------------------------------------------------
+
+
 def test_a_pool_finds_a_trajectory_in_the_channel_where_it_is_open() -> None:
     pool = DataPool(PoolConfig())
     pool.open_trajectory("t", "p", 1, {"m": 1}, "val", now=0.0)

@@ -1,4 +1,4 @@
-"""The forms that are compared: each takes one group of steps through one optimizer step.
+"""The forms that are compared: each takes steps through one optimizer step.
 
     plain    a row per step, padded to the longest of the batch, logits at every position: the
              loop that one writes first, without Stepwell
@@ -42,7 +42,7 @@ class Form(ABC):
 
     @abstractmethod
     def step(self, steps: Sequence[Step]) -> float:
-        """One optimizer step over the steps of one group; the gradient's norm, before clipping."""
+        """One optimizer step; the gradient's norm, before clipping."""
 
 
 def advantages(steps: Sequence[Step]) -> list[float]:
