@@ -136,7 +136,8 @@ class Gateway:
 
 
 class _App(FastAPI):
-    """FastAPI behind ASGI layers of ours: its own ones cost a call as much as reading its body."""
+    """FastAPI behind ASGI layers of ours: its own ones cost a call as much as reading its body.
+    That of its telemetry, which nobody turns on, is left out of calls."""
 
     def __init__(self, guarded: Callable[[ASGIApp], ASGIApp], **settings: Any) -> None:
         super().__init__(**settings)
@@ -149,6 +150,10 @@ class _App(FastAPI):
         if scope["type"] == "http" and scope["method"] == "POST":
             gateway: Gateway = self.state.gateway
             await gateway.calls.pace.keep()  # before any work is done for it
+            if self.middleware_stack is not None:
+                scope["app"] = self
+                await self.middleware_stack(scope, receive, send)
+                return
         await super().__call__(scope, receive, send)
 
 

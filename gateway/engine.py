@@ -55,7 +55,7 @@ _EMPTY_ABORTS = 1000
 """Aborts in a row without one token before an engine counts as broken."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampling:
     """Sampling parameters as really used; `top_k` -1 is no limit."""
 
@@ -93,7 +93,7 @@ class Sampling:
         return params
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Generation:
     """What one call sampled. Arrays are read-only and equally long."""
 

@@ -193,7 +193,7 @@ async def serve(
         GatewayError: answered by the application in the dialect's shape.
     """
     config = gateway.config
-    body = await read_body(request, config.max_body_bytes)
+    body = await read_body(request)
     parsed = dialect.parse(parse_object(body), request.headers)
     refuse_builtin_tools(gateway, parsed)
     _refuse_others_response(request, parsed)

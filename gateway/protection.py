@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.dialects.registry import error_response
 from gateway.errors import BodyTimeoutError, BodyTooLargeError, GatewayError
 from gateway.keys import KeyRing, needed_by
+from gateway.web import CONNECTION, Connection
 
 
 class Protection:
@@ -44,16 +45,25 @@ class Protection:
             return
         scope.setdefault("state", {})["principal"] = principal
         if scope["type"] == "http":
-            receive = _Body(receive, self._max_body_bytes, self._body_timeout_s)
+            receive = _Body(scope, receive, self._max_body_bytes, self._body_timeout_s)
         await self._app(scope, receive, send)
 
 
 class _Body:
     """`receive` of one request, bounded until the body has arrived."""
 
-    __slots__ = ("_arrived", "_deadline", "_max_bytes", "_receive", "_size", "_timeout_s")
+    __slots__ = (
+        "_arrived",
+        "_connection",
+        "_deadline",
+        "_max_bytes",
+        "_receive",
+        "_size",
+        "_timeout_s",
+    )
 
-    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, scope: Scope, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+        self._connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
         self._receive = receive
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
@@ -68,17 +78,10 @@ class _Body:
         """
         if self._arrived:
             return await self._receive()
-        if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + self._timeout_s
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError as e:
-            self._arrived = True
-            raise BodyTimeoutError(
-                f"the request's body did not arrive within {self._timeout_s:g} s "
-                "(gateway.body_timeout_s)"
-            ) from e
+        if self._connection is not None and self._connection.has_body:
+            message = await self._receive()  # at once: no timer is needed
+        else:
+            message = await self._wait()
         self._size += len(message.get("body", b""))
         self._arrived = not message.get("more_body", False)
         if self._size > self._max_bytes:
@@ -87,3 +90,16 @@ class _Body:
                 f"the request's body exceeds {self._max_bytes} bytes (gateway.max_body_bytes)", None
             )
         return message
+
+    async def _wait(self) -> Message:
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._receive()
+        except TimeoutError as e:
+            self._arrived = True
+            raise BodyTimeoutError(
+                f"the request's body did not arrive within {self._timeout_s:g} s "
+                "(gateway.body_timeout_s)"
+            ) from e

@@ -113,8 +113,7 @@ def _buffer(request: Request) -> RolloutBuffer:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    gateway = cast("Gateway", request.app.state.gateway)
-    return parse_object(await read_body(request, gateway.config.max_body_bytes))
+    return parse_object(await read_body(request))
 
 
 @router.post("/start_rollout")

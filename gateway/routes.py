@@ -198,7 +198,7 @@ for _path in DIALECTS:
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
     gateway = _gateway(request)
-    body = parse_object(await read_body(request, gateway.config.max_body_bytes))
+    body = parse_object(await read_body(request))
     parsed = AnthropicMessages().parse_count(body)
     refuse_builtin_tools(gateway, parsed)
     call = gateway.calls.normalised(parsed.call)
@@ -286,7 +286,7 @@ async def models(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Sample without storing a Step; the agent sends its own to `/submit_steps`."""
     gateway = _gateway(request)
-    raw = await read_body(request, gateway.config.max_body_bytes)
+    raw = await read_body(request)
     body = parse_object(raw)
     uid = field(body, "trajectory_uid", str, "a string") or uuid.uuid4().hex
     prompt_uid = field(body, "prompt_uid", str, "a string") or f"prompt-{uid}"
@@ -360,7 +360,7 @@ def _white_box(body: dict[str, Any]) -> ChatRequest:
 async def submit_steps(request: Request) -> Response:
     """Store a white-box agent's Steps; counts what became of them."""
     gateway = _gateway(request)
-    body = parse_object(await read_body(request, gateway.config.max_body_bytes))
+    body = parse_object(await read_body(request))
     raw = field(body, "steps", list, "a list of steps")
     if not raw:
         raise RequestError("steps is empty; send at least one step", "steps")
@@ -398,7 +398,7 @@ def _step(raw: Any, where: str) -> Step:
 @router.post("/compute_reward")
 async def reward(request: Request) -> Response:
     gateway = _gateway(request)
-    body = parse_object(await read_body(request, gateway.config.max_body_bytes))
+    body = parse_object(await read_body(request))
     if gateway.reward is None:
         raise RequestError(
             "gateway.reward_fn is null; set it to the dotted path of a reward function", None

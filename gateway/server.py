@@ -101,8 +101,13 @@ class _Http(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._connection.has_body = False
         extensions: dict[str, Any] = {CONNECTION: self._connection}
         self.scope["extensions"] = extensions
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._connection.has_body = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

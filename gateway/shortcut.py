@@ -78,7 +78,7 @@ class Shortcut:
 async def _complete(
     gateway: Gateway, request: Request, trajectory_uid: str, prompt_uid: str
 ) -> Response:
-    raw = await read_body(request, gateway.config.max_body_bytes)
+    raw = await read_body(request)
     try:
         body = _COMPLETE.validate_json(raw or b"{}") or CompleteTrajectory()
     except ValidationError as e:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.calls import RetryKey
-from gateway.errors import BodyTooLargeError, GatewayError, RequestError
+from gateway.errors import GatewayError, RequestError
 
 
 class Closing(Protocol):
@@ -36,21 +36,22 @@ def error_body(e: GatewayError) -> dict[str, Any]:
     return {"error": {"message": str(e), "type": e.kind, "param": e.param, "code": e.code}}
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The request's bytes.
+async def read_body(request: Request) -> bytes:
+    """The request's bytes, which `Protection` bounds. Read once, and without the generators of
+    Starlette's `Request.body`, which cost a call as much as parsing it.
 
     Raises:
-        BodyTooLargeError: more than `limit` of them; the rest is not read.
+        RequestError: the client left in the middle of them.
+        BodyTooLargeError, BodyTimeoutError: from `Protection`.
     """
     chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise BodyTooLargeError(
-                f"the request's body exceeds {limit} bytes (gateway.max_body_bytes)", None
-            )
-        chunks.append(chunk)
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError("the request's body did not arrive: the client left", None)
+        chunks.append(message.get("body", b""))
+        more = message.get("more_body", False)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
@@ -109,6 +110,8 @@ class Connection:
 
     def __init__(self) -> None:
         self.is_lost = False
+        self.has_body = False
+        """The last request has arrived to its end; those before it have, too."""
         self.listeners: set[Closing] = set()
         """Closed when the connection is lost."""
 
