@@ -149,7 +149,7 @@ class _App(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             gateway: Gateway = self.state.gateway
-            await gateway.calls.pace.keep()  # before any work is done for it
+            await gateway.calls.pace.enter()  # before any work is done for it
             if self.middleware_stack is not None:
                 scope["app"] = self
                 await self.middleware_stack(scope, receive, send)

@@ -6,7 +6,8 @@ is sent and nobody is accepted. `Pace` lets some of them go on in each turn, in 
 
     turn 1    a b c d e f g h │ i j k …      turn 2    i j k l m n o p │ q …
 
-How many is found out: twice as many after a turn that was short, half as many after one that took
+Calls that the engine or the pool has answered go before new ones: they have waited longest, and
+what they hold is free when they are done. How many is found out: twice as many after a turn that was short, half as many after one that took
 too long. So a few dozen go on together, as the pool's batches like it, and hundreds one after the
 other. Owns: this order. Does not own: how many calls there may be (`limits.py`).
 """
@@ -34,18 +35,31 @@ class Pace:
         """In this turn."""
         self._began = 0.0
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._new: deque[asyncio.Future[None]] = deque()
 
     async def keep(self) -> None:
         """Go on, now or in a later turn."""
-        loop = asyncio.get_running_loop()
-        if self._passed < self._limit and not self._waiting:
-            if self._passed == 0:
-                self._begin(loop)
-            self._passed += 1
-            return
-        turn = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+        if not self._passes(self._waiting):
+            await self._turn(self._waiting)
+
+    async def enter(self) -> None:
+        """Begin, now or in a later turn in which nobody waits in `keep`."""
+        if not self._passes(self._new):
+            await self._turn(self._new)
+
+    def _passes(self, line: deque[asyncio.Future[None]]) -> bool:
+        if self._passed >= self._limit or self._waiting or line:
+            return False
+        if self._passed == 0:
+            self._begin(asyncio.get_running_loop())
+        self._passed += 1
+        return True
+
+    @staticmethod
+    def _turn(line: deque[asyncio.Future[None]]) -> asyncio.Future[None]:
+        turn = asyncio.get_running_loop().create_future()
+        line.append(turn)
+        return turn
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         self._began = time.perf_counter()
@@ -55,11 +69,11 @@ class Pace:
         took = time.perf_counter() - self._began
         if took > self._turn_s:
             self._limit = max(self._limit // 2, 1)
-        elif took < self._turn_s / 2 and self._waiting:
+        elif took < self._turn_s / 2 and (self._waiting or self._new):
             self._limit = min(self._limit * 2, MOST)
         self._passed = 0
-        while self._waiting and self._passed < self._limit:
-            turn = self._waiting.popleft()
+        while self._passed < self._limit and (line := self._waiting or self._new):
+            turn = line.popleft()
             if not turn.done():  # cancelled
                 turn.set_result(None)
                 self._passed += 1

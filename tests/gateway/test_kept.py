@@ -230,6 +230,19 @@ async def test_more_go_on_together_while_turns_are_short() -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_calls_under_way_go_before_new_ones() -> None:
+    pace = Pace(turn_s=0)
+    went: list[str] = []
+
+    async def go(name: str) -> None:
+        await (pace.enter() if name.startswith("new") else pace.keep())
+        went.append(name)
+
+    names = [*(f"new {i}" for i in range(FIRST + 2)), *(f"begun {i}" for i in range(3))]
+    await asyncio.gather(*(go(name) for name in names))
+    assert went == [*names[:FIRST], *names[-3:], *names[FIRST:-3]]
+
+
 async def test_who_waits_and_leaves_holds_nobody_up() -> None:
     pace = Pace(turn_s=0)
     tasks = [asyncio.create_task(pace.keep()) for _ in range(FIRST + 2)]
