@@ -7,9 +7,11 @@ is sent and nobody is accepted. `Pace` lets some of them go on in each turn, in 
     turn 1    a b c d e f g h │ i j k …      turn 2    i j k l m n o p │ q …
 
 Calls that the engine or the pool has answered go before new ones: they have waited longest, and
-what they hold is free when they are done. How many is found out: twice as many after a turn that was short, half as many after one that took
-too long. So a few dozen go on together, as the pool's batches like it, and hundreds one after the
-other. Owns: this order. Does not own: how many calls there may be (`limits.py`).
+what they hold is free when they are done. How many go on is found out: twice as many after a turn
+that was short, half as many after one that took too long. So a few dozen go on together, as the
+pool's batches like it, and hundreds one after the other.
+
+Owns: this order. Does not own: how many calls there may be (`limits.py`).
 """
 
 from __future__ import annotations
