@@ -22,6 +22,7 @@ from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import gateway.server
 from datapool.config import PoolConfig
 from datapool.pool import DataPool
 from datapool.types import Step
@@ -359,11 +360,17 @@ class ScriptedEngine:
         )
 
 
+SERVED_BY: dict[str, Any] = {"ours": gateway.server._Http, "another": "auto"}
+"""The protocol that `gateway.server` runs, and uvicorn's own."""
+
+
 @asynccontextmanager
-async def serving(app: Any, *, graceful: bool = True) -> AsyncIterator[str]:
+async def serving(
+    app: Any, *, graceful: bool = True, http: Any = SERVED_BY["ours"]
+) -> AsyncIterator[str]:
     """`app` over HTTP on a free port, in this event loop."""
     listening = bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(app, http=http, log_level="critical", timeout_graceful_shutdown=5)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
@@ -558,7 +565,9 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
     """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`."""
     async with AsyncExitStack() as stack:
 
-        async def make(family: str = "chatml", engines: int = 1, **options: Any) -> World:
+        async def make(
+            family: str = "chatml", engines: int = 1, served_by: str = "ours", **options: Any
+        ) -> World:
             tokenizer = make_tokenizer(family)
             eos = tokenizer.hf.eos_token_id
             made = []
@@ -574,7 +583,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 **{"engine_urls": [e.url for e in made], "retry_backoff_s": 0.01, **options},
             )
             app = create_app(config, pool, tokenizer)
-            url = await stack.enter_async_context(serving(app))
+            url = await stack.enter_async_context(serving(app, http=SERVED_BY[served_by]))
             clients = await stack.enter_async_context(AsyncExitStack())
             world = World(url, made[0], pool, tokenizer, app, clients)
             world.engines = made  # type: ignore[attr-defined]  # only the failover tests look

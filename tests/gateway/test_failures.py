@@ -13,6 +13,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from gateway.web import retry_key
+from tests.gateway.conftest import SERVED_BY
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
@@ -240,8 +241,12 @@ async def test_a_retry_of_a_call_that_failed_samples_anew(world: Any) -> None:
 # -- clients that go away --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("served_by", SERVED_BY)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_aborts_its_generation(world: Any, stream: bool) -> None:
+async def test_a_client_that_goes_away_aborts_its_generation(
+    worlds: Any, stream: bool, served_by: str
+) -> None:
+    world = await worlds(served_by=served_by)
     gate = asyncio.Event()
     world.say("never finished", gate=gate)
     body = {"model": "m", "messages": MESSAGES, "stream": stream}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from gateway.config import GatewayConfig
 from gateway.errors import RateLimitedError, TrajectoryLimitError
 from gateway.limits import CallLimits
+from tests.gateway.conftest import SERVED_BY
 
 TIMEOUT_S = 10.0
 
@@ -272,10 +273,11 @@ async def raw(url: str, head: str, body: bytes) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     "path", ["/t/p/v1/chat/completions", "/init_trajectory", "/submit_steps", "/buffer/write"]
 )
+@pytest.mark.parametrize("served_by", SERVED_BY)
 async def test_a_body_that_does_not_arrive_is_answered_408_and_the_connection_closed(
-    worlds: Any, path: str
+    worlds: Any, path: str, served_by: str
 ) -> None:
-    world = await worlds(body_timeout_s=0.05)
+    world = await worlds(body_timeout_s=0.05, served_by=served_by)
     head = (
         f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000"
     )
@@ -283,6 +285,59 @@ async def test_a_body_that_does_not_arrive_is_answered_408_and_the_connection_cl
     assert status == 408
     assert "gateway.body_timeout_s" in got["error"]["message"]
     assert not world.engine.requests
+
+
+@pytest.mark.parametrize("served_by", SERVED_BY)
+async def test_bodies_in_pieces_and_requests_behind_one_another_are_read_whole(
+    worlds: Any, served_by: str
+) -> None:
+    world = await worlds(body_timeout_s=10, served_by=served_by)
+    said = ["one", "two", "three"]
+    bodies = [
+        orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
+        for text in said
+    ]
+    bodies[1] += b" " * 300_000
+    requests = [
+        b"POST /t/p/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+        for body in bodies
+    ]
+    whole = b"".join(requests)
+    reader, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
+    try:
+        for start in range(0, len(whole), len(whole) // 3):
+            writer.write(whole[start : start + len(whole) // 3])
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        async with asyncio.timeout(20):
+            for _ in bodies:
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200")
+                length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+                await reader.readexactly(length)
+    finally:
+        writer.close()
+    prompts = [world.tokenizer.decode(s.prompt_ids.tolist()) for s in world.pool.stored()]
+    assert all(f"user\n{text}<" in prompt for text, prompt in zip(said, prompts, strict=True))
+
+
+@pytest.mark.parametrize("served_by", SERVED_BY)
+async def test_a_client_that_leaves_in_the_middle_of_its_body_begins_no_call(
+    worlds: Any, served_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await worlds(body_timeout_s=10, served_by=served_by)
+    _, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
+    writer.write(
+        b"POST /t/p/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b'content-length: 1000\r\n\r\n{"model": '
+    )
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    writer.close()
+    await asyncio.sleep(0.1)
+    assert not world.engine.requests
+    assert not caplog.records
 
 
 async def test_the_time_for_the_body_does_not_bound_the_call(worlds: Any) -> None:
