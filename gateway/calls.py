@@ -181,6 +181,8 @@ class Call:
         retry: RetryKey,
         dialect: str,
         recorded: Recorded | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         self.uid = uuid.uuid4().hex if recorded is None else recorded.call_id
         self.created = int(time.time()) if recorded is None else recorded.note.created
@@ -207,6 +209,8 @@ class Call:
         self._begun = False
         self._reader: ReplyReader | None = None
         self._recorded = recorded
+        self._known = asyncio.Event() if ahead else None
+        """Set when the pool has said that the trajectory is what the call takes it for."""
         self._note: TurnNote | None = None
         self._task = self._start()
 
@@ -231,13 +235,17 @@ class Call:
         """The trajectory was completed or aborted while this call was in flight."""
         self._cancel(closed_error(self._trajectory.uid, self._trajectory.closed or "closed"))
 
-    async def abandon(self) -> None:
-        """It should not have begun: no retry finds it."""
+    def confirm(self) -> None:
+        """Its trajectory is known now: it may be committed."""
+        if self._known is not None:
+            self._known.set()
+
+    def abandon(self) -> None:
+        """Instead of `confirm`: it should not have begun, and no retry finds it."""
         same = self._trajectory.records.get(self.retry.key, [])
         if self in same:
             same.remove(self)
         self._cancel(GatewayError("the call began before its trajectory was known"))
-        await self.wait()
 
     async def wait(self) -> None:
         await asyncio.wait([self._task])
@@ -266,7 +274,8 @@ class Call:
             if self.reply is None:
                 async with self._service.limits.admit(self._trajectory.uid):
                     self.reply = await self._generate()
-            await self._trajectory.open()  # it may be under way: see `CallService.start`
+            if self._known is not None:
+                await self._known.wait()
             self.state = "committing"
             if self.request.stores_step:
                 await self._trajectory.commit(Commit(self._step, self._stored))
@@ -673,7 +682,7 @@ class CallService:
         """Begin while the pool is asked about the trajectory: nearly always that knows nothing."""
         call = trajectory, request, retry, dialect, n
         greedy = trajectory.greedy
-        listeners = self._start_each(*call)
+        listeners = self._start_each(*call, ahead=True)
         try:
             await trajectory.open()
         except BaseException as e:  # a refusal, or a cancellation: nobody is going to listen
@@ -682,10 +691,14 @@ class CallService:
             raise
         trajectory.touch()
         if trajectory.steps == 0 and trajectory.greedy == greedy:
+            for listener in listeners:
+                listener.call.confirm()
             return listeners
         # Another gateway stored turns of it, of which this may be one, or was told to be greedy.
         for listener in listeners:
-            await listener.call.abandon()
+            listener.call.abandon()
+        for listener in listeners:
+            await listener.call.wait()
         return self._start_each(*call)
 
     def _start_each(
@@ -695,14 +708,16 @@ class CallService:
         retry: RetryKey,
         dialect: str,
         n: int,
+        *,
+        ahead: bool = False,
     ) -> list[Listener]:
         if n == 1:
-            return [self._start(trajectory, request, retry, dialect)]
+            return [self._start(trajectory, request, retry, dialect, ahead)]
         keys = [replace(retry, key=f"{retry.key}/{i}") for i in range(n)]
         listeners: list[Listener] = []
         try:
             for key in keys:
-                listeners.append(self._start(trajectory, request, key, dialect))
+                listeners.append(self._start(trajectory, request, key, dialect, ahead))
         except GatewayError:
             for listener in listeners:
                 listener.close()
@@ -736,7 +751,12 @@ class CallService:
             )
 
     def _start(
-        self, trajectory: LiveTrajectory, request: ChatRequest, retry: RetryKey, dialect: str
+        self,
+        trajectory: LiveTrajectory,
+        request: ChatRequest,
+        retry: RetryKey,
+        dialect: str,
+        ahead: bool,
     ) -> Listener:
         records = trajectory.records
         if trajectory.recorded and (found := trajectory.recorded.get(retry_digest(retry.key))):
@@ -751,7 +771,7 @@ class CallService:
         n_turns = trajectory.steps + len(trajectory.in_flight)
         self.limits.check_trajectory(n_turns, trajectory.graph.n_tokens)
         self.counts["calls"] += 1
-        call = Call(self, trajectory, request, retry, dialect)
+        call = Call(self, trajectory, request, retry, dialect, ahead=ahead)
         same = records.setdefault(retry.key, [])
         same.append(call)
         del same[: -self.config.remembered_calls]

@@ -549,6 +549,37 @@ async def test_a_first_call_that_the_pool_did_not_answer_is_made_again(
     assert len(fleet.pool.stored()) == 1
 
 
+async def test_a_retry_that_joined_a_first_call_goes_on_when_the_pool_answers_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool fails the first of two questions about the trajectory, while both wait."""
+    resume = fleet.pool.resume_trajectory
+    asked = 0
+
+    async def fails_once(*args: Any, **options: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            await joined.wait()
+            raise ConnectionError("the line is cut")
+        return await resume(*args, **options)
+
+    joined = asyncio.Event()
+    monkeypatch.setattr(fleet.pool, "resume_trajectory", fails_once)
+    client = await fleet.world.client()
+    first = asyncio.create_task(ask(client, [user("hi")]))
+    await fleet.world.engine.arrived.wait()
+    again = asyncio.create_task(ask(client, [user("hi")], extra_headers=RETRY))
+    async with asyncio.timeout(10):
+        while fleet.world.gateway.calls.counts["retries"] == 0:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(0.005)
+    joined.set()
+    with pytest.raises(openai.InternalServerError, match="the line is cut"):
+        await first
+    assert (await again).choices[0].message.content == "fine"
+    assert len(fleet.pool.stored()) == len(fleet.world.engine.requests) == 1
+
+
 # -- the pool's part ---------------------------------------------------------------------------
 
 
