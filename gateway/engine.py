@@ -444,8 +444,10 @@ async def _follow(url: str, body: AsyncIterator[bytes], part: _Part, on_tokens: 
     async for events in _events(body):
         for event in events if incremental is not False else events[-1:]:
             chunk = _loads(url, event)
-            n_before, n_here = len(part.ids), len(chunk.get("output_ids") or ())
-            n_total = (chunk.get("meta_info") or {}).get("completion_tokens", n_here)
+            n_before = len(part.ids)
+            ids, meta = chunk.get("output_ids"), chunk.get("meta_info")
+            n_here = len(ids) if isinstance(ids, list) else 0
+            n_total = meta.get("completion_tokens", n_here) if isinstance(meta, dict) else n_here
             if incremental is None and n_before and n_here:
                 incremental = n_here != n_total
             _take(url, part, chunk, incremental=bool(incremental))
@@ -468,15 +470,25 @@ async def _events(body: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
 
 
 def _take(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
-    """Bring `part` up to date with an answer or stream event."""
+    """Bring `part` up to date with an answer or stream event.
+
+    Raises:
+        EngineError: it is none of SGLang's.
+    """
     if "error" in chunk:
         raise EngineError(f"{url} failed: {chunk['error']!s:.300}")
     try:
-        meta = chunk["meta_info"]
-        ids = chunk["output_ids"]
-        entries = meta.get("output_token_logprobs") or []
-    except (KeyError, TypeError) as e:
-        raise EngineError(f"{url} answered without {e}; is it SGLang's /generate?") from e
+        _read(url, part, chunk, incremental=incremental)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
+        raise EngineError(
+            f"{url} answered in another shape than SGLang's /generate "
+            f"({type(e).__name__}: {e!s:.200}); is it SGLang?"
+        ) from e
+
+
+def _read(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
+    meta, ids = chunk["meta_info"], chunk["output_ids"]
+    entries = meta.get("output_token_logprobs") or []
     have = 0 if incremental else len(part.ids)
     part.ids += ids[have:]
     _note_version(part, meta.get("weight_version"))
@@ -546,8 +558,11 @@ def _generation(whole: _Part, finish: Mapping[str, Any], resumes: int) -> Genera
             spans[-1] = VersionSpan(s.version, spans[-1].start, s.end)
         else:
             spans.append(s)
-    ids = np.asarray(whole.ids, np.int32)
-    log_probs = np.asarray(whole.log_probs, np.float32)
+    try:
+        ids = np.asarray(whole.ids, np.int32)
+        log_probs = np.asarray(whole.log_probs, np.float32)
+    except (OverflowError, TypeError, ValueError) as e:
+        raise EngineError(f"the engine's tokens and log-probs are no numbers: {e!s:.200}") from e
     for array in (ids, log_probs):
         array.flags.writeable = False
     return Generation(

@@ -13,9 +13,19 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.config import GatewayConfig
-from gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
+from gateway.engine import (
+    EngineClient,
+    Generation,
+    Sampling,
+    TopLogProbs,
+    _generation,
+    _Part,
+    _take,
+)
 from gateway.errors import EngineError, EngineUnavailableError, RequestError
 from tests.gateway.conftest import Sampled, log_prob
 
@@ -619,3 +629,53 @@ async def test_the_context_length_is_asked_of_whichever_engine_answers(rigs: Any
     with pytest.raises(EngineUnavailableError) as failure:
         await rig.client.ready()
     assert all(m.url in str(failure.value) for m in rig.machines)
+
+
+# -- answers of another shape ------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths to everything in `value`."""
+    found = [path] if path else []
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            found += places(value[key], (*path, key))
+    return found
+
+
+@given(data=st.data(), other=JSON)
+@settings(max_examples=400, deadline=None)
+def test_an_answer_of_another_shape_is_the_engines_failure(data: Any, other: Any) -> None:
+    answer: dict[str, Any] = {
+        "output_ids": [7, 8],
+        "meta_info": {
+            "output_token_logprobs": [[-0.5, 7, None], [-1.5, 8, None]],
+            "output_top_logprobs": [[[-0.5, 7, None]], [[-1.0, 3, None]]],
+            "weight_versions": [
+                {"version": "1", "start": 0, "end": 1},
+                {"version": "2", "start": 1, "end": 2},
+            ],
+            "weight_version": "2",
+            "completion_tokens": 2,
+            "cached_tokens": 0,
+            "finish_reason": {"type": "stop", "matched": 8},
+        },
+    }
+    *path, last = data.draw(st.sampled_from(places(answer)))
+    inner: Any = answer
+    for key in path:
+        inner = inner[key]
+    inner[last] = other
+    part = _Part()
+    try:
+        _take("http://engine", part, answer, incremental=False)
+        generation = _generation(part, part.finish or {}, 0)
+    except EngineError:
+        return
+    assert len(generation.response_ids) == len(generation.log_probs) == generation.spans[-1].end
