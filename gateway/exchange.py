@@ -18,7 +18,12 @@ from starlette.responses import Response
 
 from gateway.calls import Call, Listener, Reply
 from gateway.dialects.base import Dialect, Parsed
-from gateway.errors import GatewayError, PreviousResponseError, RequestError
+from gateway.errors import (
+    GatewayError,
+    PreviousResponseError,
+    RequestError,
+    UnknownItemError,
+)
 from gateway.parsing import Delta
 from gateway.tokenization import ChatTokenizer
 from gateway.trajectories import LiveTrajectory
@@ -245,16 +250,20 @@ def refuse_builtin_tools(gateway: Gateway, parsed: Parsed) -> None:
 
 
 def _refuse_others_response(request: Request, parsed: Parsed) -> None:
-    """A trajectory's key continues no response of another one.
+    """A trajectory's key continues no response of another one, and reads nothing of it.
 
     Raises:
-        PreviousResponseError: worded as if there were none.
+        PreviousResponseError, UnknownItemError: worded as if there were none.
     """
     holder = request.state.principal.trajectory
-    if holder is not None and parsed.trajectory_uid not in (None, holder[0]):
+    if holder is None:
+        return
+    if parsed.trajectory_uid not in (None, holder[0]):
         raise PreviousResponseError(
             "Previous response not found; send the whole input instead", "previous_response_id"
         )
+    if not parsed.reads <= {holder[0]}:
+        raise UnknownItemError("Item not found; send the item itself", "input")
 
 
 def _told(answer: Response, gateway: Gateway, parsed: Parsed) -> Response:

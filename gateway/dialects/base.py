@@ -34,6 +34,8 @@ class Parsed:
     """Samples asked for."""
     trajectory_uid: str | None = None
     """The trajectory that the body itself continues (`previous_response_id`)."""
+    reads: frozenset[str] = frozenset()
+    """The trajectories of stored items that the body refers to (`item_reference`)."""
     ignored: tuple[str, ...] = ()
     """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
     `x-stepwell-ignored` header tells."""

@@ -135,8 +135,16 @@ class OpenAIResponses:
         toolbox.add(field(body, "tools", list, "a list") or [], "tools")
         for where, tools in additional_tools(items):
             toolbox.add(tools, where)
+        reads: set[str] = set()
+
+        def find(item_id: str) -> Item | None:
+            item, uid = self._store.item(item_id) or (None, None)
+            if uid is not None:
+                reads.add(uid)
+            return item
+
         conversation = Conversation(
-            previous.messages if previous is not None else (), toolbox, self._store.item
+            previous.messages if previous is not None else (), toolbox, find
         )
         for i, item in enumerate(items):
             conversation.add(item, f"input[{i}]")
@@ -207,6 +215,7 @@ class OpenAIResponses:
             call,
             options,
             trajectory_uid=previous.trajectory_uid if previous is not None else None,
+            reads=frozenset(reads),
             ignored=(*toolbox.hosted, *toolbox.ignored, *conversation.ignored, *ignored),
             builtin_tools=tuple(toolbox.hosted),
         )

@@ -526,7 +526,8 @@ class ResponseStore:
         self._max_chars = max_chars
         self._n_chars = 0
         self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
-        self._items: dict[str, Item] = {}
+        self._items: dict[str, tuple[Item, str]] = {}
+        """Each with its trajectory."""
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -536,7 +537,8 @@ class ResponseStore:
         self.delete(stored.response["id"])
         self._stored[stored.response["id"]] = stored, n_chars
         self._n_chars += n_chars
-        self._items.update((item["id"], item) for item in stored.response["output"])
+        uid = stored.trajectory_uid
+        self._items.update((item["id"], (item, uid)) for item in stored.response["output"])
         while self._n_chars > self._max_chars:
             self.delete(next(iter(self._stored)))
 
@@ -547,8 +549,8 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return stored[0]
 
-    def item(self, item_id: str) -> Item | None:
-        """An item of a stored answer."""
+    def item(self, item_id: str) -> tuple[Item, str] | None:
+        """An item of a stored answer, and the trajectory that it belongs to."""
         return self._items.get(item_id)
 
     def delete(self, response_id: str) -> None:

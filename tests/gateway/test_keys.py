@@ -266,6 +266,22 @@ async def test_a_trajectory_key_continues_no_other_trajectorys_response(
     assert [s.trajectory_uid for s in locked.pool.stored()] == ["mine"] * 3
 
 
+async def test_a_trajectory_key_refers_to_no_other_trajectorys_items(
+    locked: Any, http: Http
+) -> None:
+    mine, other = (bearer(locked.gateway.keys.issue(uid, "p")) for uid in ("mine", "other"))
+    _, response = await http("POST", "/v1/responses", mine, {"input": "hello"})
+    said = {"type": "item_reference", "id": response["output"][0]["id"]}
+    asked = {"type": "message", "role": "user", "content": "hello"}
+    more = {"input": [asked, said, {**asked, "content": "go on"}]}
+    status, refused = await http("POST", "/v1/responses", other, more)
+    assert status in (400, 404)
+    assert "not found" in refused["error"]["message"]
+    for key in (mine, bearer(ADMIN)):
+        assert (await http("POST", "/v1/responses", key, more))[0] == 200
+    assert "other" not in {s.trajectory_uid for s in locked.pool.stored()}
+
+
 async def test_a_trajectory_key_works_for_its_trajectory_alone(locked: Any, http: Http) -> None:
     key = bearer(locked.gateway.keys.issue("t", "p"))
     assert (await http("POST", "/t/p/v1/chat/completions", key, CHAT))[0] == 200

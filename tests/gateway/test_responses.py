@@ -961,7 +961,7 @@ def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int
         message = {"role": "user", "content": "x" * n_chars}
         store.put(StoredResponse(response, (), (message,), "t"))
         assert store.get(f"resp_{name}") is not None
-        assert store.item(f"msg_{name}") is item
+        assert store.item(f"msg_{name}") == (item, "t")
         kept = [store.get(f"resp_{i}") for i in range(6)]
         assert sum(s.n_chars() for s in kept if s is not None) <= 20_000
         assert len(store._items) == len(store)
