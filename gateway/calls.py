@@ -532,7 +532,7 @@ class Call:
                 step_index=index,
                 text_length=note.text_length,
             )
-            self._service.on_turn(self._trajectory, turn.key)
+            self._service.on_turn(self._trajectory, turn.key, note.text_length)
         self._service.count_stored(reply)
         if self.request.stores_step:
             # Kept for retries: what a client is told, and not the prompt once more.
@@ -635,8 +635,9 @@ class CallService:
         """Whole prompts under way, by the key of their conversation."""
         self._normalize = Normalizer(config.normalize)
         self._template = str(renderer.tokenizer.hf.chat_template)
-        self.on_turn: Callable[[LiveTrajectory, Key], None] = lambda trajectory, key: None
-        """Told of every turn that enters a graph, with the key of its conversation."""
+        self.on_turn: Callable[[LiveTrajectory, Key, int | None], None] = lambda *_: None
+        """Told of every turn that enters a graph, with the key of its conversation and, of a plain
+        text, its length."""
 
     def normalised(self, request: ChatRequest) -> ChatRequest:
         """`request` with `gateway.normalize` applied to its messages, and without arguments that

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from datapool.types import Step, TokenIds
-from gateway.messages import Key, Message, extend_key, text_key
+from gateway.messages import Key, Message, extend_key, text_key, text_prefix_keys
 
 BranchCause: TypeAlias = Literal[
     "resampled",  # the same first prompt again
@@ -198,10 +198,9 @@ class TurnGraph:
         """As `attach`, for a prompt that is plain text, or ids as bytes; `n_known` counts in
         characters or bytes."""
         deepest, n_known = None, 0
-        for length in sorted((n for n in self._text_lengths if n <= len(text)), reverse=True):
-            if (turn := self._by_key.get(text_key(text[:length]))) is not None:
+        for length, known in text_prefix_keys(text, self._text_lengths):
+            if (turn := self._by_key.get(known)) is not None:
                 deepest, n_known = turn, length
-                break
         key = text_key(text)
         twin = self._by_prompt.get(key)
         if twin is not None and twin.parent is not deepest:

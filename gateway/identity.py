@@ -24,7 +24,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
@@ -34,7 +34,7 @@ from starlette.datastructures import Headers
 from gateway.calls import ChatRequest, RetryKey
 from gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from gateway.keys import presented
-from gateway.messages import Key, extend_key, root_key
+from gateway.messages import Key, extend_key, root_key, text_prefix_keys
 from gateway.trajectories import LiveTrajectory, TrajectoryStore
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,9 @@ class Identities:
         self._own: OrderedDict[str, None] = OrderedDict()
         """Trajectories made here and still open, the least recently used first."""
         self._by_turn: dict[Key, str] = {}
-        self._turns: dict[str, list[Key]] = {}
+        self._turns: dict[str, list[tuple[Key, int | None]]] = {}
+        self._text_lengths: Counter[int] = Counter()
+        """Of the turns that are plain text."""
         self._by_request: OrderedDict[str, str] = OrderedDict()
         """Trajectory by request digest, for a client's retry of a conversation's first call."""
         self._sweeper: asyncio.Task[None] | None = None
@@ -151,20 +153,26 @@ class Identities:
                 raise RequestError(f"{header} is {value!r}; send an id without slashes", header)
         return uid, prompt_uid
 
-    def note_turn(self, trajectory: LiveTrajectory, key: Key) -> None:
+    def note_turn(self, trajectory: LiveTrajectory, key: Key, text_length: int | None) -> None:
         """A turn was stored: calls that extend its conversation belong to its trajectory."""
         if trajectory.uid in self._own:
             self._used(trajectory)
             trajectory.touch()  # it is idle from the end of a call on
             self._by_turn[key] = trajectory.uid
-            self._turns.setdefault(trajectory.uid, []).append(key)
+            self._turns.setdefault(trajectory.uid, []).append((key, text_length))
+            if text_length is not None:
+                self._text_lengths[text_length] += 1
 
     def forget(self, trajectory: LiveTrajectory) -> None:
         """It was closed."""
         self._own.pop(trajectory.uid, None)
-        for key in self._turns.pop(trajectory.uid, ()):
+        for key, text_length in self._turns.pop(trajectory.uid, ()):
             if self._by_turn.get(key) == trajectory.uid:
                 del self._by_turn[key]
+            if text_length is not None:
+                self._text_lengths[text_length] -= 1
+                if not self._text_lengths[text_length]:
+                    del self._text_lengths[text_length]
 
     def _session_uid(self, session: str) -> str:
         """A session that goes on after its trajectory was closed begins another one."""
@@ -193,8 +201,12 @@ class Identities:
 
     def _extended(self, call: ChatRequest) -> str | None:
         """The trajectory of the deepest turn that this conversation extends."""
-        key = root_key(call.tools, {**self._template_args, **(call.template_args or {})})
         deepest = None
+        if (plain := call.plain) is not None:
+            for _, key in text_prefix_keys(plain, self._text_lengths):
+                deepest = self._by_turn.get(key, deepest)
+            return deepest
+        key = root_key(call.tools, {**self._template_args, **(call.template_args or {})})
         for message in call.messages:
             key = extend_key(key, message)
             if message["role"] == "assistant":

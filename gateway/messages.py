@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import orjson
@@ -89,6 +89,21 @@ def text_key(text: str | bytes) -> Key:
     if isinstance(text, bytes):
         return hashlib.blake2b(text, digest_size=16, person=b"ids").digest()
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def text_prefix_keys(text: str | bytes, lengths: Iterable[int]) -> Iterator[tuple[int, Key]]:
+    """`text_key` of the beginnings of `text` that have these lengths, in one pass from the shortest
+    to the longest; longer ones than `text` are left out."""
+    is_ids = isinstance(text, bytes)
+    digest = hashlib.blake2b(digest_size=16, person=b"ids" if is_ids else b"")
+    at = 0
+    for length in sorted(lengths):
+        if length > len(text):
+            return
+        part = text[at:length]
+        digest.update(part if isinstance(part, bytes) else part.encode(errors="surrogatepass"))
+        at = length
+        yield length, digest.digest()
 
 
 class Rule(Protocol):

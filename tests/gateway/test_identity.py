@@ -50,6 +50,31 @@ async def test_a_conversation_without_identity_is_one_trajectory(world: Any) -> 
     world.check_exact()
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_a_plain_text_that_goes_on_without_identity_is_one_trajectory(
+    world: Any, as_ids: bool
+) -> None:
+    client = await plain(world)
+    texts = {"one": "It was the first of many days", "two": "It was the last"}
+    for turn in range(3):
+        for name, text in texts.items():
+            prompt: Any = world.tokenizer.encode(text).tolist() if as_ids else text
+            got = await client.completions.create(model="m", prompt=prompt, max_tokens=2)
+            texts[name] = f"{text}{got.choices[0].text}" + f" and {turn} more" * (not as_ids)
+    steps = world.pool.stored()
+    assert len(steps) == 6
+    assert len(set(uids(world))) == 2
+    for uid in set(uids(world)):
+        assert [s.step_index for s in steps if s.trajectory_uid == uid] == [0, 1, 2]
+    if not as_ids:
+        assert all(s.parent_index == (s.step_index - 1 if s.step_index else None) for s in steps)
+    for trajectory in list(world.gateway.trajectories):
+        await trajectory.complete(1.0, {})
+    assert not world.gateway.identities._text_lengths
+    await client.completions.create(model="m", prompt=texts["one"], max_tokens=2)
+    assert len(set(uids(world))) == 3
+
+
 async def test_two_conversations_without_identity_are_two_groups(world: Any) -> None:
     client = await plain(world)
     world.say("one")
