@@ -726,7 +726,7 @@ class CallService:
         return listeners
 
     def _check(self, request: ChatRequest) -> None:
-        if request.tools and not self.renderer.shows_tools:
+        if request.tools and request.parse_tools and not self.renderer.shows_tools:
             raise RequestError(
                 "the model's chat template does not show tools to the model; leave them out",
                 "tools",

@@ -208,7 +208,8 @@ def parse(body: Mapping[str, Any], chat_template: str = "") -> tuple[ChatRequest
         )
     tools, forced_tool = _tools(body)
     constraint = _constraint(body)
-    if constraint is not None and tools:
+    may_call = bool(tools) and body.get("tool_choice") != "none"
+    if constraint is not None and may_call:
         # Constrained from its first token on, the reply could not call a tool.
         ignored.append("response_format (beside tools)")
         constraint = None
@@ -223,7 +224,7 @@ def parse(body: Mapping[str, Any], chat_template: str = "") -> tuple[ChatRequest
         constraint=constraint,
         forced_tool=forced_tool,
         parallel_tool_calls=parallel is not False,
-        parse_tools=bool(tools),
+        parse_tools=may_call,
         **sampling_fields(body),
     )
     return request, options(body, want_logprobs, ignored)
@@ -464,9 +465,8 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}.function needs a name", f"{where}.function")
     choice = body.get("tool_choice")
-    if choice == "none":
-        return None, None
-    if choice in (None, "auto"):
+    if choice in (None, "auto", "none"):
+        # With "none", too, they stay in the prompt: so it goes on from the turns before.
         return tools or None, None
     if choice == "required":
         forced: str | None = ""

@@ -164,7 +164,8 @@ class OpenAIResponses:
         elif not n_logprobs and _LOGPROBS not in include:
             n_logprobs = None
         constraint, text = _text_format(body)
-        if constraint is not None and shown:
+        may_call = bool(shown) and body.get("tool_choice") != "none"
+        if constraint is not None and may_call:
             # Constrained from its first token on, the reply could not call a tool.
             ignored.append(f"text.format={text['format']['type']} (beside tools)")
             constraint = None
@@ -182,7 +183,7 @@ class OpenAIResponses:
             forced_tool=forced_tool,
             parallel_tool_calls=_parallel(body),
             stream=bool(field(body, "stream", bool, "true or false")),
-            parse_tools=bool(shown),
+            parse_tools=may_call,
         )
         store = field(body, "store", bool, "true or false") is not False
         echo = {
@@ -434,10 +435,9 @@ def _include(body: Mapping[str, Any]) -> frozenset[str]:
 def _tool_choice(body: Mapping[str, Any], toolbox: Toolbox) -> tuple[list[Tool], str | None]:
     """The tools shown to the model, and the one that it has to call ("" is any)."""
     choice = body.get("tool_choice")
-    if choice is None or choice == "auto":
+    if choice is None or choice in ("auto", "none"):
+        # With "none", too, they stay in the prompt: so it goes on from the turns before.
         return toolbox.shown, None
-    if choice == "none":
-        return [], None
     if choice == "required":
         return _required(toolbox.shown)
     kind = choice.get("type") if isinstance(choice, dict) else None

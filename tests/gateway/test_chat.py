@@ -220,6 +220,17 @@ async def test_without_tools_the_markup_is_text(world: Any) -> None:
         assert reply.choices[0].message.content == CALL
 
 
+async def test_a_turn_that_may_call_no_tool_extends_one_that_may(world: Any) -> None:
+    client = await world.client()
+    messages: list[Any] = [user("hi")]
+    for choice in ("auto", "none"):
+        reply = await client.chat.completions.create(
+            model="m", messages=messages, tools=[CALCULATOR], tool_choice=choice
+        )
+        messages += [reply.choices[0].message.model_dump(exclude_none=True), user("go on")]
+    assert [s.parent_index for s in world.pool.stored()] == [None, 0]
+
+
 async def test_a_truncated_turn_is_closed_and_extended(world: Any) -> None:
     client = await world.client()
     world.say("a long answer that is cut", close=False)

@@ -690,8 +690,10 @@ async def test_tools_may_come_as_an_item(http: Http) -> None:
 async def test_tool_choice_is_honoured(http: Http) -> None:
     beta = {**CALC, "name": "beta"}
     both = [CALC, beta]
-    await http.create("a", tools=both, tool_choice="none")
-    assert "calc" not in prompt(http.world)
+    http.world.say(call_text("x", "calc"))
+    got = await http.create("a", tools=both, tool_choice="none")
+    assert "calc" in prompt(http.world)
+    assert [item["type"] for item in got["output"]] == ["message"]
     http.world.say(' "calc", "arguments": {}}\n</tool_call>')
     await http.create("b", tools=both, tool_choice="required")
     assert prompt(http.world).rstrip().endswith('<tool_call>\n{"name": "')
