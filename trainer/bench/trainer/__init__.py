@@ -42,7 +42,7 @@ RIVAL: Mapping[str, str] = {"step": "trl", "merged": "trl-merged", "tree": "trl-
 GRADIENT_ERROR = 1e-5
 MEMORY_RATIO = 0.65
 ROUNDS: Mapping[ModelName, int] = {"tiny": 3, "29M": 1}
-"""Optimizer steps of each form; five and 45 minutes of CPU time."""
+"""Optimizer steps of each form; five and 30 minutes of CPU time."""
 QUICK = Shape(prompts=1, rollouts=2, turns=2, prompt=32, turn=8, response=8)
 EQUALITY = Shape(prompts=2, rollouts=3, turns=3, prompt=48, turn=13, response=9)
 
