@@ -533,6 +533,10 @@ class Call:
                 text_length=note.text_length,
             )
             self._service.on_turn(self._trajectory, turn.key, note.text_length)
+            if isinstance(plain := self.request.plain, str):
+                # The client goes on from what it was told, without the token that ended it.
+                told = plain + reply.text.content
+                self._service.on_turn(self._trajectory, text_key(told), len(told))
         self._service.count_stored(reply)
         if self.request.stores_step:
             # Kept for retries: what a client is told, and not the prompt once more.

@@ -50,6 +50,22 @@ async def test_a_conversation_without_identity_is_one_trajectory(world: Any) -> 
     world.check_exact()
 
 
+async def test_a_plain_text_whose_reply_ended_by_itself_goes_on_in_its_trajectory(
+    world: Any,
+) -> None:
+    client = await plain(world)
+    text = "It was"
+    for _ in range(2):
+        got = await client.completions.create(model="m", prompt=text, max_tokens=20)
+        assert got.choices[0].finish_reason == "stop"
+        text += got.choices[0].text + " and"
+    first, second = world.pool.stored()
+    assert second.trajectory_uid == first.trajectory_uid
+    # The token that ended the first reply is not in the text: these are other tokens.
+    assert second.metadata["branch"] == "new_conversation"
+    world.check_exact()
+
+
 @pytest.mark.parametrize("as_ids", [False, True])
 async def test_a_plain_text_that_goes_on_without_identity_is_one_trajectory(
     world: Any, as_ids: bool
