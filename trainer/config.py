@@ -256,8 +256,8 @@ class RunConfig(Section):
             return self
         if not (self.model.path / "config.json").is_file():
             raise ValueError(
-                f"model.path is {str(self.model.path)!r}, which has no config.json; "
-                "point it at a Hugging Face model directory"
+                f"model.path is {str(self.model.path)!r}, which has no config.json (looked in "
+                f"{self.model.path.resolve()}); point it at a Hugging Face model directory"
             )
         return self
 
