@@ -32,6 +32,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -669,25 +670,20 @@ class CallService:
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
         self._check(request)
-        call = trajectory, request, retry, dialect, n
+        begin = partial(self._start_each, trajectory, request, retry, dialect, n)
         if trajectory.is_new and not any(m["role"] == "assistant" for m in request.messages):
-            return await self._start_ahead(*call)
+            return await self._start_ahead(trajectory, begin)
         await trajectory.open()
         trajectory.touch()
-        return self._start_each(*call)
+        return begin(ahead=False)
 
+    @staticmethod
     async def _start_ahead(
-        self,
-        trajectory: LiveTrajectory,
-        request: ChatRequest,
-        retry: RetryKey,
-        dialect: str,
-        n: int,
+        trajectory: LiveTrajectory, begin: Callable[..., list[Listener]]
     ) -> list[Listener]:
         """Begin while the pool is asked about the trajectory: nearly always that knows nothing."""
-        call = trajectory, request, retry, dialect, n
         greedy = trajectory.greedy
-        listeners = self._start_each(*call, ahead=True)
+        listeners = begin(ahead=True)
         try:
             await trajectory.open()
         except BaseException as e:  # a refusal, or a cancellation: nobody is going to listen
@@ -704,7 +700,7 @@ class CallService:
             listener.call.abandon()
         for listener in listeners:
             await listener.call.wait()
-        return self._start_each(*call)
+        return begin(ahead=False)
 
     def _start_each(
         self,
@@ -714,7 +710,7 @@ class CallService:
         dialect: str,
         n: int,
         *,
-        ahead: bool = False,
+        ahead: bool,
     ) -> list[Listener]:
         if n == 1:
             return [self._start(trajectory, request, retry, dialect, ahead)]
