@@ -51,7 +51,16 @@ from gateway.errors import (
 )
 from gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
 from gateway.limits import CallLimits
-from gateway.messages import Key, Message, Normalizer, Tool, extend_key, root_key, text_key
+from gateway.messages import (
+    Key,
+    Message,
+    Normalizer,
+    Tool,
+    exact_key,
+    extend_key,
+    root_key,
+    text_key,
+)
 from gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, ToolCall
 from gateway.rebuild import NOTE, Recorded, TurnKeys, TurnNote, retry_digest
 from gateway.render import ChatRenderer, CutError
@@ -528,7 +537,6 @@ class Call:
                 response_ids=reply.generation.response_ids,
                 key=note.keys.whole if note.keys is not None else None,
                 reply=reply.text.message(),
-                n_forced=reply.prompt.n_forced,
                 has_reasoning=reply.has_reasoning,
                 step_index=index,
                 text_length=note.text_length,
@@ -637,7 +645,7 @@ class CallService:
         self.pace = engine.pace
         """One for requests, the engines' answers and the pool's: they share the turns."""
         self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
-        """Whole prompts under way, by the key of their conversation."""
+        """Whole prompts under way, by their `exact_key`."""
         self._normalize = Normalizer(config.normalize)
         self._template = str(renderer.tokenizer.hf.chat_template)
         self.on_turn: Callable[[LiveTrajectory, Key, int | None], None] = lambda *_: None
@@ -829,9 +837,7 @@ class CallService:
             attachment = graph.attach(root, messages)
         parent, cause = attachment.turn, attachment.cause
         new_ids: TokenIds | None = None
-        if (twin := attachment.twin) is not None:
-            new_ids = twin.new_prompt_ids[: len(twin.new_prompt_ids) - twin.n_forced]
-        elif parent is not None:
+        if parent is not None:
             known, new = messages[: attachment.n_known], messages[attachment.n_known :]
             try:
                 new_ids = await self._offload(
@@ -840,9 +846,7 @@ class CallService:
             except CutError as e:
                 parent, cause = None, e.cause
         if new_ids is None:
-            new_ids = await self._whole(
-                attachment.prompt_key, messages, request.tools, template_args
-            )
+            new_ids = await self._whole(messages, request.tools, template_args)
         n_forced = 0
         if forced := self.forced_text(request, new_ids):
             forced_ids = self.renderer.tokenizer.encode(forced)
@@ -864,9 +868,7 @@ class CallService:
         attachment = graph.attach_text(plain)
         parent, cause = attachment.turn, attachment.cause
         rest = plain[attachment.n_known :]
-        if attachment.twin is not None:
-            new_ids = attachment.twin.new_prompt_ids
-        elif parent is not None and not rest:
+        if parent is not None and not rest:
             # A reply that was cut off goes on. A child is longer than its parent, so the new turn
             # is its sibling, of the very same tokens.
             new_ids = join([parent.new_prompt_ids, parent.response_ids])
@@ -939,13 +941,19 @@ class CallService:
     def _template_args(self, request: ChatRequest) -> dict[str, Any]:
         return {**self.config.chat_template_args, **(request.template_args or {})}
 
-    async def _whole(self, key: Key, messages: Sequence[Message], *args: Any) -> TokenIds:
+    async def _whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None,
+        template_args: Mapping[str, Any],
+    ) -> TokenIds:
         """Ids of a whole prompt."""
+        key = exact_key(messages, tools, template_args)
         if (ids := self.renderer.cached(key)) is not None:
             return ids
         under_way = self._rendering.get(key)
         if under_way is None:  # rollouts of one prompt begin together: the first one renders
-            work = self._offload(messages, self.renderer.whole, messages, *args)
+            work = self._offload(messages, self.renderer.whole, messages, tools, template_args)
             under_way = self._rendering[key] = asyncio.ensure_future(work)
             under_way.add_done_callback(lambda done: self._rendered(key, done))
         # It is not the first one's own: that one may leave while others wait.

@@ -51,8 +51,6 @@ class Turn:
     key: Key
     """Key of that conversation plus the reply."""
     reply: Message
-    n_forced: int
-    """Ids at the end of the prompt that begin the reply itself (a forced tool call)."""
     has_reasoning: bool
     """This turn, or one that its prompt holds token for token, has thinking in it."""
     step_index: int | None
@@ -87,8 +85,6 @@ class Attachment:
     prompt_key: Key
     cause: BranchCause | None
     """Why nothing was extended; None for the first call and for extensions."""
-    twin: Turn | None
-    """A turn with this very prompt: its `new_prompt_ids` can be used again."""
 
 
 class TurnGraph:
@@ -96,7 +92,7 @@ class TurnGraph:
 
     def __init__(self) -> None:
         self._by_key: dict[Key, Turn] = {}
-        self._by_prompt: dict[Key, Turn] = {}
+        self._prompts: set[Key] = set()
         self._by_step: dict[int, Turn] = {}
         self._roots: dict[Key, None] = {}
         self.n_tokens = 0
@@ -109,13 +105,10 @@ class TurnGraph:
         for i, (key, role) in enumerate(_chain(root, messages)):
             if role == "assistant" and (turn := self._by_key.get(key)) is not None:
                 deepest, n_known = turn, i + 1
-        twin = self._by_prompt.get(key)
-        if twin is not None and twin.parent is not deepest:
-            twin = None
         cause = None
-        if deepest is None and self._by_prompt:
-            cause = self._why(root, messages, twin)
-        return Attachment(deepest, n_known, key, cause, twin)
+        if deepest is None and self._prompts:
+            cause = self._why(root, messages, key)
+        return Attachment(deepest, n_known, key, cause)
 
     def add(
         self,
@@ -127,7 +120,6 @@ class TurnGraph:
         response_ids: TokenIds,
         key: Key | None = None,
         reply: Message,
-        n_forced: int = 0,
         has_reasoning: bool,
         step_index: int | None,
         text_length: int | None = None,
@@ -148,7 +140,6 @@ class TurnGraph:
             prompt_key=attachment.prompt_key,
             key=key or extend_key(attachment.prompt_key, reply),
             reply=reply,
-            n_forced=n_forced,
             has_reasoning=has_reasoning or (parent is not None and parent.has_reasoning),
             step_index=step_index,
         )
@@ -167,7 +158,6 @@ class TurnGraph:
         step: Step,
         *,
         reply: Message,
-        n_forced: int,
         has_reasoning: bool,
         text_length: int | None,
     ) -> Turn:
@@ -187,7 +177,6 @@ class TurnGraph:
             prompt_key=prompt_key,
             key=key,
             reply=reply,
-            n_forced=n_forced,
             has_reasoning=has_reasoning,
             step_index=step.step_index,
         )
@@ -202,18 +191,15 @@ class TurnGraph:
             if (turn := self._by_key.get(known)) is not None:
                 deepest, n_known = turn, length
         key = text_key(text)
-        twin = self._by_prompt.get(key)
-        if twin is not None and twin.parent is not deepest:
-            twin = None
         cause: BranchCause | None = None
-        if deepest is None and self._by_prompt:
-            cause = "resampled" if twin is not None else "new_conversation"
-        return Attachment(deepest, n_known, key, cause, twin)
+        if deepest is None and self._prompts:
+            cause = "resampled" if key in self._prompts else "new_conversation"
+        return Attachment(deepest, n_known, key, cause)
 
     def _enter(self, root: Key, turn: Turn, text_length: int | None) -> None:
         self.n_tokens += len(turn.new_prompt_ids) + len(turn.response_ids)
         self._by_key[turn.key] = turn
-        self._by_prompt[turn.prompt_key] = turn
+        self._prompts.add(turn.prompt_key)
         self._roots[root] = None
         if turn.step_index is not None:
             self._by_step[turn.step_index] = turn
@@ -221,13 +207,13 @@ class TurnGraph:
             self._text_lengths.add(text_length)
 
     def _why(
-        self, root: Key, messages: Sequence[Mapping[str, Any]], twin: Turn | None
+        self, root: Key, messages: Sequence[Mapping[str, Any]], prompt_key: Key
     ) -> BranchCause:
-        if twin is not None:
+        if prompt_key in self._prompts:
             return "resampled"
         for other in self._roots:
             if other != root and any(
-                key in self._by_key or key in self._by_prompt for key, _ in _chain(other, messages)
+                key in self._by_key or key in self._prompts for key, _ in _chain(other, messages)
             ):
                 return "tools_changed"
         if any(m["role"] == "assistant" for m in messages):

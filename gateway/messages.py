@@ -79,6 +79,19 @@ def root_key(tools: Sequence[Tool] | None, template_args: Mapping[str, Any]) -> 
     return hashlib.blake2b(_dumps([tools or None, template_args]), digest_size=16).digest()
 
 
+def exact_key(
+    messages: Sequence[Message], tools: Sequence[Tool] | None, template_args: Mapping[str, Any]
+) -> Key:
+    """Key of what a chat template is given: reasoning, white space and the order of fields count,
+    because a template may show them all."""
+    given = [messages, tools or None, template_args]
+    try:
+        text = orjson.dumps(given, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # as in `_dumps`
+        text = json.dumps(given).encode()
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
 def extend_key(key: Key, message: Mapping[str, Any]) -> Key:
     """Key of a conversation with one more message: a hash chain, so a turn costs what it adds."""
     return hashlib.blake2b(key + canonical(message), digest_size=16).digest()

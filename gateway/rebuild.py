@@ -62,7 +62,7 @@ class TurnNote(NamedTuple):
     has_reasoning: bool = False
     """As `Turn.has_reasoning`."""
     n_forced: int = 0
-    """As `Turn.n_forced`."""
+    """Ids at the end of the prompt that begin the reply itself (a forced tool call)."""
     text_length: int | None = None
     """Characters of prompt and reply, where the prompt was plain text."""
     body: bytes | None = None
@@ -145,7 +145,6 @@ def restore(graph: TurnGraph, steps: Sequence[Step]) -> list[Recorded]:
                 note.keys.whole,
                 step,
                 reply=note.reply(),
-                n_forced=note.n_forced,
                 has_reasoning=note.has_reasoning,
                 text_length=note.text_length,
             )

@@ -221,6 +221,7 @@ class ChatRenderer:
         return opening
 
     def cached(self, key: Key) -> TokenIds | None:
+        """The whole prompt of this `exact_key`, if it is remembered."""
         ids = self._cache.get(key)
         if ids is not None:
             self._cache.move_to_end(key)

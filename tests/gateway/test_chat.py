@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
 import httpx
 import openai
 import pytest
@@ -1206,6 +1207,65 @@ async def test_thoughts_that_are_sent_back_are_shown_where_nothing_was_sampled(
         assert "<think>\nbecause\n" in world.tokenizer.decode(
             world.engine.requests[-1]["input_ids"]
         )
+
+
+def _with_thought(path: str, thought: str) -> dict[str, Any]:
+    """One conversation, whose assistant turn was not sampled here, in a dialect."""
+    if path == "chat/completions":
+        said = {"role": "assistant", "content": "No.", "reasoning_content": thought}
+        return {"model": "m", "messages": [user("why?"), said]}
+    if path == "messages":
+        blocks = [{"type": "thinking", "thinking": thought, "signature": "s"}]
+        call = {"type": "tool_use", "id": "c1", "name": "calc", "input": {}}
+        said = {"role": "assistant", "content": [*blocks, call]}
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": "4"}
+        asked = {"role": "user", "content": [result]}
+        return {"model": "m", "max_tokens": 9, "messages": [user("why?"), said, asked]}
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "why?"},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": thought}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "calc", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "4"},
+    ]
+    return {"model": "m", "input": items}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+@pytest.mark.parametrize("uids", [("t1", "t2"), ("t1", "t1")], ids=["two", "one"])
+async def test_no_agent_is_shown_the_thoughts_of_another(
+    worlds: Any, path: str, uids: tuple[str, str]
+) -> None:
+    world: World = await worlds("qwen3")
+    async with aiohttp.ClientSession() as http:
+        for uid, thought in zip(uids, ("the key is 17", "nothing"), strict=True):
+            url = f"{world.base_url(uid)}/v1/{path}"
+            async with http.post(url, json=_with_thought(path, thought)) as answer:
+                assert answer.status == 200, await answer.text()
+    first, second = (world.tokenizer.decode(r["input_ids"]) for r in world.engine.requests)
+    assert "the key is 17" in first
+    assert "the key is 17" not in second
+    assert "nothing" in second
+    world.check_exact()
+
+
+async def test_conversations_that_differ_only_in_white_space_are_rendered_as_sent(
+    world: Any,
+) -> None:
+    for uid in ("t1", "t2"):
+        client = await world.client(uid)
+        for said in ("a  ", "a", " a"):
+            messages = [user("hi"), {"role": "assistant", "content": said}, user("and?")]
+            await client.chat.completions.create(model="m", messages=messages)
+    sent = [world.tokenizer.decode(r["input_ids"]) for r in world.engine.requests]
+    assert [s.partition("assistant\n")[2].partition("<|im_end|>")[0] for s in sent] == [
+        *("a  ", "a", " a"),
+        *("a  ", "a", " a"),
+    ]
 
 
 async def test_min_p_is_passed_on_and_recorded(world: Any) -> None:

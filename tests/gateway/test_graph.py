@@ -68,16 +68,16 @@ def test_forks_of_one_turn_share_its_tokens() -> None:
     assert all(f.parent is first for f in forks)
 
 
-def test_the_same_prompt_again_can_use_its_ids_again() -> None:
+def test_the_same_prompt_again_is_attached_as_before() -> None:
     graph = TurnGraph()
     one = [say("user", "a")]
     first = add(graph, one, say("assistant", "b"), 0)
     again = graph.attach(ROOT, one)
-    assert (again.twin, again.cause, again.turn) == (first, "resampled", None)
+    assert (again.cause, again.turn) == ("resampled", None)
     two = [*one, say("assistant", "b"), say("user", "c")]
-    second = add(graph, two, say("assistant", "d"), 1)
+    add(graph, two, say("assistant", "d"), 1)
     again = graph.attach(ROOT, two)
-    assert (again.twin, again.cause, again.turn) == (second, None, first)
+    assert (again.cause, again.turn) == (None, first)
 
 
 def test_a_turn_knows_the_nearest_step_above_white_box_turns() -> None:

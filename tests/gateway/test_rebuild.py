@@ -109,14 +109,13 @@ def turns(graph: TurnGraph) -> dict[bytes, Any]:
             turn.n_tokens,
             turn.prompt_key,
             turn.reply.get("tool_calls"),
-            turn.n_forced,
             turn.has_reasoning,
             turn.step_index,
         )
 
     return {
         **{b"k" + key: shown(turn) for key, turn in graph._by_key.items()},
-        **{b"p" + key: shown(turn) for key, turn in graph._by_prompt.items()},
+        b"prompts": sorted(graph._prompts),
         b"roots": sorted(graph._roots),
         b"lengths": sorted(graph._text_lengths),
     }
