@@ -46,7 +46,7 @@ def chunked(
     """(log π [n], entropy [n] | None) at `positions` of one forward pass of `model`.
 
     Args:
-        model: a Hugging Face causal LM. Autocast, if wanted, is on when this is called.
+        model: a Hugging Face causal LM.
         positions: int64, [n]: indices into rows × width of the decoder's output.
         score: is called again in the backward pass; pure.
         chunk: positions whose logits exist at once.

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from backends.base import LossOutput, Mean, TokenBatch
 from backends.critic_config import CriticConfig
@@ -166,7 +167,7 @@ class ValueModel(TorchBackend):
     linear head in place of the LM head; it starts at 0, so V = 0 everywhere."""
 
     def _on_device(self, model: Any) -> Any:
-        values = _Values(model, self._device, getattr(torch, self._config.dtype))
+        values = _Values(model, self._device)
         self._ranks.shard(values, getattr(torch, self._config.dtype))
         return values.to(self._device)
 
@@ -178,7 +179,7 @@ class ValueModel(TorchBackend):
 class _Values(nn.Module):
     """The decoder and the value head as one module: the root that FSDP2 shards."""
 
-    def __init__(self, model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, device: torch.device) -> None:
         super().__init__()
         width = model.get_output_embeddings().in_features
         head = nn.Linear(width, 1, bias=False)
@@ -187,18 +188,15 @@ class _Values(nn.Module):
         model.set_output_embeddings(head)  # in the model, so that it is trained and saved with it
         self.model = model
         self._device = device
-        self._dtype = dtype
 
     def forward(
         self, batch: TokenBatch, rows: Sequence[Row], *, entropy: bool
     ) -> tuple[Tensor, None, Tensor]:
         """(V, None, token index): [n] each, of the response tokens in `rows`."""
         inputs = prepare(batch, rows, self._device, as_tree=is_enabled(self.model))
-        with torch.autocast(
-            self._device.type, dtype=self._dtype, enabled=self._dtype != torch.float32
-        ):
-            # Not the model's own forward: what a family does to its logits must not touch values.
-            hidden = self.model.base_model(**inputs.model_kwargs()).last_hidden_state
-        head = self.model.get_output_embeddings()
+        # Not the model's own forward: what a family does to its logits must not touch values.
+        hidden = self.model.base_model(**inputs.model_kwargs()).last_hidden_state
         picked = hidden.flatten(0, 1).index_select(0, inputs.positions)
-        return head(picked.to(head.weight.dtype)).squeeze(-1).float(), None, inputs.tokens
+        # In float32: three digits of a value are too few to learn from its differences.
+        head = self.model.get_output_embeddings().weight.float()
+        return linear(picked.float(), head).squeeze(-1), None, inputs.tokens

@@ -18,7 +18,7 @@ there are and how they are split (`rows.py`), the optimizer (`torch_backend.py`)
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,12 +99,11 @@ def forward(
     *,
     device: torch.device,
     entropy: bool,
-    autocast: AbstractContextManager[Any] | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`.
 
-    `autocast` is entered around the model alone; scoring is always fp32. With `chunk`, logits of
+    The model computes in the type of its weights, scoring is always fp32. With `chunk`, logits of
     at most so many tokens exist at once (`chunked_head.py`).
     """
     inputs = prepare(batch, rows, device, as_tree=is_enabled(model))
@@ -115,14 +114,10 @@ def forward(
             targets, temperature = inputs.targets[part], inputs.temperature[part]
             return score(logits, targets, temperature, entropy=entropy)
 
-        with autocast or nullcontext(), last_mlp_only_at(model, read):
+        with last_mlp_only_at(model, read):
             kwargs, positions = inputs.model_kwargs(), inputs.positions
             return *chunked(model, kwargs, positions, score_part, chunk=chunk), inputs.tokens
-    with (
-        autocast or nullcontext(),
-        last_mlp_only_at(model, read),
-        only_positions(model, inputs.positions),
-    ):
+    with last_mlp_only_at(model, read), only_positions(model, inputs.positions):
         output = model(**inputs.model_kwargs())
     log_probs, h = score(output.logits[0], inputs.targets, inputs.temperature, entropy=entropy)
     return log_probs, h, inputs.tokens

@@ -83,9 +83,9 @@ def adapters_off(model: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def adapter_weights(model: Any) -> dict[str, Tensor]:
-    """The adapters' tensors by their names in the model; live."""
-    return {name: p for name, p in model.state_dict().items() if _is_adapter(name)}
+def adapter_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a model's weights, by name, that are the adapters'."""
+    return {name: tensor for name, tensor in weights.items() if _is_adapter(name)}
 
 
 def merged_weights(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -8,8 +8,10 @@
 With `ranks` > 1 this object is one of many that are called alike (`fsdp.py`); `build` gives the
 one to call (`ranks.py`).
 
-Only response positions go through the LM head, log-softmax is fp32 at each step's temperature, and
-the model runs in eval mode throughout: dropout would make π differ from itself between two calls.
+The forward pass computes in `dtype` throughout, as an engine does; master weights are float32
+(`master_weights.py`). Only response positions go through the LM head, log-softmax is fp32 at each
+step's temperature, and the model runs in eval mode throughout: dropout would make π differ from
+itself between two calls.
 Rows are padded on the right and no attention mask is passed: under causal attention what follows
 a token cannot reach it, and the unmasked kernel is the fast one.
 
@@ -48,6 +50,7 @@ from backends.chunked_head import chunk_tokens
 from backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
 from backends.forward import forward
 from backends.fsdp import Ranks, full, full_optimizer_state, load_weights, reshard, shard_like
+from backends.master_weights import MasterWeights
 from backends.optimizers import build_optimizer, learning_rate, load_optimizer
 from backends.rows import Row, build_rows, computed_tokens, select
 from backends.torch_config import TorchBackendConfig
@@ -74,7 +77,6 @@ class _Policy(torch.nn.Module):
         super().__init__()
         self.model = model
         self._device = device
-        self._dtype = getattr(torch, config.dtype)
         vocab = model.get_input_embeddings().num_embeddings
         self._chunk = chunk_tokens(config.logits_mb, vocab)
 
@@ -82,15 +84,8 @@ class _Policy(torch.nn.Module):
         self, batch: TokenBatch, rows: Sequence[Row], *, entropy: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`."""
-        reduced = self._dtype != torch.float32
         return forward(
-            self.model,
-            batch,
-            rows,
-            device=self._device,
-            entropy=entropy,
-            autocast=torch.autocast(self._device.type, dtype=self._dtype) if reduced else None,
-            chunk=self._chunk,
+            self.model, batch, rows, device=self._device, entropy=entropy, chunk=self._chunk
         )
 
 
@@ -126,7 +121,10 @@ class TorchBackend(TrainingBackend):
             _checkpoint_layers(self._model)
         self._policy = self._on_device(self._model)
         self._aliases = _aliases(self._model)
-        self._optimizer = build_optimizer(config, self._parameters())
+        # Sharded weights are float32 too, and FSDP2 gathers them in `dtype`.
+        rounded = torch.float32 if config.ranks > 1 else getattr(torch, config.dtype)
+        self._masters = MasterWeights(self._model, rounded)
+        self._optimizer = build_optimizer(config, self._masters.parameters)
         self._reference: _Policy | None = None
         self._updates = 0
         self._skipped_updates = 0
@@ -257,7 +255,9 @@ class TorchBackend(TrainingBackend):
             count["micro_batches"] += 1
         loss, means, count = self._over_ranks(loss, means, count)
         grad_norm = float(
-            full(torch.nn.utils.clip_grad_norm_(self._parameters(), self._config.max_grad_norm))
+            full(
+                torch.nn.utils.clip_grad_norm_(self._masters.parameters, self._config.max_grad_norm)
+            )
         )
         lr = self._apply(loss, grad_norm)
         # A mean over no token is 0/0; it is left out rather than reported as 0.
@@ -302,7 +302,7 @@ class TorchBackend(TrainingBackend):
             raise BackendConfigError(
                 "save_adapters needs backend.lora, which is not set; use save_weights"
             )
-        weights = self._whole(lora.adapter_weights(self._model))
+        weights = self._whole(lora.adapter_weights(self._masters.named()))
         if self._ranks.rank == 0:
             lora.save_adapters(self._model, Path(path), str(self._model_path), weights)
 
@@ -339,9 +339,9 @@ class TorchBackend(TrainingBackend):
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
-        trained = self._model.state_dict()
+        trained = self._masters.named()
         if self._config.lora is not None:
-            trained = lora.adapter_weights(self._model)
+            trained = lora.adapter_weights(trained)
         state = {
             "model": self._whole(trained),
             "optimizer": full_optimizer_state(self._optimizer),
@@ -371,11 +371,12 @@ class TorchBackend(TrainingBackend):
             if self._config.lora is not None:
                 if started_from["model"] != self._started_from["model"]:
                     raise RuntimeError("its adapters belong to other weights")
-                if lora.adapter_weights(self._model).keys() != state["model"].keys():
+                if lora.adapter_weights(self._masters.named()).keys() != state["model"].keys():
                     raise RuntimeError(
                         "its adapters are not on the modules that backend.lora names"
                     )
             load_weights(self._model, state["model"], strict=self._config.lora is None)
+            self._masters.load(state["model"])
         except RuntimeError as e:
             raise BackendConfigError(
                 f"the checkpoint does not fit the model in {self._model_path} "
@@ -402,9 +403,6 @@ class TorchBackend(TrainingBackend):
         """Free the gradients and the reference; weights and optimizer go with the object."""
         self._optimizer.zero_grad(set_to_none=True)
         self._reference = None
-
-    def _parameters(self) -> list[torch.nn.Parameter]:
-        return [p for p in self._model.parameters() if p.requires_grad]
 
     def _selected_rows(self, batch: TorchBatch, indices: Sequence[int] | None) -> list[Row]:
         if indices is None:
@@ -465,6 +463,7 @@ class TorchBackend(TrainingBackend):
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
+        self._masters.round()
         self._updates += 1
         self._skipped_in_a_row = 0
         return lr
@@ -494,7 +493,7 @@ def _load(path: Path, config: TorchBackendConfig, *, frozen: bool) -> Any:
             f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
         ) from e
     if config.rows == "tree":
-        tree.enable(model)
+        tree.enable(model, getattr(torch, config.dtype))
     model.eval()
     return model
 

@@ -144,6 +144,23 @@ def test_two_ray_ranks_train_as_one_process_does_and_resume_in_either_number(
 
 
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_in_bfloat16_two_ranks_have_the_policy_of_one_process(
+    model_path: Path, lora: dict[str, Any] | None
+) -> None:
+    policies = []
+    for n in (1, 2):
+        backend = build_backend(
+            "torch", config_of(ranks=n, dtype="bfloat16", lora=lora), model_path
+        )
+        train(backend, [0])
+        policies.append(backend.compute_log_probs(backend.convert(steps_of(7))))
+        backend.close()
+    torch.testing.assert_close(*policies, atol=1e-6, rtol=0)
+
+
+@pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
 def test_two_torchrun_ranks_with_every_saving_on_train_as_one_plain_process(
     model_path: Path, tmp_path: Path
 ) -> None:

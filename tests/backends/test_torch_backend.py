@@ -7,6 +7,7 @@ import pickle
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -542,3 +543,51 @@ def test_a_missing_gpu_is_named(model_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_config_out_of_bounds_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TorchBackendConfig.model_validate(bad)
+
+
+# --- bfloat16
+
+
+def bfloat16_reference(path: Path, steps: Sequence[Step], width: int | None = None) -> Tensor:
+    """log π of what `path` publishes, as an engine in bfloat16 computes it: one step at a time, or
+    all in one batch padded to `width`, which rounds elsewhere."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+
+    def float_logits(input_ids: Tensor) -> Any:
+        padded = torch.nn.functional.pad(input_ids, (0, width - input_ids.shape[1] if width else 0))
+        logits = model(input_ids=padded.expand(2 if width else 1, -1)).logits[:1]
+        return SimpleNamespace(logits=logits[:, : input_ids.shape[1]].float())
+
+    with torch.no_grad():
+        return plain_forward(float_logits, steps)[0]
+
+
+@pytest.mark.parametrize("rows", ["step", "merged", "tree"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_in_bfloat16_the_policy_that_is_trained_is_the_one_that_engines_sample(
+    tmp_path: Path, rows: str, lora: dict[str, Any] | None
+) -> None:
+    """Masters are float32, but every operation of the forward pass runs in bfloat16: the trained
+    policy is as far from an engine's as two engines are that batch otherwise."""
+    path = save_model(qwen3(max_position_embeddings=256, num_hidden_layers=4), tmp_path / "model")
+    trained = backend(path, lr=1e-2, dtype="bfloat16", rows=rows, lora=lora)
+    steps = random_steps(1, 8)
+    trained.train_step(with_columns(trained.convert(steps)), make_loss_fn(LossConfig()))
+    trained.save_weights(tmp_path / "v1")
+    engine = bfloat16_reference(tmp_path / "v1", steps)
+    other_engine = bfloat16_reference(tmp_path / "v1", steps, width=160)
+    between_engines = (engine - other_engine).abs().mean()
+    gap = (trained.compute_log_probs(trained.convert(steps)) - engine).abs().mean()
+    # LoRA: W·x + B·A·x rounds once more than the merged weights do.
+    assert gap <= (2 if lora is None else 4) * between_engines
+
+
+def test_bfloat16_masters_keep_what_one_update_alone_would_round_away(model_path: Path) -> None:
+    trained = backend(model_path, lr=1e-5, dtype="bfloat16", optimizer="sgd", max_grad_norm=1e-3)
+    batch = with_columns(trained.convert(random_steps(1)))
+    before = {k: v.clone() for k, v in trained.state_dict()["model"].items()}
+    for _ in range(3):
+        trained.train_step(batch, make_loss_fn(LossConfig()))
+    after = trained.state_dict()["model"]
+    assert any((after[k] != before[k]).any() for k in before)
+    assert all(v.dtype == torch.float32 for v in after.values() if v.is_floating_point())
