@@ -121,8 +121,10 @@ class DataPoolClient:
         attempt: int = 0,
         metadata: Mapping[str, Any] | None = None,
         channel: str = TRAIN,
+        timeout_s: float | None = None,
     ) -> SubmitOutcome:
-        """`DataPool.open_trajectory`."""
+        """`DataPool.open_trajectory`: waits up to `timeout_s` (None: for ever) for room."""
+        wait = _Wait(timeout_s)
         while True:
             try:
                 outcome: SubmitOutcome = await self._outbox.send(
@@ -136,7 +138,7 @@ class DataPoolClient:
                 )
                 return outcome
             except PoolFullError:
-                await self._wait_for_room(channel)
+                await self._wait_for_room(channel, wait)
 
     async def resume_trajectory(
         self,
@@ -146,8 +148,11 @@ class DataPoolClient:
         metadata: Mapping[str, Any] | None = None,
         channel: str = TRAIN,
         elsewhere: bool = False,
+        timeout_s: float | None = None,
     ) -> Resumed:
-        """`DataPool.resume_trajectory`: opened, or found open with its steps, in one trip."""
+        """`DataPool.resume_trajectory`: opened, or found open with its steps, in one trip. Waits
+        up to `timeout_s` (None: for ever) for room."""
+        wait = _Wait(timeout_s)
         while True:
             try:
                 resumed: Resumed = await self._outbox.send(
@@ -157,31 +162,39 @@ class DataPoolClient:
                 )
                 return resumed
             except PoolFullError:
-                await self._wait_for_room(channel)
+                await self._wait_for_room(channel, wait)
 
-    async def submit_step(self, step: Step, channel: str = TRAIN) -> SubmitOutcome:
-        """`DataPool.submit_step`."""
-        return (await self.submit_steps([step], channel))[0]
+    async def submit_step(
+        self, step: Step, channel: str = TRAIN, timeout_s: float | None = None
+    ) -> SubmitOutcome:
+        """`DataPool.submit_step`: waits up to `timeout_s` (None: for ever) for room."""
+        return (await self.submit_steps([step], channel, timeout_s))[0]
 
     async def submit_steps(
-        self, steps: Sequence[Step], channel: str = TRAIN
+        self, steps: Sequence[Step], channel: str = TRAIN, timeout_s: float | None = None
     ) -> list[SubmitOutcome]:
-        """`DataPool.submit_steps`."""
+        """`DataPool.submit_steps`: waits up to `timeout_s` (None: for ever) for room."""
         for step in steps:
             if not isinstance(step, Step):
                 raise InvalidStepError(
                     f"got {step!r:.80} of type {type(step).__name__}; pass datapool.Step"
                 )
-        return outcomes_or_raise(await self._submit(steps, channel))
+        return outcomes_or_raise(await self._submit(steps, channel, timeout_s))
 
-    async def _submit(self, steps: Sequence[Step], channel: str) -> Results:
+    async def _submit(
+        self, steps: Sequence[Step], channel: str, timeout_s: float | None
+    ) -> Results:
         """Each step's outcome or refusal."""
         if not steps:
             return []
+        wait = _Wait(timeout_s)
         results = await self._apply_steps(steps, channel)
         while blocked := [i for i, r in enumerate(results) if isinstance(r, PoolFullError)]:
             # The channel blocks: steps of new groups wait here, in their producer.
-            await self._wait_for_room(channel)
+            try:
+                await self._wait_for_room(channel, wait)
+            except PoolFullError:
+                return results
             answers = await self._apply_steps([steps[i] for i in blocked], channel)
             for i, answer in zip(blocked, answers, strict=True):
                 results[i] = answer
@@ -197,13 +210,18 @@ class DataPoolClient:
         )
         return results
 
-    async def _wait_for_room(self, channel: str) -> None:
+    async def _wait_for_room(self, channel: str, wait: _Wait) -> None:
+        """
+        Raises:
+            PoolFullError: the wait is over.
+        """
         while True:
             try:
-                await call(self.actor.wait_for_room, channel, SLICE_S)
+                await call(self.actor.wait_for_room, channel, wait.next_slice())
                 return
             except PoolFullError:
-                continue
+                if wait.is_over():
+                    raise
 
     async def complete_trajectory(
         self,

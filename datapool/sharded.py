@@ -358,13 +358,14 @@ class ShardedDataPoolClient(DataPoolClient):
         attempt: int = 0,
         metadata: Mapping[str, Any] | None = None,
         channel: str = TRAIN,
+        timeout_s: float | None = None,
     ) -> SubmitOutcome:
         home = self.shard_of(prompt_uid)
         is_new = self._move_in(trajectory_uid, home, channel)
         await asyncio.sleep(0)  # see `_submit`
         try:
             return await self.shards[home].open_trajectory(
-                trajectory_uid, prompt_uid, attempt, metadata, channel
+                trajectory_uid, prompt_uid, attempt, metadata, channel, timeout_s
             )
         except DataPoolError:
             if is_new:
@@ -379,13 +380,14 @@ class ShardedDataPoolClient(DataPoolClient):
         metadata: Mapping[str, Any] | None = None,
         channel: str = TRAIN,
         elsewhere: bool = False,
+        timeout_s: float | None = None,
     ) -> Resumed:
         home = self.shard_of(prompt_uid)
         is_new = self._move_in(trajectory_uid, home, channel)
         await asyncio.sleep(0)  # see `_submit`
         try:
             resumed = await self.shards[home].resume_trajectory(
-                trajectory_uid, prompt_uid, attempt, metadata, channel, elsewhere
+                trajectory_uid, prompt_uid, attempt, metadata, channel, elsewhere, timeout_s
             )
         except DataPoolError:
             if is_new:
@@ -396,7 +398,9 @@ class ShardedDataPoolClient(DataPoolClient):
             self._move_in(trajectory_uid, home, resumed.channel)
         return resumed
 
-    async def _submit(self, steps: Sequence[Step], channel: str) -> Results:
+    async def _submit(
+        self, steps: Sequence[Step], channel: str, timeout_s: float | None
+    ) -> Results:
         results: dict[int, SubmitOutcome | DataPoolError] = {}
         parts: dict[int, list[int]] = {}
         new: set[str] = set()
@@ -412,7 +416,7 @@ class ShardedDataPoolClient(DataPoolClient):
         # what was called first goes first.
         answers = await asyncio.gather(
             *(
-                self.shards[k]._submit([steps[i] for i in part], channel)
+                self.shards[k]._submit([steps[i] for i in part], channel, timeout_s)
                 for k, part in parts.items()
             ),
             return_exceptions=True,

@@ -558,6 +558,23 @@ async def test_a_producer_waits_in_its_client_until_something_is_leased(
     assert await opening == "accepted"
 
 
+async def test_a_producer_that_waits_no_longer_hears_that_the_channel_is_full(
+    client: DataPoolClient, make_step: MakeStep
+) -> None:
+    where: dict[str, Any] = {"channel": "queue"}
+    await client.submit_step(make_step("x", "full", is_last=True), **where)
+    for ask in (
+        lambda: client.open_trajectory("y", "new", **where, timeout_s=0),
+        lambda: client.resume_trajectory("y", "new", **where, timeout_s=0.05),
+        lambda: client.submit_step(make_step("y", "new"), **where, timeout_s=0),
+    ):
+        with pytest.raises(PoolFullError, match="max_queue_size=1 ready groups"):
+            await ask()
+    assert await client.fetch_batch(**where) is not None
+    assert await client.open_trajectory("y", "new", **where, timeout_s=0) == "accepted"
+    await client.abort_trajectory("y", "done", **where)
+
+
 async def test_a_channel_that_is_full_of_bytes_has_room_when_they_are_acked(
     client: DataPoolClient, make_step: MakeStep
 ) -> None:
