@@ -39,6 +39,8 @@ from datapool.errors import (
     DataPoolError,
     InvalidRequestError,
     JournalError,
+    LeaseClosedError,
+    LeaseExpiredError,
     PoolFullError,
     PoolUnavailableError,
 )
@@ -84,6 +86,10 @@ MAX_CONCURRENCY = 100_000
 TIMER_RETRY_S = 1.0
 
 
+Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
+"""Why `lease_batch` gave no lease: too few groups in its time, or too few and no more to come."""
+
+
 class _Request(NamedTuple):
     """Arguments of `DataPool.lease_packed`."""
 
@@ -101,7 +107,7 @@ class _Consumer:
 
     ticket: int
     request: _Request
-    answer: asyncio.Future[PackedLease | None]
+    answer: asyncio.Future[PackedLease | Unserved]
 
 
 @dataclass(eq=False, slots=True)
@@ -271,8 +277,7 @@ class DataPoolActor:
                 return waiter.answer.result()
         except asyncio.CancelledError:
             if _answered(waiter.answer) == "accepted":
-                self._change(undo, channel)
-                self._write_soon()
+                self._undo(undo, channel)
             raise
         finally:
             queue.pop(ticket, None)
@@ -390,11 +395,11 @@ class DataPoolActor:
 
     # -- consumers ---------------------------------------------------------------------------
 
-    async def lease_parts(self, parts: int, *arguments: Any) -> tuple[PackedLease | None, ...]:
+    async def lease_parts(self, parts: int, *arguments: Any) -> tuple[PackedLease | Unserved, ...]:
         """`lease_batch` as `parts` (> 1) leases of one id, each with some of the groups: for the
         same reason as the parts of `apply`, the other way round."""
         lease = await self.lease_batch(*arguments)
-        return (None,) * parts if lease is None else lease.split(parts)
+        return lease.split(parts) if isinstance(lease, PackedLease) else (lease,) * parts
 
     async def lease_batch(
         self,
@@ -405,54 +410,67 @@ class DataPoolActor:
         lease_s: float | None = None,
         request_id: str | None = None,
         at_most: bool = False,
-    ) -> PackedLease | None:
+    ) -> PackedLease | Unserved:
         """`DataPool.lease_batch`, waiting up to `timeout_s` (None: for ever) for the groups.
 
-        None after the timeout, or as soon as the channel is shut down without enough of them.
-        Consumers that ask for the same `n_rollouts` are served first come, first served. A call
-        that is repeated with its `request_id` gets the lease that it was given before.
-        `at_most`: fewer groups will do.
+        "nothing_yet" after the timeout; "shut_down" as soon as the channel is shut down without
+        enough of them. Consumers that ask for the same `n_rollouts` are served first come, first
+        served. A call that is repeated with its `request_id` gets the lease that it was given
+        before. `at_most`: fewer groups will do.
+
+        Raises:
+            JournalError: the lease could not be made durable; its groups are ready again.
         """
         check_lease_request(n_rollouts, batch_size, lease_s)
-        ticket = self._ticket()
-        waiter = _Consumer(
-            ticket,
+        consumer = _Consumer(
+            self._ticket(),
             _Request(n_rollouts, channel, batch_size, lease_s, request_id, at_most),
             asyncio.get_running_loop().create_future(),
         )
-        if self._pool.leases.answer_to(request_id) is not None:
-            self._serve_one(waiter)
+        try:
+            if self._pool.leases.answer_to(request_id) is None:
+                await self._queue(consumer, timeout_s)
+            else:
+                self._serve_one(consumer)
+            # The consumer has left the queue: its lease, if it got one, is among what is awaited.
             await self._durable()
-            return waiter.answer.result()
-        consumers = self._waiting.setdefault(channel, _Waiting()).consumers
-        queue = consumers.setdefault(n_rollouts, OrderedDict())
-        queue[ticket] = waiter
+        except (asyncio.CancelledError, JournalError):
+            # Nobody was told of the lease, so its groups go back, unless it has ended meanwhile.
+            lease = _answered(consumer.answer)
+            if isinstance(lease, PackedLease):
+                with contextlib.suppress(LeaseClosedError, LeaseExpiredError):
+                    self._give_back(lease, "consumer_left")
+            raise
+        return consumer.answer.result()
+
+    async def _queue(self, consumer: _Consumer, timeout_s: float | None) -> None:
+        """Let a consumer wait for its turn. It has an answer and has left the queue afterwards."""
+        channel, answer = consumer.request.channel, consumer.answer
+        queues = self._waiting.setdefault(channel, _Waiting()).consumers
+        queue = queues.setdefault(consumer.request.n_rollouts, OrderedDict())
+        queue[consumer.ticket] = consumer
         try:
             self._change(lambda: None, channel)
             waits = timeout_s is None or timeout_s > 0
-            if not waiter.answer.done() and waits and not self._pool.is_shut_down(channel):
-                await asyncio.wait([waiter.answer], timeout=timeout_s)
-            await self._durable()
-            return waiter.answer.result() if waiter.answer.done() else None
-        except asyncio.CancelledError:
-            # Served while the caller was leaving: the groups go back, nobody has seen them.
-            lease = _answered(waiter.answer)
-            if lease is not None:
-                self._change(
-                    lambda: self._pool.nack(lease.lease_id, "consumer_left", now=self._now()),
-                    channel,
+            if not answer.done() and waits and not self._pool.is_shut_down(channel):
+                await asyncio.wait([answer], timeout=timeout_s)
+            if not answer.done():
+                answer.set_result(
+                    "shut_down" if self._pool.is_shut_down(channel) else "nothing_yet"
                 )
-                self._write_soon()
-            raise
         finally:
-            queue.pop(ticket, None)
-            if not queue and consumers.get(n_rollouts) is queue:
-                del consumers[n_rollouts]
+            queue.pop(consumer.ticket, None)
+            if not queue and queues.get(consumer.request.n_rollouts) is queue:
+                del queues[consumer.request.n_rollouts]
             self._forget_idle(channel)
-            # A cancelled head of the queue may have held back a smaller request behind it. If the
+            # A head of the queue that left may have held back a smaller request behind it. If the
             # journal takes nothing, that one waits for the next change, as everybody does.
             with contextlib.suppress(JournalError):
                 self._change(lambda: None, channel)
+
+    def _give_back(self, lease: PackedLease, reason: str) -> None:
+        """Nack a lease that its consumer does not get."""
+        self._undo(lambda: self._pool.nack(lease.lease_id, reason, now=self._now()), lease.channel)
 
     async def fetch_batch(
         self,
@@ -466,9 +484,19 @@ class DataPoolActor:
         Nothing takes them back if the consumer dies on the way; who cannot afford that leases.
         """
         lease = await self.lease_batch(n_rollouts, channel, batch_size, timeout_s)
-        if lease is None:
+        if not isinstance(lease, PackedLease):
             return None
-        await self.ack(lease.lease_id)
+        try:
+            await self.ack(lease.lease_id)
+        except JournalError as e:
+            try:
+                self._give_back(lease, "fetch_failed")
+            except LeaseClosedError:
+                # The ack was applied and is written with the next transaction; the steps are
+                # nowhere but here.
+                logger.error("DataPool: the ack of a fetched batch is not durable yet: %s", e)
+            else:
+                raise
         return lease.steps()
 
     async def ack(self, lease_id: str) -> None:
@@ -729,7 +757,7 @@ class DataPoolActor:
             for queue in list(waiting.consumers.values()) if waiting else ():
                 for consumer in queue.values():
                     if not consumer.answer.done():
-                        consumer.answer.set_result(None)
+                        consumer.answer.set_result("shut_down")
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -757,8 +785,21 @@ class DataPoolActor:
         try:
             return operation()
         finally:
-            self._wake(channel)
-            self._pool.write_counts()
+            self._follow(channel)
+
+    def _undo(self, operation: Callable[[], None], channel: str) -> None:
+        """Take back a change that its caller will not hear of. Also while the journal takes
+        nothing: it keeps the change and its end together, until it can write both."""
+        try:
+            operation()
+        finally:
+            self._follow(channel)
+        self._write_soon()
+
+    def _follow(self, channel: str | None) -> None:
+        """Do what follows from a change."""
+        self._wake(channel)
+        self._pool.write_counts()
 
     async def _durable(self) -> None:
         """Return once everything done so far is."""

@@ -16,6 +16,8 @@ their way when the pool's process died are. Not thread-safe: one client per even
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import time
 import uuid
@@ -28,11 +30,13 @@ from datapool.actor import (
     APPLY_STEPS,
     DEFAULT_NAME,
     DataPoolHandle,
+    Unserved,
 )
 from datapool.config import SelectionConfig
 from datapool.errors import (
     DataPoolError,
     InvalidStepError,
+    JournalFullError,
     PoolFullError,
 )
 from datapool.events import Events
@@ -46,7 +50,11 @@ from datapool.selection import DryRun, Marks
 from datapool.transfer import ImportSummary, export_pages, import_file
 from datapool.types import TRAIN, Group, Lease, Step
 
+log = logging.getLogger(__name__)
+
 SLICE_S = 10.0
+FULL_S = 5.0
+"""Between two tries to lease from a pool whose disk is full."""
 MAX_PARTS = 16
 EXPORT_PAGE = 256
 """Trajectories of an export that travel together, if they are small."""
@@ -292,15 +300,31 @@ class DataPoolClient:
         timeout_s: float | None = 0,
         lease_s: float | None = None,
     ) -> Lease | None:
-        """`DataPoolActor.lease_batch`: waits up to `timeout_s` (None: for ever)."""
+        """`DataPoolActor.lease_batch`: waits up to `timeout_s` (None: for ever). None once that is
+        over, or as soon as the channel is shut down without enough groups.
+
+        A pool whose disk is full leases nothing; it is waited for as for groups.
+
+        Raises:
+            JournalFullError: the disk is still full after `timeout_s`.
+        """
         wait = _Wait(timeout_s)
         request_id = uuid.uuid4().hex
         while True:
-            lease = await self._lease(
-                n_rollouts, channel, batch_size, wait.next_slice(), lease_s, request_id
-            )
-            if lease is not None or wait.is_over() or wait.was_cut_short():
-                return lease
+            try:
+                answer = await self._lease(
+                    n_rollouts, channel, batch_size, wait.next_slice(), lease_s, request_id
+                )
+            except JournalFullError as e:
+                if wait.is_over():
+                    raise
+                log.warning("no lease yet: %s", e)
+                await asyncio.sleep(min(FULL_S, wait.left()))
+                continue
+            if isinstance(answer, Lease):
+                return answer
+            if answer == "shut_down" or wait.is_over():
+                return None
 
     async def _lease(
         self,
@@ -309,27 +333,27 @@ class DataPoolClient:
         batch_size: int,
         *rest: Any,
         ask: Callable[..., Awaitable[Any]] = call,
-    ) -> Lease | None:
-        """One lease; through Ray in as many parts as the last one of the channel makes seem
-        right."""
+    ) -> Lease | Unserved:
+        """One answer of `DataPoolActor.lease_batch`; through Ray in as many parts as the last lease
+        of the channel makes seem right."""
+        arguments = (n_rollouts, channel, batch_size, *rest)
+        answer: Lease | Unserved
         if ask is call and self._line.connection() is not None:
-            arguments = (n_rollouts, channel, batch_size, *rest)
             answer = await begin(self._line, self.actor, "lease_batch", *arguments).answer()
-            leased: Lease | None = answer
-            return leased
+            return answer
         n_bytes = self._group_bytes.get(channel, 0) * batch_size
         n_parts = min(batch_size, MAX_PARTS, 1 + n_bytes // PART_BYTES)
-        arguments = (n_rollouts, channel, batch_size, *rest)
-        lease: Lease | None
         if n_parts == 1:
-            lease = await ask(self.actor.lease_batch, *arguments)
+            answer = await ask(self.actor.lease_batch, *arguments)
         else:
             method = self.actor.lease_parts.options(num_returns=n_parts)
             parts = await ask(method, n_parts, *arguments)
-            lease = parts[0] and replace(parts[0], groups=tuple(g for p in parts for g in p.groups))
-        if lease is not None:
-            self._group_bytes[channel] = _n_bytes(lease.groups[0])
-        return lease
+            answer = parts[0]
+            if isinstance(answer, Lease):
+                answer = replace(answer, groups=tuple(g for p in parts for g in p.groups))
+        if isinstance(answer, Lease):
+            self._group_bytes[channel] = _n_bytes(answer.groups[0])
+        return answer
 
     async def ack(self, lease_id: str) -> None:
         """`DataPool.ack`."""
@@ -546,20 +570,14 @@ class _Wait:
     """
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._asked_at = 0.0
-        self._slice = 0.0
+        self._end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+    def left(self) -> float:
+        return max(0.0, self._end - time.monotonic())
 
     def next_slice(self) -> float:
         """Seconds to ask for now."""
-        self._asked_at = time.monotonic()
-        left = math.inf if self._end is None else max(0.0, self._end - self._asked_at)
-        self._slice = min(left, SLICE_S)
-        return self._slice
+        return min(self.left(), SLICE_S)
 
     def is_over(self) -> bool:
-        return self._end is not None and time.monotonic() >= self._end
-
-    def was_cut_short(self) -> bool:
-        """The last slice came back empty before its time: the channel was shut down."""
-        return time.monotonic() - self._asked_at < self._slice
+        return self.left() == 0

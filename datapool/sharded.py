@@ -51,11 +51,12 @@ from datapool.actor import (
     unavailable,
 )
 from datapool.channel import N_OLDEST_OPEN
-from datapool.client import SLICE_S, DataPoolClient, Results
+from datapool.client import FULL_S, SLICE_S, DataPoolClient, Results
 from datapool.config import SelectionConfig
 from datapool.errors import (
     DataPoolError,
     InvalidRequestError,
+    JournalFullError,
     PoolFullError,
     TrajectoryConflictError,
     UnknownLeaseError,
@@ -485,10 +486,8 @@ class ShardedDataPoolClient(DataPoolClient):
         timeout_s: float | None = 0,
         lease_s: float | None = None,
     ) -> Lease | None:
-        """`DataPoolActor.lease_batch`: waits up to `timeout_s` (None: for ever).
-
-        The groups of a batch stand shard by shard. Consumers are not served first come first.
-        """
+        """`DataPoolClient.lease_batch`. The groups of a batch stand shard by shard. Consumers are
+        not served first come first."""
         check_lease_request(n_rollouts, batch_size, lease_s)
         end = _end(timeout_s)
         tries = 0
@@ -508,7 +507,17 @@ class ShardedDataPoolClient(DataPoolClient):
             while True:
                 available = {k: answer.n_groups for k, answer in watch.latest.items()}
                 if sum(available.values()) >= batch_size:
-                    lease = await self._take(available, n_rollouts, channel, batch_size, lease_s)
+                    try:
+                        lease = await self._take(
+                            available, n_rollouts, channel, batch_size, lease_s
+                        )
+                    except JournalFullError as e:
+                        if not _left(end):
+                            raise
+                        log.warning("no lease yet: %s", e)
+                        await asyncio.sleep(min(FULL_S, _left(end)))
+                        await watch.look()
+                        continue
                     if lease is not None:
                         return lease
                     tries += 1
@@ -556,12 +565,12 @@ class ShardedDataPoolClient(DataPoolClient):
                 ]
                 await asyncio.wait(tasks, timeout=TAKE_S)
                 for (request_id, k), task in zip(requests.items(), tasks, strict=True):
-                    lease = _result(task)
-                    n = 0 if lease is None else len(lease.groups)
+                    answer = _result(task)  # None: the shard went down
+                    n = len(answer.groups) if isinstance(answer, Lease) else 0
                     available[k] = available[k] - n if n == plan[k] else 0
                     missing -= n
-                    if lease is not None:
-                        leases.append(lease)
+                    if isinstance(answer, Lease):
+                        leases.append(answer)
                         held[request_id] = lost.pop(request_id)
         except BaseException:  # also a cancellation: what was taken goes back
             self._return(held | lost)

@@ -177,6 +177,21 @@ async def test_a_wait_is_as_long_as_asked_however_it_is_sliced(client, channel, 
     assert await waiting is None
 
 
+async def test_a_wait_goes_on_when_a_slice_of_it_ends_early(
+    client, channel, monkeypatch, make_step
+):
+    """A clock that ticks in milliseconds ends a slice up to one too soon; here many are slices."""
+    monkeypatch.setattr(client_module, "SLICE_S", 0.0015)
+    endless = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=None))
+    limited = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=60, batch_size=2))
+    await asyncio.sleep(1)
+    assert not endless.done()
+    assert not limited.done()
+    for uid in "abc":
+        await client.submit_step(make_step(uid, f"p{uid}", is_last=True), channel)
+    assert {len((await waiting).groups) for waiting in (endless, limited)} == {1, 2}
+
+
 async def test_cancelled_callers_leave_the_queue(shared_actor, client, channel):
     reference = shared_actor.fetch_batch.remote(channel=channel, timeout_s=None)
     task = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=None))
@@ -362,7 +377,7 @@ async def test_a_lease_whose_answer_was_lost_is_given_again_to_the_same_call(own
     await client.get_statistics()  # waits for the restart
     repeated = await own_actor.lease_batch.remote(request_id="r")
     assert repeated == lost
-    assert await own_actor.lease_batch.remote(request_id="other") is None
+    assert await own_actor.lease_batch.remote(request_id="other") == "nothing_yet"
 
 
 async def test_a_call_under_way_when_the_pool_is_killed_gets_its_answer(own_actor, make_step):
