@@ -13,6 +13,9 @@ have it already. Without a stream there is nothing to keep, and the request is m
 fails over `engine_retries` times in all, with back-off where there is no other engine. Cancelling
 the call aborts it in the engine.
 
+Errors are read by agents: they name no address and no path. Those, and the engine's own words, go to
+the log.
+
 Does not own: prompts, text, tool calls; which engine (`fleet.py`) and whether it is well
 (`engine_checks.py`); starting or updating engines (`backends/engines`).
 """
@@ -20,7 +23,9 @@ Does not own: prompts, text, tool calls; which engine (`fleet.py`) and whether i
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -42,6 +47,8 @@ from gateway.fleet import Engine, Fleet, backoff_s
 from gateway.kept import KeptConnections
 from gateway.pace import Pace
 
+log = logging.getLogger(__name__)
+
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their log-probs, best first."""
 OnTokens: TypeAlias = Callable[[Sequence[int], Sequence[float], Sequence[TopLogProbs]], None]
@@ -51,6 +58,10 @@ _JSON = {"content-type": "application/json"}
 _RETRIED = frozenset({429, 502, 503, 504})
 _DROPPED_BY_ROUTERS = frozenset({"structural_tag"})
 """Constraints that sglang-router 0.3.2 leaves out of what it forwards, without a word."""
+_ADDRESSES = re.compile(
+    r"\w+://[^\s\"']+|(?<![\w/])(?:/[\w.@+-]+){2,}|\b\d+(?:\.\d+){3}(?::\d+)?\b"
+)
+"""URLs, files and IP addresses in an engine's own words."""
 _EMPTY_ABORTS = 1000
 """Aborts in a row without one token before an engine counts as broken."""
 
@@ -261,9 +272,10 @@ class EngineClient:
                     if len(whole.ids) >= sampling.max_new_tokens:
                         return _generation(whole, {"type": "length"}, resumes)
                 if failures > self._config.engine_retries:
+                    log.warning("no engine answered in %d tries; last: %s", failures, e)
                     raise EngineUnavailableError(
-                        f"no engine answered in {failures} tries; last: {e}. "
-                        "See gateway.engine_urls and gateway.engine_retries"
+                        f"no engine answered in {failures} tries; see the gateway's log, "
+                        "gateway.engine_urls and gateway.engine_retries"
                     ) from e
                 self.retries += 1
                 await self._back_off(failures, tried)
@@ -305,8 +317,9 @@ class EngineClient:
         """Go on from what a lost engine streamed."""
         spans = part.certain_spans()
         if spans is None:
+            log.warning("a stream broke off: %s", why)
             raise EngineUnavailableError(
-                f"{why}: broke off after {len(part.ids)} streamed tokens, and the weight version "
+                f"the engine's answer broke off after {len(part.ids)} streamed tokens, and the weight version "
                 "that sampled them is not certain"
             ) from why
         part.spans = spans
@@ -379,7 +392,11 @@ class EngineClient:
                 raise self._too_late() from e
             raise _LostError(f"{engine.url} (it answers no checks)") from e
         except (_BusyError, EngineError) as e:
-            fleet.answered_badly(engine, _now(), str(e))
+            why = str(e)
+            if isinstance(e, EngineError):
+                why = f"{e} {e.detail}".rstrip()
+                log.warning("engine %s: %s", engine.url, why)
+            fleet.answered_badly(engine, _now(), why)
             if engine.circuit.state != "closed":
                 self._checks.look_at(engine)
             raise
@@ -401,23 +418,23 @@ class EngineClient:
         if url.startswith("http://"):
             async with self._kept.post(f"{url}/generate", body) as answer:
                 if answer.status != 200:
-                    _refuse(url, answer.status, await answer.read())
+                    _refuse(answer.status, await answer.read())
                 if on_tokens is None:
                     whole = await answer.read()
                     await self.pace.keep()
-                    _take(url, part, _loads(url, whole), incremental=False)
+                    _take(part, _loads(whole), incremental=False)
                 else:
-                    await _follow(url, answer.chunks(), part, on_tokens)
+                    await _follow(answer.chunks(), part, on_tokens)
             return
         async with self._session.post(
             f"{url}/generate", data=body, headers=_JSON, timeout=self._timeout
         ) as response:
             if response.status != 200:
-                _refuse(url, response.status, await response.read())
+                _refuse(response.status, await response.read())
             if on_tokens is None:
-                _take(url, part, _loads(url, await response.read()), incremental=False)
+                _take(part, _loads(await response.read()), incremental=False)
             else:
-                await _follow(url, response.content.iter_any(), part, on_tokens)
+                await _follow(response.content.iter_any(), part, on_tokens)
 
     def _abort(self, url: str, rid: str) -> None:
         # A router forwards no aborts; its workers know whose id it is.
@@ -437,20 +454,20 @@ class EngineClient:
             return
 
 
-async def _follow(url: str, body: AsyncIterator[bytes], part: _Part, on_tokens: OnTokens) -> None:
+async def _follow(body: AsyncIterator[bytes], part: _Part, on_tokens: OnTokens) -> None:
     """Read an SSE answer. SGLang's events are cumulative unless it was started otherwise, so of
     several that are already here only the last needs parsing."""
     incremental: bool | None = None
     async for events in _events(body):
         for event in events if incremental is not False else events[-1:]:
-            chunk = _loads(url, event)
+            chunk = _loads(event)
             n_before = len(part.ids)
             ids, meta = chunk.get("output_ids"), chunk.get("meta_info")
             n_here = len(ids) if isinstance(ids, list) else 0
             n_total = meta.get("completion_tokens", n_here) if isinstance(meta, dict) else n_here
             if incremental is None and n_before and n_here:
                 incremental = n_here != n_total
-            _take(url, part, chunk, incremental=bool(incremental))
+            _take(part, chunk, incremental=bool(incremental))
             if len(part.ids) > n_before:
                 on_tokens(part.ids[n_before:], part.log_probs[n_before:], part.tops[n_before:])
             if part.finish is not None:
@@ -469,24 +486,24 @@ async def _events(body: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
             yield payloads
 
 
-def _take(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
+def _take(part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
     """Bring `part` up to date with an answer or stream event.
 
     Raises:
         EngineError: it is none of SGLang's.
     """
     if "error" in chunk:
-        raise EngineError(f"{url} failed: {chunk['error']!s:.300}")
+        raise EngineError("the engine failed; see the gateway's log", f"{chunk['error']!s:.300}")
     try:
-        _read(url, part, chunk, incremental=incremental)
+        _read(part, chunk, incremental=incremental)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as e:
         raise EngineError(
-            f"{url} answered in another shape than SGLang's /generate "
-            f"({type(e).__name__}: {e!s:.200}); is it SGLang?"
+            "the engine answered in another shape than SGLang's /generate; is it SGLang?",
+            f"({type(e).__name__}: {e!s:.200})",
         ) from e
 
 
-def _read(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
+def _read(part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
     meta, ids = chunk["meta_info"], chunk["output_ids"]
     entries = meta.get("output_token_logprobs") or []
     have = 0 if incremental else len(part.ids)
@@ -496,7 +513,7 @@ def _read(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool)
     entries = entries[have:] if len(entries) == len(ids) else entries[len(part.log_probs) :]
     if [e[1] for e in entries] != part.ids[len(part.log_probs) :]:
         raise EngineError(
-            f"{url} returned log-probs of other tokens than output_ids; is return_logprob honoured?"
+            "the engine returned log-probs of other tokens than output_ids; is return_logprob honoured?"
         )
     n_before = len(part.log_probs)
     part.log_probs += [e[0] for e in entries]
@@ -507,10 +524,10 @@ def _read(url: str, part: _Part, chunk: Mapping[str, Any], *, incremental: bool)
     if finish is None:
         return
     if finish.get("type") == "abort" and (status := finish.get("status_code")):
-        _raise_for(url, status, f"aborted the call: {finish.get('message')!s:.300}")
+        _raise_for(status, "aborted the call", f"{finish.get('message')!s:.300}")
     part.finish = finish
     part.cached_tokens = meta.get("cached_tokens") or 0
-    part.spans = _spans(url, meta, len(part.ids))
+    part.spans = _spans(meta, len(part.ids))
 
 
 def _note_version(part: _Part, reported: Any) -> None:
@@ -524,25 +541,29 @@ def _note_version(part: _Part, reported: Any) -> None:
         part.is_certain = False
 
 
-def _spans(url: str, meta: Mapping[str, Any], n: int) -> list[VersionSpan]:
+def _spans(meta: Mapping[str, Any], n: int) -> list[VersionSpan]:
     if n == 0:
         return []
     reported = meta.get("weight_versions")
     if reported:
-        spans = [VersionSpan(_version(url, s["version"]), s["start"], s["end"]) for s in reported]
+        spans = [VersionSpan(_version(s["version"]), s["start"], s["end"]) for s in reported]
         spans = [s for s in spans if s.end > s.start]
         if [s.start for s in spans] != [0, *(s.end for s in spans[:-1])] or spans[-1].end != n:
-            raise EngineError(f"{url} reported weight_versions {reported} for {n} tokens")
+            raise EngineError(
+                f"the engine's weight_versions do not cover its {n} tokens",
+                f"but {reported!r:.200}",
+            )
         return spans
-    return [VersionSpan(_version(url, meta.get("weight_version")), 0, n)]
+    return [VersionSpan(_version(meta.get("weight_version")), 0, n)]
 
 
-def _version(url: str, version: Any) -> int:
+def _version(version: Any) -> int:
     try:
         return version_number(version)
     except (TypeError, ValueError) as e:
         raise EngineError(
-            f"{url} runs weight_version {version!r}; publish decimal integers ('0', '1', …)"
+            "the engine's weight_version is no number; publish decimal integers ('0', '1', …)",
+            f"but {version!r:.200}",
         ) from e
 
 
@@ -551,7 +572,8 @@ def _generation(whole: _Part, finish: Mapping[str, Any], resumes: int) -> Genera
         raise EngineError("the engine returned no token")
     kind = finish.get("type")
     if kind not in ("stop", "length"):
-        raise EngineError(f"the engine finished with {finish!r:.200}; expected stop or length")
+        log.warning("an engine finished with %.200r", finish)
+        raise EngineError("the engine's answer ended with neither stop nor length")
     spans: list[VersionSpan] = []
     for s in whole.spans:
         if spans and spans[-1].version == s.version:
@@ -562,7 +584,8 @@ def _generation(whole: _Part, finish: Mapping[str, Any], resumes: int) -> Genera
         ids = np.asarray(whole.ids, np.int32)
         log_probs = np.asarray(whole.log_probs, np.float32)
     except (OverflowError, TypeError, ValueError) as e:
-        raise EngineError(f"the engine's tokens and log-probs are no numbers: {e!s:.200}") from e
+        log.warning("an engine's tokens and log-probs are no numbers: %.200s", e)
+        raise EngineError("the engine's tokens and log-probs are no numbers") from e
     for array in (ids, log_probs):
         array.flags.writeable = False
     return Generation(
@@ -577,26 +600,31 @@ def _generation(whole: _Part, finish: Mapping[str, Any], resumes: int) -> Genera
     )
 
 
-def _loads(url: str, data: bytes) -> dict[str, Any]:
+def _loads(data: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as e:
-        raise EngineError(f"{url} answered no JSON: {data[:200]!r}") from e
+        raise EngineError("the engine answered no JSON", f"but {data[:200]!r}") from e
     if not isinstance(value, dict):
-        raise EngineError(f"{url} answered {value!r:.200}; expected one object")
+        raise EngineError("the engine answered something else than one object", f"{value!r:.200}")
     return value
 
 
-def _refuse(url: str, status: int, body: bytes) -> NoReturn:
-    _raise_for(url, status, f"answered {status}: {body.decode(errors='replace')[:300]}")
+def _refuse(status: int, body: bytes) -> NoReturn:
+    _raise_for(status, f"answered {status}", body.decode(errors="replace")[:300])
 
 
-def _raise_for(url: str, status: int, what: str) -> NoReturn:
+def _raise_for(status: int, what: str, why: str) -> NoReturn:
+    """
+    Args:
+        why: the engine's own words: for the log, and for the agent that sent what it refuses.
+    """
     if status == 400:
-        raise RequestError(f"the engine refuses the request: {what}", None)
+        words = _ADDRESSES.sub("…", why)
+        raise RequestError(f"the engine refuses the request: {what}: {words}", None)
     if status in _RETRIED:
-        raise _BusyError(f"{url} {what}")
-    raise EngineError(f"{url} {what}")
+        raise _BusyError(f"the engine {what}: {why}")
+    raise EngineError(f"the engine {what}; see the gateway's log", why)
 
 
 def _words(e: BaseException) -> str:

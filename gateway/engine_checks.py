@@ -55,6 +55,8 @@ class EngineChecks:
         """Of the router that calls go through."""
         self._news = asyncio.Event()
         self._running = False
+        self._last_why = ""
+        """Why no engine said what was asked of all of them, as the log has it."""
 
     async def start(self) -> None:
         """Begin; a router that answers has been asked once. Idempotent."""
@@ -99,7 +101,7 @@ class EngineChecks:
             "/v1/models",
             _context_length,
             "the context length is unknown",
-            "start the engine or set gateway.context_length",
+            "start the engine, or set gateway.context_length",
         )
         return length
 
@@ -233,7 +235,10 @@ class EngineChecks:
         if answer is not None:
             return answer
         why = "; ".join(map(str, failures)) or self._fleet.why_none()
-        raise EngineUnavailableError(f"{what}: {why}" + (f". To help: {remedy}" if remedy else ""))
+        if why != self._last_why:
+            self._last_why = why
+            log.warning("%s: %s", what, why)
+        raise EngineUnavailableError(f"{what}: see the gateway's log" + (remedy and f", {remedy}"))
 
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()

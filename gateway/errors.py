@@ -179,10 +179,15 @@ class RateLimitedError(GatewayError, RuntimeError):
 
 
 class EngineError(GatewayError, RuntimeError):
-    """An engine's answer cannot be used."""
+    """An engine's answer cannot be used: (what an agent may read, what only the log may hold)."""
 
     status = 502
     code = "engine_error"
+
+    @property
+    def detail(self) -> str:
+        """Addresses, files and the engine's own words."""
+        return str(self.args[1]) if len(self.args) > 1 else ""
 
 
 class EngineUnavailableError(EngineError, ConnectionError):

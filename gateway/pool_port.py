@@ -7,6 +7,7 @@ late or closed; its answers are passed on, never second-guessed.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,8 @@ from datapool.listing import Page, TrajectoryRow
 from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from datapool.types import Lease, Step
 from gateway.errors import PoolUnavailableError
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -94,7 +97,8 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
         async with asyncio.timeout(timeout_s):
             return await answer
     except PoolGoneError as e:
-        raise PoolUnavailableError(f"the DataPool cannot be reached ({e})") from e
+        log.warning("the DataPool cannot be reached: %s", e)
+        raise PoolUnavailableError("the DataPool cannot be reached; see the gateway's log") from e
     except DataPoolError:
         raise
     except TimeoutError as e:
@@ -102,6 +106,8 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
             f"the DataPool did not answer within {timeout_s:g} s (gateway.pool_timeout_s)"
         ) from e
     except Exception as e:  # Ray has many errors; to a client each means "not stored, try again"
+        # Ray's words name nodes and files, which agents need not know.
+        log.warning("the DataPool did not answer (%s: %.2000s)", type(e).__name__, e)
         raise PoolUnavailableError(
-            f"the DataPool did not answer ({type(e).__name__}: {e!s:.200})"
+            f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
         ) from e

@@ -254,6 +254,8 @@ class Sampled:
     version: str = "0"
     versions: list[tuple[str, int, int]] | None = None
     status: int = 200
+    words: str = "scripted"
+    """Of an answer that is no 200."""
     gate: asyncio.Event | None = None
     """Awaited before the last token."""
     drop_after: int | None = None
@@ -311,7 +313,7 @@ class ScriptedEngine:
         self.arrived.set()
         said = self.script.pop(0) if self.script else self.default(body)
         if said.status != 200:
-            return JSONResponse({"error": {"message": "scripted"}}, status_code=said.status)
+            return JSONResponse({"error": {"message": said.words}}, status_code=said.status)
         limit = body["sampling_params"]["max_new_tokens"]
         if len(said.ids) > limit:
             said = Sampled(said.ids[:limit], "length", version=said.version, gate=said.gate)

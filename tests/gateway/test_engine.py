@@ -518,7 +518,9 @@ async def test_when_the_only_engine_lost_its_weights_calls_wait_and_then_use_it(
     assert rig.client.statistics()["version"] == 5
 
 
-async def test_beyond_its_patience_a_call_says_which_versions_are_missing(rigs: Any) -> None:
+async def test_beyond_its_patience_a_call_logs_which_versions_are_missing(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = await rigs(engine_retries=1)
     [machine] = rig.machines
     machine.version = "5"
@@ -528,8 +530,9 @@ async def test_beyond_its_patience_a_call_says_which_versions_are_missing(rigs: 
     await rig.until(lambda: rig.state(machine) == "down")
     await machine.start()
     await rig.until(lambda: rig.state(machine) == "behind")
-    with pytest.raises(EngineUnavailableError, match="weight version 3 while others had 5"):
+    with pytest.raises(EngineUnavailableError):
         await rig.generate()
+    assert "weight version 3 while others had 5" in caplog.text
 
 
 async def test_engines_that_differ_during_a_rolling_update_are_all_used(rigs: Any) -> None:
@@ -605,11 +608,12 @@ async def test_workers_that_cannot_be_called_directly_are_refused_with_the_remed
         config = GatewayConfig(engine_router_url=url, engine_retries=0, **FAST)
         client = EngineClient(session, config)
         await client.start()
-        with pytest.raises(EngineUnavailableError, match=r"gateway\.engine_router_url"):
+        with pytest.raises(EngineUnavailableError):
             await Rig(client, []).generate()
         await client.close()
     await runner.cleanup()
     assert "is of type 'prefill'" in caplog.text
+    assert "there is no engine; see gateway.engine_urls" in caplog.text
 
 
 def test_a_router_url_is_an_http_url() -> None:
@@ -620,15 +624,17 @@ def test_a_router_url_is_an_http_url() -> None:
 # -- questions to any engine -----------------------------------------------------------------
 
 
-async def test_the_context_length_is_asked_of_whichever_engine_answers(rigs: Any) -> None:
+async def test_the_context_length_is_asked_of_whichever_engine_answers(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = await rigs(2)
     await rig.machines[0].stop()
     assert await rig.client.context_length() == 4096
     await rig.client.ready()
     await rig.machines[1].stop()
-    with pytest.raises(EngineUnavailableError) as failure:
+    with pytest.raises(EngineUnavailableError, match="no engine is healthy"):
         await rig.client.ready()
-    assert all(m.url in str(failure.value) for m in rig.machines)
+    assert all(m.url in caplog.text for m in rig.machines)
 
 
 # -- answers of another shape ------------------------------------------------------------------
@@ -674,7 +680,7 @@ def test_an_answer_of_another_shape_is_the_engines_failure(data: Any, other: Any
     inner[last] = other
     part = _Part()
     try:
-        _take("http://engine", part, answer, incremental=False)
+        _take(part, answer, incremental=False)
         generation = _generation(part, part.finish or {}, 0)
     except EngineError:
         return

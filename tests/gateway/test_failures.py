@@ -401,6 +401,51 @@ async def test_an_engine_that_stays_away_answers_503(worlds: Any) -> None:
     assert world.pool.stored() == []
 
 
+WHERE = "http://10.1.2.3:30000 (10.1.2.3:30000) died in /usr/lib/python3/sglang/server.py, line 7"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({}, {"status": 400}),
+        ({}, {"status": 500}),
+        ({"engine_retries": 0}, {"status": 503}),
+        ({}, {"version": WHERE}),
+        ({"engine_retries": 0, "context_length": 100, "engine_urls": ["http://127.0.0.1:9"]}, None),
+        ({"engine_urls": ["http://127.0.0.1:9"]}, None),
+        ({"pool": "away"}, None),
+    ],
+)
+async def test_an_error_tells_agents_no_address_and_no_path_but_the_log_all(
+    worlds: Any,
+    options: dict[str, Any],
+    answer: dict[str, Any] | None,
+    stream: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool_is_away = options.get("pool") == "away"
+    world = await worlds(**{k: v for k, v in options.items() if k != "pool"})
+    if answer is not None:
+        world.say("one two three", **({"words": WHERE} | answer))
+    if pool_is_away:
+
+        async def away(*_: Any, **__: Any) -> Any:
+            raise ConnectionError(WHERE)
+
+        world.pool.resume_trajectory = away
+    client = await world.client()
+    with pytest.raises(openai.APIError) as failure:
+        got = await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
+        if stream:
+            _ = [c async for c in got]
+    told = failure.value.message
+    for secret in ("127.0.0.1", "10.1.2.3", "30000", "/usr/lib", "http://", "localhost"):
+        assert secret not in told
+    if answer is None or answer.get("status") != 400:
+        assert "10.1.2.3" in caplog.text or "127.0.0.1" in caplog.text
+
+
 async def test_another_engine_takes_over_and_trajectories_are_sticky(worlds: Any) -> None:
     world = await worlds(engines=3)
     homes = []
@@ -426,8 +471,9 @@ async def test_a_stream_that_breaks_off_is_an_error_and_no_step(world: Any) -> N
     client = await world.client()
     world.say("one two three four", drop_after=2)
     stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-    with pytest.raises(openai.APIError, match="broke off"):
+    with pytest.raises(openai.APIError, match="broke off") as failure:
         _ = [c async for c in stream]
+    assert "http://" not in failure.value.message
     assert world.pool.stored() == []
 
 
