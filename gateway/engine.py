@@ -13,8 +13,8 @@ have it already. Without a stream there is nothing to keep, and the request is m
 fails over `engine_retries` times in all, with back-off where there is no other engine. Cancelling
 the call aborts it in the engine.
 
-Errors are read by agents: they name no address and no path. Those, and the engine's own words, go to
-the log.
+Agents read errors: they name no address and no path. Those, and the engine's own words, go to the
+log.
 
 Does not own: prompts, text, tool calls; which engine (`fleet.py`) and whether it is well
 (`engine_checks.py`); starting or updating engines (`backends/engines`).
@@ -319,8 +319,8 @@ class EngineClient:
         if spans is None:
             log.warning("a stream broke off: %s", why)
             raise EngineUnavailableError(
-                f"the engine's answer broke off after {len(part.ids)} streamed tokens, and the weight version "
-                "that sampled them is not certain"
+                f"the engine's answer broke off after {len(part.ids)} streamed tokens, and the "
+                "weight version that sampled them is not certain"
             ) from why
         part.spans = spans
         whole.add(part)
@@ -513,7 +513,8 @@ def _read(part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
     entries = entries[have:] if len(entries) == len(ids) else entries[len(part.log_probs) :]
     if [e[1] for e in entries] != part.ids[len(part.log_probs) :]:
         raise EngineError(
-            "the engine returned log-probs of other tokens than output_ids; is return_logprob honoured?"
+            "the engine returned log-probs of other tokens than output_ids; is return_logprob "
+            "honoured?"
         )
     n_before = len(part.log_probs)
     part.log_probs += [e[0] for e in entries]

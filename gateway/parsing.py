@@ -398,11 +398,15 @@ class MarkupParser:
             self._after_call = False
 
 
+_UNREADABLE = (ValueError, RecursionError)
+"""What transformers' parser raises on a tool call that it cannot read."""
+
+
 class ResponseTemplateParser:
     """The tokenizer's own `response_template`, through transformers' streaming parser.
 
-    That parser raises ValueError on a malformed or truncated call; the text from the last delta on
-    is then content.
+    That parser raises on a malformed, truncated or too deeply nested call; the text from the last delta
+    on is then content. A prompt that it cannot read leaves nothing open for the reply.
     """
 
     _REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})
@@ -410,9 +414,11 @@ class ResponseTemplateParser:
     def __init__(
         self, hf_tokenizer: Any, prefix: str, tools: Sequence[Tool] | None, ends: Sequence[str]
     ) -> None:
-        self._parser = hf_tokenizer.get_response_parser(
-            prefix=prefix, tools=list(tools) if tools else None
-        )
+        offered = list(tools) if tools else None
+        try:
+            self._parser = hf_tokenizer.get_response_parser(prefix=prefix, tools=offered)
+        except _UNREADABLE:  # ids of a white-box agent, which need not read as a conversation
+            self._parser = hf_tokenizer.get_response_parser(prefix="", tools=offered)
         self._ends = tuple(ends)
         self._raw = ""
         self._given = 0
@@ -439,7 +445,7 @@ class ResponseTemplateParser:
     def _advance(self, step: Callable[[], list[dict[str, Any]]]) -> list[Delta]:
         try:
             events = step()
-        except ValueError:
+        except _UNREADABLE:
             self._failed = True
             return []
         deltas: list[Delta] = []

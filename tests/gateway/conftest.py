@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,8 +206,14 @@ FAMILIES = {
 }
 
 
+QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "model"
+
+
 @lru_cache
 def make_tokenizer(family: str) -> ChatTokenizer:
+    """A family's, or the quickstart's own with its `response_template`."""
+    if family == "quickstart":
+        return ChatTokenizer.load(str(QUICKSTART))
     f = FAMILIES[family]
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

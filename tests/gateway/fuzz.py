@@ -1,27 +1,49 @@
-"""Schemathesis against a real gateway with a scripted engine and the pool core.
+"""Requests that nobody wrote, against a real gateway with a scripted engine and the pool core.
 
     python -m tests.gateway.fuzz [CASES_PER_OPERATION]
 
-Requests are generated from the gateway's own OpenAPI document; a 500 is a failure. `make fuzz`
-sends more than 10,000.
+A 500 is a failure. Schemathesis generates requests from the gateway's own OpenAPI document; white-box
+prompts, whose ids may decode to any markup, are drawn here. `make fuzz` sends more than 10,000.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import tempfile
 
+import aiohttp
+
 from gateway.app import create_app
 from gateway.config import GatewayConfig
+from gateway.tokenization import ChatTokenizer
 from tests.gateway.conftest import LocalPool, Sampled, ScriptedEngine, make_tokenizer, serving
+
+MARKUP = (
+    *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "<|im_end|>"),
+    *("assistant\n", '{"name": "f", "arguments": {"x": 1}}', '{"name": 3}', '{"name": "f"'),
+    *("[1]", "3", "null", "NaN", "[" * 2000, "\n", "fine"),
+)
+"""What a prompt or a reply may be put together from."""
 
 
 async def fuzz(cases_per_operation: int, seed: int | None = None) -> tuple[int, str]:
-    """(exit status, report) of Schemathesis."""
-    tokenizer = make_tokenizer("qwen3")
-    eos = tokenizer.hf.eos_token_id
-    said = Sampled([*tokenizer.encode("fine").tolist(), eos])
+    """(exit status, report) of both."""
+    draw = random.Random(seed)
+    status, report = await _fuzz_operations(make_tokenizer("qwen3"), cases_per_operation, seed)
+    for family in ("quickstart", "qwen3", "llama3"):
+        failures = await _fuzz_white_box(make_tokenizer(family), cases_per_operation, draw)
+        report += f"\nwhite-box prompts of {family}: {cases_per_operation} generated, "
+        report += "\n".join([f"{len(failures)} failed", *failures])
+        status = status or bool(failures)
+    return status, report
+
+
+async def _fuzz_operations(
+    tokenizer: ChatTokenizer, cases_per_operation: int, seed: int | None
+) -> tuple[int, str]:
+    said = Sampled([*tokenizer.encode("fine").tolist(), tokenizer.hf.eos_token_id])
     engine = ScriptedEngine(default=lambda _: said)
     with tempfile.TemporaryDirectory() as folder:
         async with serving(engine.app(), graceful=False) as engine_url:
@@ -43,6 +65,32 @@ async def fuzz(cases_per_operation: int, seed: int | None = None) -> tuple[int, 
                 )
                 out, _ = await process.communicate()
     return process.returncode or 0, out.decode()
+
+
+async def _fuzz_white_box(tokenizer: ChatTokenizer, n: int, draw: random.Random) -> list[str]:
+    """Prompts and replies whose ids decode to markup; those that a 500 answered."""
+
+    def ids(least: int) -> list[int]:
+        if draw.random() < 0.2:
+            return draw.choices(range(len(tokenizer.hf)), k=draw.randint(max(least, 1), 12))
+        text = "".join(draw.choices(MARKUP, k=draw.randint(least, 8)))
+        return tokenizer.encode(text).tolist()
+
+    end: int = tokenizer.hf.eos_token_id
+    engine = ScriptedEngine(default=lambda _: Sampled([*ids(0), end]), context_length=100_000)
+    failures = []
+    async with serving(engine.app(), graceful=False) as engine_url:
+        config = GatewayConfig(port=0, engine_urls=[engine_url])
+        async with (
+            serving(create_app(config, LocalPool(), tokenizer)) as url,
+            aiohttp.ClientSession() as session,
+        ):
+            for _ in range(n):
+                body = {"prompt_ids": ids(1), "max_tokens": draw.choice([1, 4, 50_000])}
+                async with session.post(f"{url}/generate", json=body) as response:
+                    if response.status == 500:
+                        failures.append(f"{body!s:.500}: {(await response.text())!s:.200}")
+    return failures
 
 
 if __name__ == "__main__":

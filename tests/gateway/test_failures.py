@@ -435,10 +435,13 @@ async def test_an_error_tells_agents_no_address_and_no_path_but_the_log_all(
 
         world.pool.resume_trajectory = away
     client = await world.client()
-    with pytest.raises(openai.APIError) as failure:
+
+    async def ask() -> None:
         got = await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
-        if stream:
-            _ = [c async for c in got]
+        _ = [c async for c in got] if stream else []
+
+    with pytest.raises(openai.APIError) as failure:
+        await ask()
     told = failure.value.message
     for secret in ("127.0.0.1", "10.1.2.3", "30000", "/usr/lib", "http://", "localhost"):
         assert secret not in told

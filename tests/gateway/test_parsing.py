@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from gateway.config import GatewayConfig
 from gateway.parsing import (
     ContentDelta,
     MarkupParser,
@@ -19,7 +21,8 @@ from gateway.parsing import (
     parse_call,
     parse_xml_call,
 )
-from gateway.tokenization import TokenStream
+from gateway.reply import ReplyFormat
+from gateway.tokenization import ChatTokenizer, TokenStream
 
 PIECES = st.lists(
     st.one_of(
@@ -314,12 +317,6 @@ def test_bytes_that_are_no_text_do_not_end_a_stream(tokens: list[str]) -> None:
 
 
 def test_the_tokenizers_own_response_template_is_used(tokenizer_of: Any) -> None:
-    import copy
-
-    from gateway.config import GatewayConfig
-    from gateway.reply import ReplyFormat
-    from gateway.tokenization import ChatTokenizer
-
     hf = copy.deepcopy(tokenizer_of("qwen3").hf)
     hf.response_template = {
         "start_anchor": "<|im_start|>assistant\n",
@@ -356,3 +353,21 @@ def test_the_tokenizers_own_response_template_is_used(tokenizer_of: Any) -> None
     assert (reasoning, calls) == ("", [])
     assert content.startswith("Look")
     assert '{"name": "f", "arg' in content
+
+
+def test_what_a_response_template_cannot_read_is_content(tokenizer_of: Any) -> None:
+    tokenizer = tokenizer_of("quickstart")
+    reply_format = ReplyFormat(tokenizer, GatewayConfig())
+
+    def read(prompt: str, text: str) -> Any:
+        ids = tokenizer.encode(prompt)
+        reader = reply_format.reader(ids, tools=None, parse_tools=True, stop=())
+        reader.feed(tokenizer.encode(text).tolist())
+        reader.finish()
+        return told(reader.text)
+
+    for prompt in ("<tool_call></tool_call>", "<|im_start|>assistant\n<tool_call>1</tool_call>"):
+        assert read(prompt, "fine") == ("fine", "", [])
+    deep = "<tool_call>" + "[" * 5000
+    for text in (deep, deep + "</tool_call>"):
+        assert read("hi", text) == (text, "", [])
