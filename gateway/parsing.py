@@ -405,8 +405,8 @@ _UNREADABLE = (ValueError, RecursionError)
 class ResponseTemplateParser:
     """The tokenizer's own `response_template`, through transformers' streaming parser.
 
-    That parser raises on a malformed, truncated or too deeply nested call; the text from the last delta
-    on is then content. A prompt that it cannot read leaves nothing open for the reply.
+    That parser raises on a malformed, truncated or too deeply nested call; the text from the last
+    delta on is then content. A prompt that it cannot read leaves nothing open for the reply.
     """
 
     _REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})

@@ -2,8 +2,9 @@
 
     python -m tests.gateway.fuzz [CASES_PER_OPERATION]
 
-A 500 is a failure. Schemathesis generates requests from the gateway's own OpenAPI document; white-box
-prompts, whose ids may decode to any markup, are drawn here. `make fuzz` sends more than 10,000.
+A 500 is a failure. Schemathesis generates requests from the gateway's own OpenAPI document;
+white-box prompts, whose ids may decode to any markup, are drawn here. `make fuzz` sends more than
+10,000.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ async def fuzz(cases_per_operation: int, seed: int | None = None) -> tuple[int, 
     draw = random.Random(seed)
     status, report = await _fuzz_operations(make_tokenizer("qwen3"), cases_per_operation, seed)
     for family in ("quickstart", "qwen3", "llama3"):
-        failures = await _fuzz_white_box(make_tokenizer(family), cases_per_operation, draw)
-        report += f"\nwhite-box prompts of {family}: {cases_per_operation} generated, "
+        n = 25 * cases_per_operation
+        failures = await _fuzz_white_box(make_tokenizer(family), n, draw)
+        report += f"\nwhite-box prompts of {family}: {n} generated, "
         report += "\n".join([f"{len(failures)} failed", *failures])
         status = status or bool(failures)
     return status, report
