@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -69,6 +70,7 @@ class Gateway:
         keys: KeyRing,
     ) -> None:
         self.config = config
+        self._started_at = time.monotonic()
         self.keys = keys
         self.limits = CallLimits(config)
         self.pool = pool
@@ -112,6 +114,13 @@ class Gateway:
     async def start(self) -> None:
         await self.engine.start()
         self.identities.start()
+
+    @property
+    def undisturbed_s(self) -> float:
+        """Seconds since this process began to serve, or a call failed for want of an engine or of
+        the pool: what failed within them is not the agent's failure."""
+        disturbed_at = max(self._started_at, self.engine.lost_at, self.calls.failed_at)
+        return time.monotonic() - disturbed_at
 
     def statistics(self) -> dict[str, Any]:
         return {

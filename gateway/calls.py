@@ -294,8 +294,11 @@ class Call:
         except asyncio.CancelledError:
             self._fail(self._why_cancelled or GatewayError("the gateway is shutting down"))
         except PoolUnavailableError as e:
+            self._service.failed_at = time.monotonic()
             self._fail(e, "unstored" if self.reply is not None else "failed")
         except GatewayError as e:
+            if isinstance(e, EngineError):
+                self._service.failed_at = time.monotonic()
             self._fail(e)
         except InvalidStepError as e:
             self._fail(EngineError(f"the engine's answer makes no Step: {e}"))
@@ -639,6 +642,8 @@ class CallService:
         self.renderer = renderer
         self.format = reply_format
         self.engine = engine
+        self.failed_at = float("-inf")
+        """When engine or pool last failed a call (`time.monotonic()`)."""
         self.counts: Counter[str] = Counter()
         self.branches: Counter[str] = Counter()
         self._threads = threads

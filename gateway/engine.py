@@ -26,6 +26,7 @@ import asyncio
 import logging
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -203,15 +204,30 @@ class EngineClient:
         """Calls that went on, on another engine, from what a lost one had streamed."""
         self.retries = 0
         """Tries after one that failed, on whichever engine."""
+        self.lost_at = float("-inf")
+        """When a call last found no engine, or lost the one it had (`time.monotonic()`)."""
 
     async def start(self) -> None:
         """Begin to watch the engines. Idempotent."""
         await self._checks.start()
 
     async def context_length(self) -> int:
-        """Tokens that fit, prompt and response; asked of an engine once."""
-        if self._context_length is None:
-            self._context_length = await self._checks.context_length()
+        """Tokens that fit, prompt and response; asked of an engine once. Waits for an engine as
+        long as `generate` does.
+
+        Raises:
+            EngineUnavailableError: none says it.
+        """
+        failures = 0
+        while self._context_length is None:
+            try:
+                self._context_length = await self._checks.context_length()
+            except EngineUnavailableError:
+                self.lost_at = time.monotonic()
+                failures += 1
+                if failures > self._config.engine_retries:
+                    raise
+                await self._back_off(failures, set())
         return self._context_length
 
     async def ready(self) -> None:
@@ -266,6 +282,8 @@ class EngineClient:
                 tried.add(engine)
                 await self._send(engine, prompt_ids, whole.ids, sampling, part, on_tokens, deadline)
             except _LostError as e:
+                if not isinstance(e, _BusyError):
+                    self.lost_at = time.monotonic()
                 failures += 1
                 if part.ids:
                     self._keep(whole, part, e)

@@ -196,6 +196,9 @@ class EngineUnavailableError(EngineError, ConnectionError):
     status = 503
     code = "engine_unavailable"
 
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": "5"}  # one that is started again loads its model first
+
 
 class EngineTimeoutError(EngineError, TimeoutError):
     """The call took longer than `gateway.request_timeout_s`."""

@@ -410,9 +410,11 @@ async def reward(request: Request) -> Response:
 
 
 @router.get("/health")
-async def health() -> Response:
-    """The process is alive."""
-    return OrjsonResponse({"status": "ok"})
+async def health(request: Request) -> Response:
+    """The process is alive. `undisturbed_s`: how long it has served without losing engine or
+    pool."""
+    undisturbed_s = round(_gateway(request).undisturbed_s, 3)
+    return OrjsonResponse({"status": "ok", "undisturbed_s": undisturbed_s})
 
 
 @router.get("/ready")
@@ -443,4 +445,4 @@ async def base_url_probe(request: Request) -> Response:
     """Some agents look whether their base URL answers before they call it. Opens nothing."""
     if request.path_params.get("trajectory_uid") == "v1":
         raise HTTPException(404, "Not Found")
-    return await health()
+    return await health(request)

@@ -81,7 +81,8 @@ class RolloutConfig(Section):
     group_deadline_s: float = Field(default=300.0, gt=0)
     """A group is closed after this long with the rollouts it has."""
     max_attempts: int = Field(default=2, ge=1)
-    """Tries per rollout; the last failure aborts the rollout for good."""
+    """Tries per rollout; the last failure aborts the rollout for good. An attempt that the worker,
+    the gateway, its engines or the pool failed is made again and not counted."""
     reward: RewardConfig | None = None
     """Scores rollouts whose agent returned None: a reward function's name, or a section."""
 

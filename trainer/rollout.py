@@ -8,11 +8,24 @@ windows) and for the pool's admission (`max_outstanding_groups`).
 One rollout::
 
     init_trajectory ──► agent(task, base_url, api_key) ──► complete_trajectory(reward)
-                            │ raised, timed out
-                            └──► abort_trajectory(reason) ──► next attempt, or the rollout is lost
+        │                   │ raised, timed out
+        │                   └──► abort_trajectory(reason) ──► next attempt, or the rollout is lost
+        └──► "closed": the group's deadline came first
 
-A failed rollout is aborted with its reason and never scored 0. Does not own: scoring (an agent that
-returns None leaves its trajectory unscored, the trainer scores it), group readiness (the pool).
+A failed rollout is aborted with its reason and never scored 0. Whose failure it was, the gateway
+says (`GET /health`, `undisturbed_s`): an attempt during which the gateway was restarted, or lost
+its engines or the pool, has failed through no fault of the agent's. It does not count against
+`rollout.max_attempts`, and is made again as soon as an engine answers::
+
+    attempt fails ──undisturbed──► the agent's: counted; the last one loses the rollout
+        └──disturbed──► aborted, to be made again ──an engine answers──► next attempt
+                            └──none within OUTAGE_S, or the group has closed──► INFRASTRUCTURE
+
+A group that came out too small because of INFRASTRUCTURE, or whose worker died, is dropped and its
+prompt issued again; the producer draws no prompt until worker, gateway and engine answer.
+
+Does not own: scoring (an agent that returns None leaves its trajectory unscored, the trainer scores
+it), group readiness (the pool).
 """
 
 from __future__ import annotations
@@ -50,10 +63,30 @@ log = logging.getLogger(__name__)
 
 GATEWAY_RESTART_S = 300.0
 """A gateway that died is back in seconds, on a busy machine and with its pool or engine down too in
-minutes. The run ends if it is not: no rollout can be run any more."""
-_DOWN = frozenset({502, 503, 504})
-"""The gateway answers, but its pool or engine does not at the moment."""
+minutes."""
+OUTAGE_S = 60.0
+"""A rollout that lost its engine waits for one so long, within its group."""
+OUTAGES = 8
+"""Attempts in a row that a rollout loses to infrastructure before its group is given up."""
+OUTAGE_PAUSE_S = (0.25, 10.0)
+"""Before the next attempt: doubles, from the first to the second."""
+EVALUATION_ISSUES = 3
+"""How often a prompt of an evaluation is issued whose groups are lost to infrastructure."""
+RECOVERY_S = 900.0
+"""The producer waits for workers, gateway and engine so long: an engine may load for ten minutes
+(`engine.startup_timeout_s`). The run ends if they are not back: no rollout can be run any more."""
+ANSWER_S = 120.0
+"""The gateway answers within this, or is asked again; it waits for the pool for a minute itself."""
+_DOWN = frozenset({429, 500, 502, 503, 504})
+"""The gateway answers, but has no room, is stopping, or its pool or engine is away."""
 GATEWAY_RETRY_S = 0.25
+COMPLETE = "complete"
+CLOSED = "closed"
+"""How a rollout ended whose group was closed before it could."""
+INFRASTRUCTURE = "infrastructure"
+"""How a rollout ended that worker, gateway, engine or pool failed; and the reason under which its
+group is dropped, to be issued again."""
+TOO_FEW = "too few rollouts finished"
 FORGOTTEN = "dropped_unseen"
 """Ledger's reason: the pool dropped the group and was restarted before it could say why."""
 
@@ -82,11 +115,19 @@ def load_agent(path: str) -> Agent:
 
 
 class _UnavailableError(Exception):
-    """To be asked again."""
+    """To be asked again, after `seconds`."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class _ClosedError(RolloutError):
     """The trajectory has ended: completed, aborted, or closed by the pool with its group."""
+
+
+class _UnreachableError(RolloutError):
+    """No gateway answered for as long as it was waited for."""
 
 
 class RolloutWorker:
@@ -112,7 +153,11 @@ class RolloutWorker:
         self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0
     ) -> dict[str, int]:
         """Run `n` rollouts of `task`, the last `n_greedy` of them as greedy baselines; returns how
-        they ended: {"complete": 7, "timeout": 1}."""
+        they ended: {"complete": 7, "timeout": 1}.
+
+        Raises:
+            RolloutError: the gateway refuses to begin rollouts; none can be run.
+        """
         marks: list[dict[str, Any]] = [{"rollout_index": index} for index in range(n)]
         for mark in marks[n - n_greedy :]:
             mark[GREEDY] = True
@@ -121,6 +166,14 @@ class RolloutWorker:
         )
         return dict(Counter(ends))
 
+    async def ready(self, patience_s: float = RECOVERY_S) -> None:
+        """Returns once the gateway answers and has an engine.
+
+        Raises:
+            RolloutError: not within `patience_s`; or it refuses this worker's key.
+        """
+        await self._ask([f"{gateway}/ready" for gateway in self._gateways], None, patience_s)
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
@@ -128,14 +181,35 @@ class RolloutWorker:
     async def _rollout(
         self, task: Task, prompt_uid: str, mark: dict[str, Any], channel: str
     ) -> str:
-        reason = "not started"
-        for attempt in range(self._config.max_attempts):
+        began, attempts = time.monotonic(), count()
+        failures, outages, end = 0, 0, INFRASTRUCTURE
+        while outages < OUTAGES:
             async with self._slots:
-                final = attempt + 1 == self._config.max_attempts
-                reason = await self._attempt(task, prompt_uid, mark, attempt, final, channel)
-            if reason == "complete":
+                final = failures + 1 == self._config.max_attempts
+                attempt = next(attempts)
+                end = await self._attempt(task, prompt_uid, mark, attempt, final, channel)
+                if end == INFRASTRUCTURE:
+                    if not await self._outlasts(outages, prompt_uid):
+                        break
+                    outages += 1
+                    continue
+            if end == CLOSED and await self._was_disturbed(self._gateways, began):
+                return INFRASTRUCTURE
+            failures, outages = failures + 1, 0
+            if end in (COMPLETE, CLOSED) or failures == self._config.max_attempts:
                 break
-        return reason
+        return end
+
+    async def _outlasts(self, outages: int, prompt_uid: str) -> bool:
+        """Wait for gateway and engine; False: in vain."""
+        shortest, longest = OUTAGE_PAUSE_S
+        await asyncio.sleep(min(shortest * 2**outages, longest))
+        try:
+            await self.ready(OUTAGE_S)
+        except _UnreachableError as e:
+            log.warning("a rollout of %s waited in vain: %s", prompt_uid, e)
+            return False
+        return True
 
     async def _attempt(
         self,
@@ -146,78 +220,140 @@ class RolloutWorker:
         final: bool,
         channel: str,
     ) -> str:
-        started = await self._post(
-            [f"{gateway}/init_trajectory" for gateway in self._gateways],
-            {
-                # Chosen here, so that asking again opens no second one.
-                "trajectory_uid": uuid.uuid4().hex,
-                "prompt_uid": prompt_uid,
-                "channel": channel,
-                "attempt": attempt,
-                "metadata": mark,
-            },
-        )
-        base_url = started["base_url"]
+        """How it ended: COMPLETE, CLOSED, INFRASTRUCTURE, or what the agent failed with."""
+        began = time.monotonic()
+        try:
+            started = await self._ask(
+                [f"{gateway}/init_trajectory" for gateway in self._gateways],
+                {
+                    # Chosen here, so that asking again opens no second one.
+                    "trajectory_uid": uuid.uuid4().hex,
+                    "prompt_uid": prompt_uid,
+                    "channel": channel,
+                    "attempt": attempt,
+                    "metadata": mark,
+                },
+            )
+        except _ClosedError as closed:
+            log.info("a rollout of %s comes too late: %s", prompt_uid, closed)
+            return CLOSED
+        except _UnreachableError as e:
+            log.warning("a rollout of %s could not begin: %s", prompt_uid, e)
+            return INFRASTRUCTURE
+        base_url: str = started["base_url"]
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 reward = await self._agent(task, base_url, started.get("api_key", "none"))
-            await self._post([f"{base_url}/v1/complete_trajectory"], {"reward": reward})
+            await self._ask([f"{base_url}/v1/complete_trajectory"], {"reward": reward})
         except TimeoutError:
             reason = "timeout"
         except asyncio.CancelledError:
-            # At the end of a run the gateway may be gone already.
-            await self._post([f"{base_url}/v1/abort_trajectory"], {"reason": "cancelled"}, 0)
+            await self._abort(base_url, "cancelled", patience_s=0)
             raise
+        except _ClosedError as closed:
+            log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
+            return CLOSED
         except Exception as e:  # noqa: BLE001 - an agent is foreign code: any failure ends its rollout
             reason = f"{type(e).__name__}: {e}"[:200]
-            log.warning(
-                "rollout %d of %s failed (attempt %d): %s",
-                mark["rollout_index"],
-                prompt_uid,
-                attempt,
-                reason,
-            )
         else:
-            return "complete"
-        try:
-            await self._post(
-                [f"{base_url}/v1/abort_trajectory"], {"reason": reason, "will_retry": not final}
-            )
-        except _ClosedError as gone:
-            log.info("a rollout of %s had ended already: %s", prompt_uid, gone)
-        return reason.partition(":")[0]
+            return COMPLETE
+        origin = base_url.rsplit("/", 2)[0]
+        disturbed = await self._was_disturbed([origin], began)
+        log.warning(
+            "rollout %d of %s failed (attempt %d%s): %s",
+            mark["rollout_index"],
+            prompt_uid,
+            attempt,
+            ", during an outage" if disturbed else "",
+            reason,
+        )
+        if disturbed:
+            reason = f"{INFRASTRUCTURE}: {reason}"
+        if await self._abort(base_url, reason, will_retry=disturbed or not final):
+            return reason.partition(":")[0]
+        return CLOSED
 
-    async def _post(
-        self, urls: Sequence[str], body: dict[str, Any], patience_s: float = GATEWAY_RESTART_S
+    async def _abort(
+        self,
+        base_url: str,
+        reason: str,
+        *,
+        will_retry: bool = False,
+        patience_s: float = GATEWAY_RESTART_S,
+    ) -> bool:
+        """False: it had ended already, with its group. One that cannot be aborted stays open until
+        its group's deadline."""
+        body: dict[str, Any] = {"reason": reason}
+        if patience_s:
+            body["will_retry"] = will_retry
+        try:
+            answer = await self._ask([f"{base_url}/v1/abort_trajectory"], body, patience_s)
+        except _ClosedError as closed:
+            log.info("%s had ended already: %s", base_url, closed)
+            return False
+        except RolloutError as e:  # at the end of a run the gateway may be gone
+            log.warning("%s could not be aborted (%s): %s", base_url, reason, e)
+            return True
+        return answer.get("outcome") != "late"
+
+    async def _was_disturbed(self, gateways: Sequence[str], since: float) -> bool:
+        """Whether a gateway was restarted, or lost engine or pool, after `since` (monotonic)."""
+        try:
+            answer = await self._ask([f"{gateway}/health" for gateway in gateways], None)
+        except _UnreachableError:
+            return True
+        # The gateway's clock is not ours: both count seconds back from now.
+        return float(answer["undisturbed_s"]) < time.monotonic() - since
+
+    async def _ask(
+        self,
+        urls: Sequence[str],
+        body: dict[str, Any] | None,
+        patience_s: float = GATEWAY_RESTART_S,
     ) -> dict[str, Any]:
-        """The answer of the first of `urls` that can be reached; a gateway that died is back on
-        its port in seconds. All that is sent here may be sent again."""
+        """The answer of the first of `urls` that can be reached: to a POST of `body`, or to a GET
+        without one. All that is sent here may be sent again.
+
+        Raises:
+            _ClosedError: the trajectory has ended.
+            _UnreachableError: none answered within `patience_s`.
+            RolloutError: the gateway refuses it.
+        """
         if self._session is None:
             headers = {}
             if self._key is not None:
                 headers["authorization"] = f"Bearer {self._key.get_secret_value()}"
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), headers=headers
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=ANSWER_S),
             )
         give_up = time.monotonic() + patience_s
         for url in cycle(urls):
+            pause_s = GATEWAY_RETRY_S
             try:
-                return await self._post_once(self._session, url, body)
-            except (aiohttp.ClientConnectionError, _UnavailableError) as e:
-                if time.monotonic() >= give_up:
-                    raise RolloutError(
-                        f"{url} could not be reached for {patience_s:g} s ({e})"
+                return await self._ask_once(self._session, url, body)
+            except (aiohttp.ClientError, TimeoutError, _UnavailableError) as e:
+                if isinstance(e, _UnavailableError):
+                    pause_s = max(pause_s, e.seconds)
+                if time.monotonic() + pause_s >= give_up:
+                    raise _UnreachableError(
+                        f"{url} could not be reached for {patience_s:g} s ({e or type(e).__name__})"
                     ) from e
-            await asyncio.sleep(GATEWAY_RETRY_S)
+            await asyncio.sleep(pause_s)
         raise RolloutError("there is no gateway to reach")
 
     @staticmethod
-    async def _post_once(
-        session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+    async def _ask_once(
+        session: aiohttp.ClientSession, url: str, body: dict[str, Any] | None
     ) -> dict[str, Any]:
-        async with session.post(url, json=body) as response:
+        method = "GET" if body is None else "POST"
+        async with session.request(method, url, json=body) as response:
             if response.status in _DOWN:
-                raise _UnavailableError(f"{response.status}: {await response.text():.300}")
+                text = await response.text()
+                after = response.headers.get("retry-after", "")
+                seconds = min(float(after), 5.0) if after.isdecimal() else 0.0
+                raise _UnavailableError(f"{response.status}: {text:.300}", seconds)
             if response.status >= 400:
                 text = await response.text()
                 error = _ClosedError if '"trajectory_closed"' in text else RolloutError
@@ -231,6 +367,8 @@ class WorkerHandle(Protocol):
     async def run_group(
         self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0
     ) -> dict[str, int]: ...
+
+    async def ready(self) -> None: ...
 
 
 class _RemoteWorker:
@@ -247,11 +385,24 @@ class _RemoteWorker:
             ray.cancel(running)  # giving up the reference alone would leave the agents running
             raise
 
+    async def ready(self) -> None:
+        give_up = time.monotonic() + RECOVERY_S
+        while True:
+            try:
+                await self._actor.ready.remote()
+                return
+            except ray.exceptions.RayActorError as e:  # Ray is starting it again
+                if time.monotonic() >= give_up:
+                    raise RolloutError(
+                        f"a rollout worker died and did not come back for {RECOVERY_S:g} s ({e})"
+                    ) from e
+            await asyncio.sleep(GATEWAY_RETRY_S)
+
 
 def start_workers(
     config: RolloutConfig, gateway_urls: Sequence[str], key: SecretStr | None = None
 ) -> list[WorkerHandle]:
-    """`config.workers` actors; Ray restarts one that dies, and its groups are dropped."""
+    """`config.workers` actors; Ray restarts one that dies, and its groups are issued again."""
     actor = ray.remote(RolloutWorker).options(
         num_cpus=0, max_restarts=-1, max_concurrency=1000, name=None
     )
@@ -288,6 +439,12 @@ class Producer:
         self._n_greedy = n_greedy
         self._n, self._min_n = config.n + n_greedy, config.min_n + n_greedy
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._drop_reasons: dict[str, str] = {}
+        """Of groups that the pool dropped and whose rollouts still run: how those end says whose
+        failure it was."""
+        self._failed: set[int] = set()
+        """Workers that may have lost a group to infrastructure and were not asked since."""
+        self._recovering = asyncio.Lock()
         self._opening: str | None = None
         self.ledger = ledger or Ledger()
         self._admitting: str | None = None
@@ -363,10 +520,15 @@ class Producer:
         places = asyncio.Semaphore(max(1, half if beside_training else len(tasks)))
 
         async def run(number: int, task: Task) -> str:
-            prompt_uid = _new_uid(task)
             async with places:
-                await self._start(prompt_uid, task, n, 1, channel)
-                await self._run_group(number, task, prompt_uid, n, channel)
+                for _ in range(EVALUATION_ISSUES):
+                    await self._recovered()
+                    prompt_uid = _new_uid(task)
+                    await self._start(prompt_uid, task, n, 1, channel)
+                    ends = await self._run_group(number, task, prompt_uid, n, channel)
+                    if INFRASTRUCTURE not in ends:
+                        break
+                    await self._drop_lost(prompt_uid, channel)
             return prompt_uid
 
         return list(await asyncio.gather(*(run(i, task) for i, task in enumerate(tasks))))
@@ -378,6 +540,7 @@ class Producer:
             begun = False
             async with asyncio.TaskGroup() as groups:
                 for number in numbers:
+                    await self._recovered()
                     try:
                         task = self._source.next()
                     except DataExhaustedError as e:
@@ -396,9 +559,7 @@ class Producer:
                         await self._start(prompt_uid, task, self._n, self._min_n, TRAIN)
                         self._opening = None
                     self._admitting = None
-                    running = groups.create_task(
-                        self._run_group(number, task, prompt_uid, self._n, TRAIN)
-                    )
+                    running = groups.create_task(self._train_group(number, task, prompt_uid))
                     self._running[prompt_uid] = running
                     self.idle.running(len(self._running))
                     running.add_done_callback(partial(self._ended, prompt_uid))
@@ -406,6 +567,7 @@ class Producer:
 
     def _ended(self, prompt_uid: str, _: asyncio.Task[None]) -> None:
         self._running.pop(prompt_uid, None)
+        self._drop_reasons.pop(prompt_uid, None)
         self.idle.running(len(self._running))
 
     async def _follow_drops(self) -> None:
@@ -421,8 +583,14 @@ class Producer:
                 await self._find_dropped()
             for event in page.events:
                 reason = event.data["reason"]
-                returned = event.data["returned"] or reason == SURPLUS
-                self._dropped(event.prompt_uid, reason, returned=returned)
+                returned = event.data["returned"] or reason in (SURPLUS, INFRASTRUCTURE)
+                running = self._running.get(event.prompt_uid)
+                if running is not None and not running.done() and not returned:
+                    self._drop_reasons[event.prompt_uid] = reason
+                    # Its deadline may have passed for want of an engine.
+                    self._failed.update(range(len(self._workers)))
+                else:
+                    self._dropped(event.prompt_uid, reason, returned=returned)
                 self._pace.lost(event.prompt_uid)
 
     def _dropped(self, prompt_uid: str, reason: str, *, returned: bool) -> None:
@@ -457,24 +625,52 @@ class Producer:
     def _greedy_in(self, channel: str) -> int:
         return self._n_greedy if channel == TRAIN else 0
 
+    async def _train_group(self, number: int, task: Task, prompt_uid: str) -> None:
+        ends = await self._run_group(number, task, prompt_uid, self._n, TRAIN)
+        reason = self._drop_reasons.get(prompt_uid)
+        if ends.get(COMPLETE, 0) >= self._min_n and reason is None:
+            return  # it is served, at the latest at its deadline
+        if INFRASTRUCTURE in ends:
+            await self._drop_lost(prompt_uid, TRAIN)
+            self._dropped(prompt_uid, INFRASTRUCTURE, returned=True)
+        else:
+            self._dropped(prompt_uid, reason or TOO_FEW, returned=False)
+
     async def _run_group(
         self, number: int, task: Task, prompt_uid: str, n: int, channel: str
-    ) -> None:
-        worker = self._workers[number % len(self._workers)]
+    ) -> dict[str, int]:
+        index = number % len(self._workers)
         try:
-            ends = await worker.run_group(task, prompt_uid, n, channel, self._greedy_in(channel))
+            ends = await self._workers[index].run_group(
+                task, prompt_uid, n, channel, self._greedy_in(channel)
+            )
         except ray.exceptions.RayActorError as e:
-            # The worker died: its rollouts cannot finish, and the group must not wait for them.
             log.warning("rollout worker died while running %s: %s", prompt_uid, e)
-            try:
-                await self._pool.drop_group(prompt_uid, "rollout worker died", channel=channel)
-            except DataPoolError as gone:
-                log.info("%s was already closed: %s", prompt_uid, gone)
-            ends = {"worker died": n}
+            ends = {INFRASTRUCTURE: n}
+        if INFRASTRUCTURE in ends:
+            self._failed.add(index)
         self.ends.update(ends)
-        if channel == TRAIN and ends.get("complete", 0) < self._min_n:
-            self.settle(prompt_uid)  # the pool drops it, counted there
-            self.ledger.dropped(prompt_uid, "too few rollouts finished")
+        return ends
+
+    async def _drop_lost(self, prompt_uid: str, channel: str) -> None:
+        """Its rollouts cannot finish: nobody is to wait for the group."""
+        try:
+            await self._pool.drop_group(prompt_uid, INFRASTRUCTURE, channel=channel)
+        except DataPoolError as gone:
+            log.info("%s was already closed: %s", prompt_uid, gone)
+
+    async def _recovered(self) -> None:
+        """Returns once the workers that lost a group are there again, with gateway and engine:
+        prompts that are drawn meanwhile would be lost like the ones before.
+
+        Raises:
+            RolloutError: they are not, for too long.
+        """
+        async with self._recovering:
+            while self._failed:
+                index = min(self._failed)
+                await self._workers[index].ready()
+                self._failed.discard(index)
 
 
 def _new_uid(task: Task) -> str:

@@ -637,6 +637,16 @@ async def test_the_context_length_is_asked_of_whichever_engine_answers(
     assert all(m.url in caplog.text for m in rig.machines)
 
 
+async def test_the_context_length_is_waited_for_while_the_engine_is_away(rigs: Any) -> None:
+    rig = await rigs()
+    [machine] = rig.machines
+    await machine.stop()
+    asking = asyncio.create_task(rig.client.context_length())
+    await rig.until(lambda: rig.state(machine) == "down")
+    await machine.start()
+    assert await asking == 4096
+
+
 # -- answers of another shape ------------------------------------------------------------------
 
 JSON = st.recursive(

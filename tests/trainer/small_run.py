@@ -151,6 +151,9 @@ class Rollouts:
         self.ended.append(task["instance_id"])
         return {"complete": n}
 
+    async def ready(self) -> None:
+        return
+
     async def _end(
         self, task: Task, prompt_uid: str, index: int, channel: str, first: int, greedy: bool
     ) -> None:

@@ -24,9 +24,16 @@ class RecordingGateway:
         self.calls: list[tuple[str, str, dict[str, Any]]] = []
         self.url = ""
         self.closed = False
+        self.refusals: dict[str, list[web.Response]] = {}
+        """Answers to the next requests, by "init", "complete" and "abort"."""
         self._called = asyncio.Event()
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "undisturbed_s": 1000.0})
+
     async def init(self, request: web.Request) -> web.Response:
+        if refusals := self.refusals.get("init"):
+            return refusals.pop(0)
         body = await request.json()
         uid = f"t{len(self.calls)}"
         self.calls.append(("init", uid, body))
@@ -34,6 +41,8 @@ class RecordingGateway:
         return web.json_response({"trajectory_uid": uid, "base_url": base_url})
 
     async def end(self, request: web.Request) -> web.Response:
+        if refusals := self.refusals.get(request.match_info["how"]):
+            return refusals.pop(0)
         if self.closed:
             error = {"message": "it is closed", "code": "trajectory_closed"}
             return web.json_response({"error": error}, status=409, dumps=compact)
@@ -57,6 +66,7 @@ class RecordingGateway:
 async def gateway() -> AsyncIterator[RecordingGateway]:
     recording = RecordingGateway()
     app = web.Application()
+    app.router.add_get("/health", recording.health)
     app.router.add_post("/init_trajectory", recording.init)
     app.router.add_post("/{uid}/{prompt}/v1/{how}_trajectory", recording.end)
     runner = web.AppRunner(app)
@@ -150,7 +160,31 @@ async def test_a_rollout_that_the_pool_has_closed_already_does_not_end_the_run(
     gateway: RecordingGateway,
 ) -> None:
     gateway.closed = True
-    assert await run(gateway, "right", max_attempts=1) == {"_ClosedError": 1}
+    assert await run(gateway, "right", max_attempts=1) == {"closed": 1}
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_a_gateway_that_has_no_room_at_the_moment_is_asked_again(
+    gateway: RecordingGateway, status: int
+) -> None:
+    for how in ("init", "abort"):
+        gateway.refusals[how] = [web.json_response({}, status=status)]
+    assert await run(gateway, "crashes", max_attempts=1) == {"ValueError": 1}
+    assert len(gateway.told("init")) == len(gateway.told("abort")) == 1
+
+
+async def test_a_group_that_closed_before_its_rollout_began_ends_that_rollout_alone(
+    gateway: RecordingGateway,
+) -> None:
+    error = {"error": {"message": "it is closed", "code": "trajectory_closed"}}
+    gateway.refusals["init"] = [web.json_response(error, status=410, dumps=compact)]
+    assert await run(gateway, "right", n=2) == {"closed": 1, "complete": 1}
+
+
+async def test_a_key_that_the_gateway_refuses_ends_the_run(gateway: RecordingGateway) -> None:
+    gateway.refusals["init"] = [web.json_response({}, status=401)]
+    with pytest.raises(RolloutError, match="init_trajectory answered 401"):
+        await run(gateway, "right")
 
 
 async def test_a_failed_attempt_is_tried_again_as_a_new_trajectory(

@@ -1,0 +1,342 @@
+"""What fails is counted against whoever failed: an agent's failure loses its rollout, an outage of
+worker, gateway or engine costs time and no prompt. Real gateway, pool, workers and ledger; the
+engine answers from a script and can be taken away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import psutil
+import pytest
+import ray
+import uvicorn
+
+from datapool import DataPoolClient, PoolConfig, start_data_pool
+from datapool.config import ChannelConfig
+from datapool.types import TRAIN
+from gateway.app import create_app
+from gateway.config import GatewayConfig
+from gateway.server import bind
+from tests.gateway.conftest import make_tokenizer
+from tests.gateway.test_engine import Machine
+from trainer.config import RolloutConfig
+from trainer.data import PromptSource
+from trainer.data_config import JsonlSource
+from trainer.ledger import Ledger, audit
+from trainer.rollout import INFRASTRUCTURE, Producer, RolloutWorker, start_workers
+
+FAST = {
+    "engine_retries": 1,
+    "retry_backoff_s": 0.05,
+    "engine_health_interval_s": 0.1,
+    "engine_circuit_open_s": 0.05,
+    "context_length": 4096,
+}
+
+
+async def asks_once(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    """One chat call, by plain HTTP; fails as the answer does."""
+    body = {"messages": [{"role": "user", "content": task["question"]}], "max_tokens": 8}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{base_url}/v1/chat/completions", json=body) as answer,
+    ):
+        answer.raise_for_status()
+        return 1.0
+
+
+async def asks_slowly(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    await asyncio.sleep(0.5)
+    return await asks_once(task, base_url, api_key)
+
+
+async def raises(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    raise ValueError("no such tool")
+
+
+async def is_out(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    """Its own server cannot be reached: that is the agent's failure."""
+    raise ConnectionError("my search engine refuses")
+
+
+@dataclass
+class Gateway:
+    """A gateway that can be killed and started again at its address."""
+
+    pool: DataPoolClient
+    engine: Machine
+    port: int = 0
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, **options: Any) -> None:
+        config = GatewayConfig(**{"engine_urls": [self.engine.url], **FAST, **options})
+        app = create_app(config, self.pool, make_tokenizer("chatml"))
+        listening = bind("127.0.0.1", self.port)
+        self.port = listening.getsockname()[1]
+        settings = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0)
+        settings.load()
+        server = uvicorn.Server(settings)
+        server.lifespan = settings.lifespan_class(settings)
+        await server.startup(sockets=[listening])
+
+        async def stop() -> None:
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
+            await server.shutdown(sockets=[listening])
+
+        self.stack.push_async_callback(stop)
+
+    async def stop(self) -> None:
+        await self.stack.aclose()
+
+
+@dataclass
+class Rig:
+    pool: DataPoolClient
+    engine: Machine
+    gateway: Gateway
+    folder: Path
+
+    def producer(self, n_prompts: int, workers: list[Any], **rollout: Any) -> Producer:
+        path = self.folder / "prompts.jsonl"
+        lines = [
+            {"question": f"{i}?", "answer": "1", "instance_id": f"p{i}"} for i in range(n_prompts)
+        ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        source = PromptSource(JsonlSource(kind="jsonl", path=path, epochs=1, shuffle=False))
+        config = self.config(**rollout)
+        ledger = Ledger(self.folder / "ledger.jsonl")
+        return Producer(config, source, self.pool, workers, ledger)
+
+    def config(self, **rollout: Any) -> RolloutConfig:
+        return RolloutConfig(**{"agent": f"{__name__}:asks_once", "n": 2, "min_n": 2, **rollout})
+
+    async def groups(self) -> dict[str, Any]:
+        statistics = await self.pool.get_statistics(TRAIN)
+        return cast(dict[str, Any], statistics["groups"])
+
+    async def dropped(self) -> int:
+        return cast(int, (await self.groups())["dropped"])
+
+    async def abort_reasons(self) -> dict[str, int]:
+        statistics = await self.pool.get_statistics(TRAIN)
+        return cast(dict[str, int], statistics["trajectories"]["abort_reasons"])
+
+    async def generate(self, producer: Producer) -> None:
+        """Until the source is used up."""
+        async with asyncio.timeout(20), producer.running() as generation:
+            await generation
+            await producer._pool.get_statistics(TRAIN)
+
+
+@asynccontextmanager
+async def rig_in(folder: Path, outstanding: int = 16) -> AsyncIterator[Rig]:
+    channel = ChannelConfig(max_outstanding_groups=outstanding)
+    handle = start_data_pool(PoolConfig(channels={TRAIN: channel}), name=uuid.uuid4().hex)
+    pool, engine = DataPoolClient(handle), Machine()
+    await engine.start()
+    gateway = Gateway(pool, engine)
+    await gateway.start()
+    try:
+        yield Rig(pool, engine, gateway, folder)
+    finally:
+        await gateway.stop()
+        await engine.stop()
+        ray.kill(handle)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_ray() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with rig_in(tmp_path) as made:
+        yield made
+
+
+@asynccontextmanager
+async def worker_of(rig: Rig, **rollout: Any) -> AsyncIterator[RolloutWorker]:
+    worker = RolloutWorker(rig.config(**rollout), [rig.gateway.url])
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+@asynccontextmanager
+async def producer_of(rig: Rig, n_prompts: int, **rollout: Any) -> AsyncIterator[Producer]:
+    async with worker_of(rig, **rollout) as worker:
+        yield rig.producer(n_prompts, [worker], **rollout)
+
+
+async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
+    async with asyncio.timeout(30):
+        while not (found := await condition()):  # noqa: ASYNC110 - another process's
+            await asyncio.sleep(0.01)
+        return found
+
+
+async def drawn(producer: Producer, n: int) -> None:
+    async def are_drawn() -> bool:
+        return len(producer.in_flight) == n
+
+    await until(are_drawn)
+
+
+async def test_prompts_outlast_an_outage_of_the_engine(rig: Rig) -> None:
+    await rig.engine.stop()
+    async with producer_of(rig, 6, max_attempts=1) as producer:
+
+        async def comes_back() -> None:
+            await drawn(producer, 6)
+            await asyncio.sleep(1)
+            await rig.engine.start()
+
+        await asyncio.gather(rig.generate(producer), comes_back())
+    assert (await rig.groups())["ready"] == 6
+    told = audit(rig.folder / "ledger.jsonl")
+    assert told.draws == tuple(f"p{i}" for i in range(6))
+    assert told.dropped.total() == told.returned
+
+
+async def test_prompts_outlast_a_restart_of_the_gateway(rig: Rig) -> None:
+    async with producer_of(rig, 4, max_attempts=1, agent=f"{__name__}:asks_slowly") as producer:
+
+        async def restarts() -> None:
+            await drawn(producer, 4)
+            await asyncio.sleep(0.3)
+            await rig.gateway.stop()
+            await asyncio.sleep(0.5)
+            await rig.gateway.start()
+
+        await asyncio.gather(rig.generate(producer), restarts())
+    assert (await rig.groups())["ready"] == 4
+    assert audit(rig.folder / "ledger.jsonl").dropped.total() == 0
+
+
+async def test_a_group_whose_deadline_passed_during_an_outage_is_issued_again(rig: Rig) -> None:
+    await rig.engine.stop()
+    async with producer_of(rig, 2, max_attempts=1, timeout_s=0.5, group_deadline_s=0.5) as producer:
+
+        async def comes_back() -> None:
+            await until(rig.dropped)
+            await rig.engine.start()
+
+        await asyncio.gather(rig.generate(producer), comes_back())
+    assert (await rig.groups())["ready"] == 2
+    told = audit(rig.folder / "ledger.jsonl")
+    assert told.draws == ("p0", "p1")
+    assert told.dropped.total() == told.returned > 0
+    assert set(told.dropped) == {INFRASTRUCTURE}
+
+
+async def test_no_prompt_is_drawn_while_there_is_no_engine(tmp_path: Path) -> None:
+    async with rig_in(tmp_path, outstanding=2) as rig:
+        await rig.engine.stop()
+        async with (
+            producer_of(rig, 50, max_attempts=1, timeout_s=0.3, group_deadline_s=0.3) as producer,
+            producer.running(),
+        ):
+            await asyncio.sleep(3)
+            issued = (await rig.groups())["dropped"] + len(producer.in_flight)
+    assert issued <= 6
+
+
+async def test_a_group_that_closes_before_a_rollout_begins_does_not_end_the_run(rig: Rig) -> None:
+    async with producer_of(
+        rig,
+        3,
+        agent=f"{__name__}:asks_slowly",
+        concurrency=1,
+        max_attempts=1,
+        timeout_s=0.7,
+        group_deadline_s=0.7,
+    ) as producer:
+        await rig.generate(producer)
+    assert producer.ends["closed"] > 0, producer.ends
+    told = audit(rig.folder / "ledger.jsonl")
+    assert len(told.draws) == 3
+    assert not told.in_flight
+    assert told.returned == 0  # that the deadline is too short for so few slots is nobody's outage
+
+
+@pytest.mark.parametrize("agent", ["raises", "is_out"])
+async def test_an_agent_that_always_fails_is_counted_and_its_prompts_are_not_issued_again(
+    rig: Rig, agent: str
+) -> None:
+    await asyncio.sleep(0.2)  # the gateway has begun to serve
+    async with producer_of(rig, 5, agent=f"{__name__}:{agent}") as producer:
+        await rig.generate(producer)
+    [(failure, n)] = producer.ends.items()
+    assert (failure, n) == ("ValueError" if agent == "raises" else "ConnectionError", 10)
+    told = audit(rig.folder / "ledger.jsonl")
+    assert (len(told.draws), told.dropped.total(), told.returned) == (5, 5, 0)
+
+
+async def test_an_attempt_during_an_outage_does_not_count_against_the_agent(rig: Rig) -> None:
+    await rig.engine.stop()
+    async with worker_of(rig, max_attempts=1) as worker:
+        await rig.pool.open_group("p", 1)
+        running = asyncio.create_task(worker.run_group({"question": "?"}, "p", 1))
+        reasons = await until(rig.abort_reasons)
+        assert {reason.partition(":")[0] for reason in reasons} == {INFRASTRUCTURE}
+        await rig.engine.start()
+        assert await running == {"complete": 1}
+
+
+async def test_an_evaluation_outlasts_an_outage_of_the_engine(rig: Rig) -> None:
+    await rig.engine.stop()
+    async with producer_of(rig, 1, timeout_s=0.3, group_deadline_s=0.6) as producer:
+        tasks = [{"question": "?", "instance_id": f"v{i}"} for i in range(3)]
+        evaluation = asyncio.create_task(producer.evaluate(tasks, 2, "val"))
+        await asyncio.sleep(1.5)
+        await rig.engine.start()
+        async with asyncio.timeout(30):
+            uids = await evaluation
+        lease = await rig.pool.lease_batch(channel="val", batch_size=3)
+    assert {g.prompt_uid for g in lease.groups} == set(uids)
+    assert [len(g.trajectories) for g in lease.groups] == [2, 2, 2]
+
+
+async def test_prompts_outlast_the_death_of_a_rollout_worker(rig: Rig) -> None:
+    config = rig.config(agent=f"{__name__}:asks_slowly", max_attempts=1)
+    workers = start_workers(config, [rig.gateway.url])
+    await workers[0].ready()
+    producer = rig.producer(4, list(workers), agent=f"{__name__}:asks_slowly", max_attempts=1)
+
+    async def dies() -> None:
+        await drawn(producer, 4)
+        [worker] = [
+            p for p in psutil.Process().children(recursive=True) if "RolloutWorker" in _name(p)
+        ]
+        worker.kill()
+
+    await asyncio.gather(rig.generate(producer), dies())
+    assert (await rig.groups())["ready"] == 4
+    told = audit(rig.folder / "ledger.jsonl")
+    assert told.draws == tuple(f"p{i}" for i in range(4))
+    assert told.dropped == {INFRASTRUCTURE: 4}
+    assert told.returned == 4
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
