@@ -91,6 +91,7 @@ class Gateway:
             pool,
             channel=config.channel,
             pool_timeout_s=config.pool_timeout_s,
+            room_timeout_s=config.queue_timeout_s,
             remembered=config.remembered_trajectories,
         )
         self.identities = Identities(

@@ -42,6 +42,7 @@ from datapool.types import Step, TokenIds, VersionSpan
 from gateway.config import GatewayConfig
 from gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
 from gateway.errors import (
+    ChannelFullError,
     ContextLengthError,
     EngineError,
     GatewayError,
@@ -653,6 +654,8 @@ class CallService:
         """Whole prompts under way, by their `exact_key`."""
         self._normalize = Normalizer(config.normalize)
         self._template = str(renderer.tokenizer.hf.chat_template)
+        self._blocking: set[str] = set()
+        """Channels that were full once: they are asked for room before anything is generated."""
         self.on_turn: Callable[[LiveTrajectory, Key, int | None], None] = lambda *_: None
         """Told of every turn that enters a graph, with the key of its conversation and, of a plain
         text, its length."""
@@ -684,36 +687,42 @@ class CallService:
         """
         self._check(request)
         begin = partial(self._start_each, trajectory, request, retry, dialect, n)
-        if trajectory.is_new and not any(m["role"] == "assistant" for m in request.messages):
-            return await self._start_ahead(trajectory, begin)
+        may_be_known = any(m["role"] == "assistant" for m in request.messages)
+        if trajectory.is_new and not may_be_known and trajectory.channel not in self._blocking:
+            listeners = await self._start_ahead(trajectory, begin)
+            if listeners is not None:
+                return listeners
         await trajectory.open()
         trajectory.touch()
         return begin(ahead=False)
 
-    @staticmethod
     async def _start_ahead(
-        trajectory: LiveTrajectory, begin: Callable[..., list[Listener]]
-    ) -> list[Listener]:
-        """Begin while the pool is asked about the trajectory: nearly always that knows nothing."""
+        self, trajectory: LiveTrajectory, begin: Callable[..., list[Listener]]
+    ) -> list[Listener] | None:
+        """Begin while the pool is asked about the trajectory: nearly always that knows nothing.
+        None: it knows something, or has no room, and the calls were given up."""
         greedy = trajectory.greedy
         listeners = begin(ahead=True)
         try:
-            await trajectory.open()
+            await trajectory.open(waits=False)
+            if trajectory.steps == 0 and trajectory.greedy == greedy:
+                for listener in listeners:
+                    listener.call.confirm()
+                trajectory.touch()
+                return listeners
+            # Another gateway stored turns of it, of which this may be one, or was told to be
+            # greedy.
+        except ChannelFullError:
+            self._blocking.add(trajectory.channel)
         except BaseException as e:  # a refusal, or a cancellation: nobody is going to listen
             for listener in listeners:
                 listener.close(e if isinstance(e, GatewayError) else None)
             raise
-        trajectory.touch()
-        if trajectory.steps == 0 and trajectory.greedy == greedy:
-            for listener in listeners:
-                listener.call.confirm()
-            return listeners
-        # Another gateway stored turns of it, of which this may be one, or was told to be greedy.
         for listener in listeners:
             listener.call.abandon()
         for listener in listeners:
             await listener.call.wait()
-        return begin(ahead=False)
+        return None
 
     def _start_each(
         self,

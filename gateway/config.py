@@ -162,7 +162,8 @@ class GatewayConfig(BaseModel):
     """Calls being generated at once; more wait their turn. null: the engines queue them."""
     max_concurrent_calls_per_trajectory: int | None = Field(default=None, ge=1)
     queue_timeout_s: float = Field(default=60.0, gt=0)
-    """A call waits so long for its turn; then 429 with Retry-After."""
+    """A call waits so long for its turn, then 429; or for room in the pool's channel, if that
+    blocks, then 503. Both with Retry-After."""
     max_turns: int | None = Field(default=None, ge=1)
     """Calls of one trajectory; the next one gets a 400."""
     max_tokens_per_trajectory: int | None = Field(default=None, ge=1)

@@ -22,7 +22,9 @@ pickling (they cross Ray) and subclass the matching built-in::
     ├── EngineError(RuntimeError)                     502   the engine answered nonsense
     │   ├── EngineUnavailableError(ConnectionError)   503   no engine answered
     │   └── EngineTimeoutError(TimeoutError)          504
-    └── PoolUnavailableError(ConnectionError)         503   the Step could not be stored
+    └── PoolUnavailableError(ConnectionError)         503   the DataPool did not answer
+        ├── ChannelFullError                          503   the channel takes no new group now
+        └── PoolStorageError                          503   its journal cannot be written or read
 """
 
 from __future__ import annotations
@@ -212,3 +214,21 @@ class PoolUnavailableError(GatewayError, ConnectionError):
 
     status = 503
     code = "pool_unavailable"
+    retry_after_s: ClassVar[int] = 1
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(self.retry_after_s)}
+
+
+class ChannelFullError(PoolUnavailableError):
+    """The channel holds all that it may (`overflow: block`) until something is leased."""
+
+    code = "channel_full"
+    retry_after_s = 5
+
+
+class PoolStorageError(PoolUnavailableError):
+    """The DataPool's journal cannot be written or read; mostly, its disk is full."""
+
+    code = "pool_storage_error"
+    retry_after_s = 10

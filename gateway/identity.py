@@ -31,6 +31,7 @@ from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 
+from datapool.errors import DataPoolError
 from gateway.calls import ChatRequest, RetryKey
 from gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from gateway.keys import presented
@@ -222,8 +223,11 @@ class Identities:
         while True:
             await asyncio.sleep(min(self._idle_s / 4, 30.0))
             before = time.monotonic() - self._idle_s
-            await self.close_idle(before)
-            await self.let_go_of_closed(before)
+            for work in (self.close_idle, self.let_go_of_closed):
+                try:
+                    await work(before)
+                except Exception:  # a sweeper that ended would close nothing for good
+                    log.exception("sweeping idle trajectories failed")
 
     async def close_idle(self, before: float) -> int:
         """Complete what was last used before this time (monotonic seconds); how many that were."""
@@ -245,7 +249,7 @@ class Identities:
             try:
                 await trajectory.complete(None, {"closed_by": "idle"})
                 closed += 1
-            except GatewayError as e:  # tried again in the next round
+            except (GatewayError, DataPoolError) as e:  # tried again in the next round
                 log.warning("idle trajectory %s could not be completed: %s", uid, e)
         return closed
 
@@ -265,7 +269,7 @@ class Identities:
                 await trajectory.open(metadata={})
             except TrajectoryClosedError:
                 log.debug("%s was closed by the pool", trajectory.uid)
-            except GatewayError as e:
+            except (GatewayError, DataPoolError) as e:
                 log.warning("the pool was not asked about %s: %s", trajectory.uid, e)
 
 

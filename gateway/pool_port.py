@@ -11,12 +11,12 @@ import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from datapool.errors import DataPoolError
+from datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
 from datapool.errors import PoolUnavailableError as PoolGoneError
 from datapool.listing import Page, TrajectoryRow
 from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from datapool.types import Lease, Step
-from gateway.errors import PoolUnavailableError
+from gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +31,7 @@ class PoolPort(Protocol):
         attempt: int = 0,
         metadata: Mapping[str, Any] | None = None,
         channel: str = "train",
+        timeout_s: float | None = None,
     ) -> SubmitOutcome: ...
 
     async def resume_trajectory(
@@ -41,12 +42,15 @@ class PoolPort(Protocol):
         metadata: Mapping[str, Any] | None = None,
         channel: str = "train",
         elsewhere: bool = False,
+        timeout_s: float | None = None,
     ) -> Resumed: ...
 
-    async def submit_step(self, step: Step, channel: str = "train") -> SubmitOutcome: ...
+    async def submit_step(
+        self, step: Step, channel: str = "train", timeout_s: float | None = None
+    ) -> SubmitOutcome: ...
 
     async def submit_steps(
-        self, steps: Sequence[Step], channel: str = "train"
+        self, steps: Sequence[Step], channel: str = "train", timeout_s: float | None = None
     ) -> list[SubmitOutcome]: ...
 
     async def complete_trajectory(
@@ -90,16 +94,17 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
     """The pool's answer within `timeout_s`.
 
     Raises:
-        DataPoolError: the pool refuses.
-        PoolUnavailableError: no answer; whether the pool applied the call is not known.
+        DataPoolError: the pool refuses what was sent.
+        ChannelFullError: there is no room; nothing was applied.
+        PoolUnavailableError: no answer, or one that is not durable; whether the pool applied the
+            call is not known.
     """
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
-    except PoolGoneError as e:
-        log.warning("the DataPool cannot be reached: %s", e)
-        raise PoolUnavailableError("the DataPool cannot be reached; see the gateway's log") from e
-    except DataPoolError:
+    except DataPoolError as e:
+        if (failed := _failed(e)) is not None:
+            raise failed from e
         raise
     except TimeoutError as e:
         raise PoolUnavailableError(
@@ -111,3 +116,22 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
         raise PoolUnavailableError(
             f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
         ) from e
+
+
+def _failed(e: DataPoolError) -> PoolUnavailableError | None:
+    """What `e` says of the pool, without its addresses and files; None if it says something of the
+    request."""
+    if isinstance(e, PoolFullError):
+        return ChannelFullError(f"the DataPool takes no new group now: {e}")
+    if isinstance(e, PoolGoneError):
+        failed = PoolUnavailableError("the DataPool cannot be reached; see the gateway's log")
+    elif isinstance(e, JournalFullError):
+        failed = PoolStorageError(
+            "the DataPool's disk is full, so nothing can be stored; free space there and try again"
+        )
+    elif isinstance(e, JournalError):
+        failed = PoolStorageError("the DataPool's journal cannot be used; see the gateway's log")
+    else:
+        return None
+    log.warning("%s: %s", type(e).__name__, e)
+    return failed

@@ -125,7 +125,10 @@ class RolloutWriter:
         steps = [replace(s, trajectory_uid=trajectory_uid, prompt_uid=prompt_uid) for s in found]
         channel = self._config.channel
         try:
-            outcomes = await self._ask(self._pool.submit_steps(steps, channel=channel))
+            room_s = self._config.queue_timeout_s
+            outcomes = await self._ask(
+                self._pool.submit_steps(steps, channel=channel, timeout_s=room_s), room_s
+            )
             outcome = await self._ask(
                 self._pool.complete_trajectory(
                     trajectory_uid, written.reward, written.metadata, channel=channel
@@ -159,10 +162,15 @@ class RolloutWriter:
                 home = _Home(trajectory_uid, prompt_uid, is_open=False)
                 remember(self._homes, uid, home, limit)
             try:
+                room_s = self._config.queue_timeout_s
                 outcome = await self._ask(
                     self._pool.open_trajectory(
-                        home.trajectory_uid, home.prompt_uid, channel=self._config.channel
-                    )
+                        home.trajectory_uid,
+                        home.prompt_uid,
+                        channel=self._config.channel,
+                        timeout_s=room_s,
+                    ),
+                    room_s,
                 )
             except PoolTrajectoryConflictError as e:
                 raise TrajectoryConflictError(
@@ -198,8 +206,9 @@ class RolloutWriter:
         )
         return page.items[0] if page.items else None
 
-    async def _ask(self, answer: Awaitable[Any]) -> Any:
-        return await ask(answer, self._config.pool_timeout_s)
+    async def _ask(self, answer: Awaitable[Any], room_s: float = 0.0) -> Any:
+        """`room_s`: how long it may wait for room in the channel."""
+        return await ask(answer, self._config.pool_timeout_s + room_s)
 
 
 def _group_name(name: str, k: int) -> str:

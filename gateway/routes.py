@@ -366,9 +366,11 @@ async def submit_steps(request: Request) -> Response:
         raise RequestError("steps is empty; send at least one step", "steps")
     channel = field(body, "channel", str, "a channel's name") or gateway.config.channel
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(raw)]
+    room_s = gateway.config.queue_timeout_s
     try:
         outcomes = await ask(
-            gateway.pool.submit_steps(steps, channel=channel), gateway.config.pool_timeout_s
+            gateway.pool.submit_steps(steps, channel=channel, timeout_s=room_s),
+            gateway.config.pool_timeout_s + room_s,
         )
     except (StepConflictError, StepIndexError, PoolTrajectoryConflictError) as e:
         raise TrajectoryConflictError(str(e)) from e

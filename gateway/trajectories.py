@@ -64,6 +64,7 @@ class LiveTrajectory:
         self,
         pool: PoolPort,
         timeout_s: float,
+        room_s: float,
         identity: Identity,
         on_closed: Callable[[LiveTrajectory], None],
         closed: str | None = None,
@@ -84,6 +85,7 @@ class LiveTrajectory:
         """The next commit's `step_index`: behind all Steps that this gateway knows of."""
         self._pool = pool
         self._timeout_s = timeout_s
+        self._room_s = room_s
         self._lock = asyncio.Lock()
         self._on_closed = on_closed
         self._opened = closed is not None
@@ -108,12 +110,17 @@ class LiveTrajectory:
         channel: str | None = None,
         attempt: int = 0,
         metadata: Mapping[str, Any] | None = None,
+        waits: bool = True,
     ) -> None:
         """Register with the pool. Registering again merges metadata.
+
+        Args:
+            waits: for room in a full channel, as long as a call may queue.
 
         Raises:
             TrajectoryConflictError: it is open in another channel.
             TrajectoryClosedError: the pool has closed it.
+            ChannelFullError: there is no room for its group.
         """
         if self._opened and channel is None and metadata is None:
             return
@@ -121,7 +128,7 @@ class LiveTrajectory:
         async with self._lock:
             self._check_open()
             if not self._opened:
-                await self._begin(channel, attempt, metadata)
+                await self._begin(channel, attempt, metadata, self._room_s if waits else 0.0)
                 if not self._opened:
                     self._close("completed before")
             elif channel is not None or metadata is not None:
@@ -203,15 +210,23 @@ class LiveTrajectory:
         self.steps = max(self.steps, highest_index + 1)
 
     async def _submit(self, step: Step) -> SubmitOutcome:
-        return await ask(self._pool.submit_step(step, channel=self.channel), self._timeout_s)
+        room_s = self._room_s
+        return await ask(
+            self._pool.submit_step(step, channel=self.channel, timeout_s=room_s),
+            self._timeout_s + room_s,
+        )
 
     async def _begin(
-        self, channel: str | None, attempt: int, metadata: Mapping[str, Any] | None
+        self,
+        channel: str | None,
+        attempt: int,
+        metadata: Mapping[str, Any] | None,
+        room_s: float,
     ) -> None:
         """Open the trajectory, or go on with it; `_opened` unless it is complete already."""
         if channel is not None:
             self.channel = channel
-        resumed = await self._resume(attempt, metadata, elsewhere=channel is None)
+        resumed = await self._resume(attempt, metadata, room_s, elsewhere=channel is None)
         if resumed.outcome == "late":
             self._close("closed before in the DataPool, or its group was")
             self._check_open()
@@ -235,22 +250,28 @@ class LiveTrajectory:
                 attempt=attempt,
                 metadata=dict(metadata or {}),
                 channel=self.channel,
+                timeout_s=self._room_s,
             ),
-            self._timeout_s,
+            self._timeout_s + self._room_s,
         )
         if outcome == "late":
             self._close("closed before in the DataPool, or its group was")
 
     async def _read(self) -> None:
         """The Steps that other gateways stored meanwhile."""
-        resumed = await self._resume(0, None, elsewhere=False)
+        resumed = await self._resume(0, None, self._room_s, elsewhere=False)
         if resumed.is_open:
             self._take_over(resumed)
         else:
             self._close("closed by the DataPool, or through another gateway")
 
     async def _resume(
-        self, attempt: int, metadata: Mapping[str, Any] | None, *, elsewhere: bool
+        self,
+        attempt: int,
+        metadata: Mapping[str, Any] | None,
+        room_s: float,
+        *,
+        elsewhere: bool,
     ) -> Resumed:
         try:
             return await ask(
@@ -261,8 +282,9 @@ class LiveTrajectory:
                     metadata=dict(metadata or {}),
                     channel=self.channel,
                     elsewhere=elsewhere,
+                    timeout_s=room_s,
                 ),
-                self._timeout_s,
+                self._timeout_s + room_s,
             )
         except PoolTrajectoryConflictError as e:
             raise TrajectoryConflictError(str(e)) from e
@@ -296,7 +318,7 @@ class LiveTrajectory:
     ) -> TrajectoryOutcome:
         async with self._lock:
             if not self._opened:
-                await self._begin(None, 0, None)
+                await self._begin(None, 0, None, self._room_s)
             try:
                 outcome = await ask(end(), self._timeout_s)
             except PoolTrajectoryClosedError as e:
@@ -327,11 +349,18 @@ class TrajectoryStore:
     """Open trajectories by uid, and a bounded memory of closed ones."""
 
     def __init__(
-        self, pool: PoolPort, *, channel: str, pool_timeout_s: float, remembered: int
+        self,
+        pool: PoolPort,
+        *,
+        channel: str,
+        pool_timeout_s: float,
+        room_timeout_s: float,
+        remembered: int,
     ) -> None:
         self._pool = pool
         self._channel = channel
         self._timeout_s = pool_timeout_s
+        self._room_s = room_timeout_s
         self._remembered = remembered
         self._open: dict[str, LiveTrajectory] = {}
         self._closed: OrderedDict[str, tuple[Identity, str]] = OrderedDict()
@@ -363,7 +392,7 @@ class TrajectoryStore:
                 None,
             )
             trajectory = LiveTrajectory(
-                self._pool, self._timeout_s, identity, self._forget, closed=how
+                self._pool, self._timeout_s, self._room_s, identity, self._forget, closed=how
             )
             if how is None:
                 self._open[uid] = trajectory
@@ -377,7 +406,7 @@ class TrajectoryStore:
     def elsewhere(self, uid: str, prompt_uid: str) -> LiveTrajectory:
         """A trajectory to open for another gateway: it is not kept here."""
         identity = Identity(uid, prompt_uid, self._channel)
-        return LiveTrajectory(self._pool, self._timeout_s, identity, lambda _: None)
+        return LiveTrajectory(self._pool, self._timeout_s, self._room_s, identity, lambda _: None)
 
     def known(self, uid: str) -> LiveTrajectory | None:
         """The open trajectory of this id, if this gateway serves it."""

@@ -422,6 +422,7 @@ class LocalPool:
         attempt: int = 0,
         metadata: Any = None,
         channel: str = "train",
+        timeout_s: float | None = None,
     ) -> Any:
         return self.core.open_trajectory(
             trajectory_uid, prompt_uid, attempt, metadata, channel, now=self._now()
@@ -435,15 +436,20 @@ class LocalPool:
         metadata: Any = None,
         channel: str = "train",
         elsewhere: bool = False,
+        timeout_s: float | None = None,
     ) -> Any:
         return self.core.resume_trajectory(
             *(trajectory_uid, prompt_uid, attempt, metadata, channel, elsewhere), now=self._now()
         )
 
-    async def submit_step(self, step: Step, channel: str = "train") -> Any:
+    async def submit_step(
+        self, step: Step, channel: str = "train", timeout_s: float | None = None
+    ) -> Any:
         return (await self.submit_steps([step], channel))[0]
 
-    async def submit_steps(self, steps: Sequence[Step], channel: str = "train") -> Any:
+    async def submit_steps(
+        self, steps: Sequence[Step], channel: str = "train", timeout_s: float | None = None
+    ) -> Any:
         self.waiting.set()
         await self.door.wait()
         failure = self.failures.pop(0) if self.failures else None
@@ -519,7 +525,7 @@ class World:
 
     url: str
     engine: ScriptedEngine
-    pool: LocalPool
+    pool: Any
     tokenizer: ChatTokenizer
     app: Any
     clients: AsyncExitStack
@@ -571,11 +577,16 @@ class World:
 
 @pytest.fixture
 async def worlds() -> AsyncIterator[Callable[..., Any]]:
-    """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`."""
+    """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`. `pool`: another
+    one than a `LocalPool`."""
     async with AsyncExitStack() as stack:
 
         async def make(
-            family: str = "chatml", engines: int = 1, served_by: str = "ours", **options: Any
+            family: str = "chatml",
+            engines: int = 1,
+            served_by: str = "ours",
+            pool: Any = None,
+            **options: Any,
         ) -> World:
             tokenizer = make_tokenizer(family)
             eos = tokenizer.hf.eos_token_id
@@ -586,7 +597,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 )
                 engine.url = await stack.enter_async_context(serving(engine.app(), graceful=False))
                 made.append(engine)
-            pool = LocalPool()
+            pool = pool or LocalPool()
             config = GatewayConfig(
                 port=0,
                 **{"engine_urls": [e.url for e in made], "retry_backoff_s": 0.01, **options},
