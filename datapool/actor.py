@@ -34,6 +34,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
+from datapool.clock import STATE as CLOCK
+from datapool.clock import Clock
 from datapool.config import PoolConfig, SelectionConfig
 from datapool.errors import (
     DataPoolError,
@@ -164,6 +166,7 @@ class DataPoolActor:
         restarted = _was_restarted()
         self._shard = shard
         self._journal: Journal | None = None
+        self._clock = Clock.start()
         if folder is None:
             # A fresh epoch: leases of a lost predecessor must not name leases of this one.
             self._pool = DataPool(config, epoch=f"{shard}.{uuid.uuid4().hex[:12]}")
@@ -192,7 +195,11 @@ class DataPoolActor:
         began = time.monotonic()
         journal = Journal(folder, "power" if self._pool.config.durability == "power" else "process")
         with growing_heap():
-            n_rows = restore(self._pool, journal, journal.rows(), journal.states(), journal.read)
+            states = journal.states()
+            n_rows = restore(self._pool, journal, journal.rows(), states, journal.read)
+        last = max(channel.now for channel in self._pool.channels.values())
+        self._clock = Clock.resume(states.get(CLOCK), last)
+        journal.put_state(CLOCK, self._clock.dump())
         self._recovery_s = time.monotonic() - began
         if n_rows:
             logger.warning(
@@ -762,8 +769,7 @@ class DataPoolActor:
     # -- inside ------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        # Wall clock: deadlines and leases have to mean the same after a restart.
-        return time.time()
+        return self._clock.now()
 
     def _ticket(self) -> int:
         self._tickets += 1

@@ -40,10 +40,6 @@ async def counts(actor: DataPoolActor, *names: str) -> list[int]:
     return [groups[name] for name in names]
 
 
-async def ready(actor: DataPoolActor, step: Step) -> None:
-    await actor.submit_step(step)
-
-
 @pytest.mark.parametrize("iteration", range(1, 9))
 async def test_a_lease_given_at_the_end_of_a_wait_survives_a_kill(
     tmp_path: Path, make_step: MakeStep, iteration: int
@@ -145,3 +141,37 @@ async def test_a_lease_says_whether_more_may_come(tmp_path: Path, make_step: Mak
     assert await waiting == "shut_down"
     assert await actor.lease_batch(timeout_s=None) == "shut_down"
     assert await actor.lease_batch(channel="val") == "nothing_yet"
+
+
+async def test_a_pool_that_ran_out_of_pages_goes_on_with_all_it_acknowledged(
+    tmp_path: Path, make_step: MakeStep
+) -> None:
+    def trajectory(i: int) -> list[Step]:
+        return [
+            make_step(f"t{i}", f"p{i}", k, prompt_ids=[k] * 4000, is_last=k == 1) for k in (0, 1)
+        ]
+
+    actor = DataPoolActor(None, tmp_path / "live")
+    assert actor._journal is not None
+    actor._journal._db.execute("PRAGMA max_page_count = 40")
+    acknowledged: list[str] = []
+    refused: list[int] = []
+    for i in range(40):
+        try:
+            await actor.submit_steps(trajectory(i))
+            acknowledged.append(f"t{i}")
+        except JournalFullError:
+            refused.append(i)
+    assert acknowledged
+    assert refused
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    killed = DataPoolActor(None, tmp_path / "killed")
+    groups = (await killed.get_statistics("train"))["groups"]
+    assert groups["ready"] == groups["submitted"] == len(acknowledged), "nothing half, nothing less"
+
+    actor._journal._db.execute("PRAGMA max_page_count = 100000")
+    for i in refused:
+        assert set(await actor.submit_steps(trajectory(i))) <= {"accepted", "duplicate"}
+    steps = (await actor.fetch_batch(batch_size=40)).unpack()
+    assert sorted({step.trajectory_uid for step in steps}) == sorted(f"t{i}" for i in range(40))
+    assert len(steps) == 80
