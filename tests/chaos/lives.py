@@ -1,0 +1,404 @@
+"""This module runs the command under fire, one life after another, so that a fault may end a life
+and the run goes on.
+
+    start ──► a life ──fault──► goes on by itself
+                │   └─(driver killed; raylet killed: it may end)──► the next life
+                └─ ended although nothing allowed it to ──► a violation, and the next life
+
+This process adopts whatever loses its parent (PR_SET_CHILD_SUBREAPER), so a process that a life
+leaves behind is seen, however it was started: it has `LEFT_S` to end, then it is a violation.
+A watcher keeps every published version of the weights and when it was committed.
+
+Owns: the processes of the run, its books of lives. Does not own: what is done to it (`faults.py`,
+`scenarios.py`) and what it trained (`verify.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.chaos import agent
+from tests.chaos.faults import Fault, attempt, find, part_of
+from trainer.cluster import WEIGHTS
+from trainer.ledger import LEDGER
+
+ROOT = Path(__file__).parents[2]
+PR_SET_CHILD_SUBREAPER = 36
+UP = "gateway at "
+"""What a life prints when all its parts have come up."""
+PATIENCE_S = 240.0
+"""The run must train again within it, or end."""
+LEFT_S = 90.0
+"""After its parent's death a process must end within it."""
+LOOK_S = 0.25
+
+
+@dataclass(slots=True)
+class Books:
+    """What was seen of the lives."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    lives: int = 0
+    excused: Counter[str] = field(default_factory=Counter)
+    """Lives that ended because of a fault that is allowed to end one."""
+    violations: list[str] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+    """From a fault's end to the next optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Weights of a version, saved from being pruned."""
+
+    version: int
+    path: Path
+
+
+class SmallDisk:
+    """A file system of its own, of a few MB, mounted at `folder`; needs root."""
+
+    def __init__(self, folder: Path, megabytes: int) -> None:
+        self.folder = folder
+        self._ballast = folder / "ballast"
+        folder.mkdir(parents=True)
+        _run("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "chaos", str(folder))
+
+    def fill(self) -> None:
+        """Not a byte is left."""
+        with self._ballast.open("ab", buffering=0) as file, suppress(OSError):
+            for size in (1 << 16, 1 << 8, 1):
+                with suppress(OSError):
+                    while file.write(b"\0" * size) == size:
+                        pass
+
+    def free(self) -> None:
+        self._ballast.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        _run("umount", "-l", str(self.folder))
+
+
+class Run:
+    """The run under fire.
+
+    Args:
+        folder: of everything that the runs of this scenario write.
+        options: of the command, besides `run.dir` and `trainer.total_steps`.
+        prefix: put before the command, to run it elsewhere.
+        daemons: processes below which parts of the run are, besides the driver's own children.
+        disk: what a fault `fill` fills.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: Sequence[str],
+        *,
+        prefix: Sequence[str] = (),
+        daemons: Callable[[], Iterable[psutil.Process]] = tuple,
+        disk: SmallDisk | None = None,
+    ) -> None:
+        self.folder = folder / "run"
+        self.agents = folder / "agents"
+        self.batches = folder / "batches"
+        self.kept: list[Kept] = []
+        self.commits: list[tuple[float, int]] = []
+        """(when it was seen, version)"""
+        self.books = Books()
+        self.disk = disk
+        self._weights = folder / "weights"
+        self._log = folder / "run.log"
+        self._given = (*options, f"trainer.save_debug_rollout_data={self.batches}")
+        self._prefix, self._daemons = tuple(prefix), daemons
+        self._process: subprocess.Popen[bytes] | None = None
+        self._life_at = 0
+        self._hit = False
+        self._excuse: str | None = None
+        self._orphans: dict[psutil.Process, float] = {}
+        self._lasting: set[asyncio.Task[None]] = set()
+
+    # -- a life ----------------------------------------------------------------------------------
+
+    def options(self, total_steps: int) -> list[str]:
+        return [*self._given, f"run.dir={self.folder}", f"trainer.total_steps={total_steps}"]
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return os.environ | {agent.FOLDER: str(self.agents), "PYTHONPATH": ":".join(paths)}
+
+    def start(self, total_steps: int = 100_000) -> None:
+        command = (sys.executable, "-m", "trainer.cli", "train", "--config", "quickstart")
+        with self._log.open("ab") as log:
+            self._life_at = log.tell()
+            log.write(f"--- life {self.books.lives}\n".encode())
+            self._process = subprocess.Popen(
+                [*self._prefix, *command, *self.options(total_steps)],
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=dict(self.environment),
+                start_new_session=True,
+            )
+        self.books.lives += 1
+        self._hit, self._excuse = False, None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError("the run was not started")
+        return self._process
+
+    def processes(self) -> list[psutil.Process]:
+        """Of this life, and the cluster's that it joined."""
+        found: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):
+            found += psutil.Process(self.process.pid).children(recursive=True)
+        for daemon in self._daemons():
+            with suppress(psutil.NoSuchProcess):
+                found += [daemon, *daemon.children(recursive=True)]
+        return found
+
+    def find(self, part: str, pick: float = 0.0) -> psutil.Process | None:
+        if part == "driver":
+            return psutil.Process(self.process.pid) if self.process.poll() is None else None
+        return find(part, self.processes(), pick)
+
+    def last_words(self) -> str:
+        """What this life printed, the end of it."""
+        with self._log.open("rb") as log:
+            log.seek(self._life_at)
+            return log.read().decode(errors="replace")[-6_000:]
+
+    def trained(self) -> int:
+        """Optimizer steps so far, those of lost histories counted too."""
+        try:
+            ledger = self.folder / "checkpoints" / LEDGER
+            return ledger.read_bytes().count(b'"event":"trained"')
+        except FileNotFoundError:
+            return 0
+
+    def revive(self) -> None:
+        """The next life, if this one has ended. It is a violation, if nothing excuses it."""
+        if self.process.poll() is None:
+            return
+        if self._excuse is not None:
+            self.books.excused[self._excuse] += 1
+        elif self._hit and UP not in self.last_words():
+            self.books.excused["a fault met its start"] += 1
+        else:
+            self.books.violations.append(
+                f"life {self.books.lives} ended by itself ({self.process.returncode}): "
+                f"…{self.last_words()[-1500:]}"
+            )
+        self.start()
+
+    # -- faults ----------------------------------------------------------------------------------
+
+    def inject(self, fault: Fault) -> bool:
+        """Do it; False: the part is not there at the moment. What lasts, ends by itself."""
+        if fault.action == "fill":
+            if self.disk is None:
+                raise RuntimeError("this run has no disk to fill")
+            self.disk.fill()
+            self._last(fault.seconds, self.disk.free)
+        else:
+            target = self.find(fault.part, fault.pick)
+            if target is None or not attempt(
+                target.kill if fault.action == "kill" else target.suspend
+            ):
+                return False
+            if fault.action == "stop":
+                self._last(fault.seconds, lambda: attempt(target.resume))
+        self._hit = True
+        if fault.part in ("raylet", "disk"):
+            self._excuse = str(fault).rsplit(" ", 2)[0] if fault.seconds else str(fault)
+        if fault.part == "driver" and fault.action == "kill":
+            self.process.wait()
+            self.start()
+        self.books.faults[f"{fault.action} {fault.part}"] += 1
+        return True
+
+    def _last(self, seconds: float, end: Callable[[], object]) -> None:
+        async def wait() -> None:
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                end()
+
+        task = asyncio.create_task(wait())
+        self._lasting.add(task)
+        task.add_done_callback(self._lasting.discard)
+
+    async def fire(self, faults: Sequence[Fault]) -> None:
+        for number, fault in enumerate(faults, 1):
+            if fault.part != "disk":  # it has to be there first
+                await self.until(lambda f=fault: self.find(f.part) is not None, f"a {fault.part}")
+            await asyncio.sleep(fault.delay_s)
+            self.revive()
+            before = self.trained()
+            if not self.inject(fault):
+                await self.until(lambda f=fault: self.inject(f), str(fault))
+            print(
+                f"{time.strftime('%H:%M:%S')} fault {number}/{len(faults)}: {fault}, "
+                f"after {before} steps, life {self.books.lives}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if fault.settles:
+                await asyncio.gather(*self._lasting)
+                before, since = self.trained(), time.monotonic()
+                if await self.until(lambda n=before: self.trained() > n, f"after {fault}"):
+                    self.books.recovery_s.append(time.monotonic() - since)
+        await asyncio.gather(*self._lasting)
+
+    async def until(self, happened: Callable[[], bool], what: str) -> bool:
+        """Until it happened; a run that does not come so far is a violation and started again."""
+        give_up = time.monotonic() + PATIENCE_S
+        while time.monotonic() < give_up:
+            self.revive()
+            if happened():
+                return True
+            await asyncio.sleep(LOOK_S)
+        self.books.violations.append(
+            f"stuck for {PATIENCE_S:g} s ({what}), life {self.books.lives}: "
+            f"…{self.last_words()[-1500:]}"
+        )
+        attempt(psutil.Process(self.process.pid).kill)
+        self.process.wait()
+        self.start()
+        return False
+
+    async def finish(self) -> None:
+        """Two more optimizer steps in peace, a stop as by Ctrl-C, and the regular end."""
+        from trainer.checkpoint import CheckpointStore
+
+        before = self.trained()
+        await self.until(lambda: self.trained() > before + 1, "the end")
+        os.killpg(self.process.pid, signal.SIGINT)
+        if (code := await self._ended()) != 130:
+            self.books.violations.append(
+                f"Ctrl-C ended it with {code}: …{self.last_words()[-1500:]}"
+            )
+        done = CheckpointStore(self.folder / "checkpoints").steps()[-1]
+        self.start(done + 2)
+        if (code := await self._ended()) != 0:
+            self.books.violations.append(
+                f"the last life ended with {code}: …{self.last_words()[-1500:]}"
+            )
+
+    async def _ended(self) -> int | None:
+        try:
+            return await asyncio.to_thread(self.process.wait, PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return None
+
+    # -- watching --------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The run is alive inside the block; after it, nothing of it is."""
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.start()
+        watchers = [asyncio.create_task(self._watch_weights())]
+        watchers.append(asyncio.create_task(self._watch_orphans()))
+        try:
+            yield
+        finally:
+            for task in self._lasting:
+                task.cancel()
+            await asyncio.gather(*self._lasting, return_exceptions=True)
+            if self.process.poll() is None:
+                self.process.kill()
+                self.process.wait()
+            for _ in range(int(2 * LEFT_S / LOOK_S)):
+                if not self._look_for_orphans() and not self._parts_left():
+                    break
+                await asyncio.sleep(LOOK_S)
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _watch_orphans(self) -> None:
+        while True:
+            self._look_for_orphans()
+            await asyncio.sleep(LOOK_S)
+
+    def _look_for_orphans(self) -> int:
+        """Processes that lost their parent and have not ended; those that had their time are
+        killed, and a violation."""
+        ours = {self.process.pid, *(d.pid for d in self._daemons())}
+        now = time.monotonic()
+        here = [p for p in psutil.Process().children() if p.pid not in ours]
+        for orphan in here:
+            with suppress(psutil.NoSuchProcess):
+                if orphan.status() == psutil.STATUS_ZOMBIE:
+                    with suppress(ChildProcessError):
+                        os.waitpid(orphan.pid, os.WNOHANG)
+                    continue
+                self._expect_end(orphan, now)
+        self._orphans = {p: at for p, at in self._orphans.items() if p.is_running()}
+        return len(here)
+
+    def _parts_left(self) -> int:
+        """In a cluster that others run, after the last life: parts of it that are still there."""
+        left = [p for p in self.processes() if part_of(p) not in (None, "raylet")]
+        for process in left:
+            self._expect_end(process, time.monotonic())
+        return len(left)
+
+    def _expect_end(self, process: psutil.Process, now: float) -> None:
+        since = self._orphans.setdefault(process, now)
+        if process.status() == psutil.STATUS_STOPPED:
+            self._orphans[process] = now  # the fault is not over
+        elif now - since > LEFT_S:
+            line = " ".join(process.cmdline())[:200]
+            self.books.violations.append(f"left for {LEFT_S:g} s: {process.pid} {line}")
+            attempt(process.kill)
+            self._orphans[process] = float("inf")
+
+    async def _watch_weights(self) -> None:
+        folder, seen = self.folder / WEIGHTS, set[tuple[int, int, int]]()
+        while True:
+            for path in folder.glob("v*[0-9]"):
+                with suppress(OSError, ValueError):  # pruned meanwhile, or a delta
+                    self._keep(path, int(path.name[1:]), seen)
+            with suppress(OSError, ValueError):
+                version = int(json.loads((folder / "current.json").read_bytes())["version"])
+                if not self.commits or self.commits[-1][1] != version:
+                    self.commits.append((time.time(), version))
+            await asyncio.sleep(LOOK_S)
+
+    def _keep(self, path: Path, version: int, seen: set[tuple[int, int, int]]) -> None:
+        found = path.stat()
+        which = version, found.st_ino, found.st_mtime_ns
+        if which in seen:
+            return
+        target = self._weights / "-".join(map(str, which))
+        target.mkdir(parents=True, exist_ok=True)
+        for file in path.iterdir():
+            with suppress(FileExistsError):
+                os.link(file, target / file.name)
+        seen.add(which)
+        self.kept.append(Kept(version, target))
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}; the chaos runs need root")

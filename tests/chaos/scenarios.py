@@ -1,0 +1,79 @@
+"""This module says which faults meet which run: one function per scenario, each a run of its own.
+
+machine   one machine: everything is killed and stopped, the driver is started again
+lease     leases shorter than a step: groups are redelivered while they are trained
+disk      the journal's disk is full for seconds, again and again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from tests.chaos.faults import PARTS, Action, plan
+from tests.chaos.lives import Run, SmallDisk
+
+OPTIONS = (
+    *("logging.wandb=disabled", "logging.console=plain", "run.name=chaos"),
+    *("trainer.groups_per_step=2", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2"),
+    *("trainer.eval_every=0", "trainer.eval_rollouts=1", "data.val.size=2"),
+    *("trainer.keep_weights=20", "async_training.trigger_parameter_sync_step=1"),
+    *("rollout.agent=tests.chaos.agent:agent", "rollout.n=4", "rollout.max_outstanding_groups=6"),
+    *("rollout.timeout_s=120", "rollout.group_deadline_s=300"),
+)
+"""The quickstart in small: an optimizer step takes about a second."""
+KINDS: tuple[tuple[Action, str], ...] = (
+    *(("kill", part) for part in PARTS),
+    *(("stop", part) for part in PARTS),
+)
+
+
+async def machine(folder: Path, seed: str, n: int) -> Run:
+    run = Run(folder, OPTIONS)
+    async with run.running():
+        await run.fire(plan(seed, n, KINDS, long_stops=("pool", "driver")))
+        await run.finish()
+    return run
+
+
+async def lease(folder: Path, seed: str, n: int) -> Run:
+    kinds: tuple[tuple[Action, str], ...] = (
+        ("stop", "driver"),
+        ("stop", "driver"),
+        ("kill", "driver"),
+        ("kill", "pool"),
+        ("stop", "pool"),
+    )
+    run = Run(folder, (*OPTIONS, "pool.channels.train.lease_s=0.5", "trainer.checkpoint_every=4"))
+    async with run.running():
+        await run.fire(plan(seed, n, kinds))
+        await run.finish()
+    return run
+
+
+async def disk(folder: Path, seed: str, n: int) -> Run:
+    kinds: tuple[tuple[Action, str], ...] = (
+        ("fill", "disk"),
+        ("fill", "disk"),
+        ("fill", "disk"),
+        ("kill", "pool"),
+        ("kill", "driver"),
+    )
+    small = SmallDisk(folder / "disk", megabytes=32)
+    try:
+        run = Run(folder, (*OPTIONS, f"pool.journal_dir={small.folder / 'pool'}"), disk=small)
+        async with run.running():
+            await run.fire(plan(seed, n, kinds))
+            await run.finish()
+        return run
+    finally:
+        small.remove()
+
+
+Scenario = Callable[[Path, str, int], Awaitable[Run]]
+SCENARIOS: dict[str, tuple[Scenario, int]] = {
+    "machine": (machine, 42),
+    "lease": (lease, 8),
+    "disk": (disk, 8),
+}
+"""Each with its share of the faults."""

@@ -1,0 +1,366 @@
+"""This module compares what the agents wrote down with what became of it, so that a Step that was
+lost, doubled, changed, or trained with another reward or version than its own is found.
+
+    agents' log ──every answer──► trained (recorded batches) | in the pool | dropped with a reason
+    recorded batch u ═══════════► the ledger's update u+1: the same groups, none of them twice
+    trained trajectory ═════════► exactly the calls its agent was answered, log-prob for log-prob,
+                                  and the reward that its agent returned
+    every trained token ════════► its log-prob again, with the weights of the version it names
+
+The pool is read from its journal, after the run has ended. What the ledger dropped for good must be
+the agents' own doing. Does not own: the processes that were left (`lives.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.torch_backend import TorchBackend
+from datapool.config import PoolConfig
+from datapool.journal import Journal, Row
+from datapool.pool import DataPool
+from datapool.replay import restore
+from datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
+from tests.chaos.lives import Run
+from trainer.cluster import POOL
+from trainer.config import RunConfig, load_config
+from trainer.data import PromptSource
+from trainer.ledger import LEDGER, Audit, audit, read_ledger
+from trainer.recording import load_recording, recordings
+from trainer.run import CHECKPOINTS
+
+TOLERANCE = 1e-3
+"""Of a log-prob that is computed again."""
+PER_VERSION = 24
+"""Steps of one version of which that is done."""
+COMMIT_SEEN_S = 1.0
+"""After the commit of a version, until a call that begins must not be answered by an older one."""
+AGENTS_OWN = frozenset({"raised"})
+DUE_TO_AGENT = "OnPurposeError"
+"""What an abort says whose agent failed on purpose."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    """What one agent wrote down."""
+
+    prompt: str
+    answered: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By call."""
+    reward: float | None = None
+    ends: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PoolBooks:
+    """What the pool's journal holds."""
+
+    closed: dict[str, str] = field(default_factory=dict)
+    """Group -> acked, or why it was dropped; one of the evaluation's: evaluated."""
+    aborted: dict[str, str] = field(default_factory=dict)
+    """Trajectory -> why."""
+    live: set[str] = field(default_factory=set)
+    """Groups."""
+    stored: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Trajectory of a live group -> call -> response tokens."""
+    expired: int = 0
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was found. `violations` is empty, or something does not hold."""
+
+    violations: list[str] = field(default_factory=list)
+    figures: Counter[str] = field(default_factory=Counter)
+    became: Counter[str] = field(default_factory=Counter)
+    """Of the answers: what became of their Steps."""
+
+    def check(self, holds: bool, kind: str, what: str) -> None:
+        if not holds:
+            self.figures[kind] += 1
+            self.violations.append(f"{kind}: {what}")
+
+
+def verify(run: Run) -> Verdict:
+    """All of it, after the run has ended."""
+    config = load_config("quickstart", run.options(1))
+    rollouts = read_agents(run.agents)
+    trained = _Trained(config, run.batches)
+    pool = read_pool(config)
+    found = Verdict()
+    found.figures["leases_expired"] = pool.expired
+    _check_ledger(config, trained, rollouts, found)
+    _check_answers(rollouts, trained, pool, found)
+    for trajectory in trained.trajectories.values():
+        _check_trajectory(trajectory, rollouts.get(trajectory.trajectory_uid), found)
+    _check_versions(config, run, trained, rollouts, found)
+    return found
+
+
+# -- the books ---------------------------------------------------------------------------------
+
+
+def read_agents(folder: Path) -> dict[str, Rollout]:
+    """By trajectory."""
+    rollouts: dict[str, Rollout] = {}
+    for file in folder.glob("*.jsonl"):
+        for line in file.read_bytes().splitlines():
+            entry = json.loads(line)
+            rollout = rollouts.setdefault(entry["trajectory"], Rollout(entry["prompt"]))
+            if entry["event"] == "answered":
+                rollout.answered[entry["call"]] = entry
+                continue
+            rollout.ends.append(entry["event"])
+            if entry["event"] == "returned":
+                rollout.reward = entry["reward"]
+    return rollouts
+
+
+class _Trained:
+    """The batches of the history that counts, by optimizer step."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        updates = audit(config.run.dir / CHECKPOINTS / LEDGER).updates
+        self.groups: dict[int, list[str]] = {}
+        self.trajectories: dict[str, Trajectory] = {}
+        self.doubled: list[str] = []
+        for rollout_id, path in recordings(str(folder)):
+            if rollout_id + 1 not in updates:
+                continue  # recorded, but the life ended before it was trained
+            groups = load_recording(path).groups
+            self.groups[rollout_id + 1] = [g.prompt_uid for g in groups]
+            for trajectory in (t for g in groups for t in g.trajectories):
+                if trajectory.trajectory_uid in self.trajectories:
+                    self.doubled.append(trajectory.trajectory_uid)
+                self.trajectories[trajectory.trajectory_uid] = trajectory
+
+    @property
+    def prompts(self) -> set[str]:
+        return {t.prompt_uid for t in self.trajectories.values()}
+
+    def steps(self) -> Iterator[Step]:
+        for trajectory in self.trajectories.values():
+            yield from trajectory.steps
+
+
+def read_pool(config: RunConfig) -> PoolBooks:
+    """From a copy: to open a journal may change it."""
+    books = PoolBooks()
+    folder = config.pool.journal_dir or config.run.dir / POOL
+    copy = config.run.dir / "pool-copy"
+    shutil.copytree(folder, copy)
+
+    def rows(journal: Journal) -> Iterator[Row]:
+        for row in journal.rows():
+            if row.kind == "closed":
+                uid, how, closings = pickle.loads(row.head)
+                if how is not None:
+                    books.closed[uid] = how if row.channel == TRAIN else "evaluated"
+                for trajectory, (_, _, _, aborted, _) in closings.items():
+                    if aborted is not None:
+                        books.aborted[trajectory] = aborted
+            yield row
+
+    journal = Journal(copy, "process")
+    try:
+        pool = DataPool(PoolConfig())
+        restore(pool, journal, rows(journal), journal.states(), journal.read)
+        for channel in (TRAIN, VAL):
+            _read_live(pool, channel, books)
+        leases = pool.get_statistics(TRAIN, now=time.time())["leases"]
+        books.expired = leases.get("expired", 0)
+    finally:
+        journal.close()
+    return books
+
+
+def _read_live(pool: DataPool, channel: str, books: PoolBooks) -> None:
+    def pages(method: Any, **given: Any) -> Iterator[Any]:
+        cursor: str | None = None
+        while True:
+            page = method(channel, cursor, now=time.time(), **given)
+            yield from page.items
+            if (cursor := page.cursor) is None:
+                return
+
+    for group in pages(pool.list_groups):
+        books.live.add(group.prompt_uid)
+    for trajectory in pages(pool.list_trajectories):
+        if trajectory.state == "aborted":
+            books.aborted[trajectory.trajectory_uid] = trajectory.reason or "aborted"
+    for step in pages(pool.list_steps):
+        books.stored[step.trajectory_uid][step.metadata["call_id"]] = step.n_response
+
+
+# -- the comparison ------------------------------------------------------------------------------
+
+
+def _check_ledger(
+    config: RunConfig, trained: _Trained, rollouts: Mapping[str, Rollout], found: Verdict
+) -> None:
+    path = config.run.dir / CHECKPOINTS / LEDGER
+    source = PromptSource(
+        config.data.train,
+        exclude=PromptSource(config.data.val, tokenizer_path=config.model.path).prompts(),
+        tokenizer_path=config.model.path,
+    )
+    n_draws = len(audit(path).draws)
+    books: Audit = audit(path, order=[source.next()["instance_id"] for _ in range(n_draws)])
+    for uid in books.doubled:
+        found.check(False, "trained_twice", f"the ledger doubles {uid}")
+    for uid in trained.doubled:
+        found.check(False, "trained_twice", f"trajectory {uid} is in two batches")
+    for instance in books.skipped:
+        found.check(False, "groups_lost", f"prompt {instance} was skipped")
+    final = books.dropped.total() - books.returned
+    ends = books.trained + final + len(books.in_flight) + len(books.waiting)
+    found.check(ends == n_draws, "groups_lost", f"{n_draws} prompts drawn, {ends} accounted for")
+    for entry in read_ledger(path):
+        if entry["event"] == "trained":
+            batch = trained.groups.get(entry["update"], [])
+            found.check(
+                set(entry["prompt_uids"]) == set(batch),
+                "trained_twice",
+                f"update {entry['update']}: ledger {entry['prompt_uids']}, batch {batch}",
+            )
+        elif entry["event"] == "dropped" and not entry["returned"]:
+            uid, reason = entry["prompt_uid"], entry["reason"]
+            found.figures[f"dropped for good: {reason}"] += 1
+            own = [r for r in rollouts.values() if r.prompt == uid and set(r.ends) & AGENTS_OWN]
+            lost = f"group {uid} was dropped for good ({reason})"
+            found.check(len(own) > config.rollout.n - config.rollout.min_n, "groups_lost", lost)
+    found.figures.update(prompts=n_draws, groups_trained=books.trained, returned=books.returned)
+    found.figures.update(optimizer_steps=len(books.updates))
+
+
+def _check_answers(
+    rollouts: Mapping[str, Rollout], trained: _Trained, pool: PoolBooks, found: Verdict
+) -> None:
+    """Every answer's Step is somewhere."""
+    prompts = trained.prompts
+    for uid, rollout in rollouts.items():
+        trajectory = trained.trajectories.get(uid)
+        calls = {s.metadata["call_id"] for s in trajectory.steps} if trajectory else set()
+        for call, entry in rollout.answered.items():
+            found.figures["answers"] += 1
+            if call in calls:
+                where = "trained"
+            elif trajectory is None and call in pool.stored.get(uid, ()):
+                n_tokens = len(entry["log_probs"])
+                same = pool.stored[uid][call] == n_tokens
+                found.check(same, "steps_changed", f"{uid} {call}: {n_tokens} tokens answered")
+                where = "in the pool"
+            elif trajectory is None and uid in pool.aborted:
+                where = f"aborted: {pool.aborted[uid].partition(':')[0]}"
+            elif rollout.prompt in prompts or rollout.prompt in pool.live:
+                # Its group is there and whole, but its trajectory is not: it must have ended badly.
+                where = "lost" if rollout.reward is not None or trajectory else "never completed"
+            elif (how := pool.closed.get(rollout.prompt)) not in (None, "acked"):
+                where = f"group {how}"
+            else:
+                where = "lost"
+            found.became[where] += 1
+            state = pool.closed.get(rollout.prompt, "live" if rollout.prompt in pool.live else "?")
+            found.check(
+                where != "lost",
+                "steps_lost",
+                f"call {call} of {uid} ({rollout.prompt}: {state}, agent: {rollout.ends})",
+            )
+
+
+def _check_trajectory(trajectory: Trajectory, rollout: Rollout | None, found: Verdict) -> None:
+    """It was trained with the steps and the reward of its agent."""
+    uid = trajectory.trajectory_uid
+    if rollout is None:
+        found.check(False, "steps_extra", f"{uid} was trained, but no agent knows it")
+        return
+    found.figures["trajectories_trained"] += 1
+    found.check(
+        rollout.reward == trajectory.reward and rollout.ends == ["returned"],
+        "rewards_from_failures",
+        f"{uid} was trained with {trajectory.reward}; its agent: {rollout.ends}, {rollout.reward}",
+    )
+    found.check(rollout.prompt == trajectory.prompt_uid, "steps_changed", f"{uid}: another prompt")
+    for step in trajectory.steps:
+        call = step.metadata["call_id"]
+        if (entry := rollout.answered.get(call)) is None:
+            found.check(False, "steps_extra", f"{uid} has call {call}, which its agent never saw")
+            continue
+        same = step.rollout_log_probs is not None and np.array_equal(
+            step.rollout_log_probs, np.float32(entry["log_probs"])
+        )
+        found.check(same, "steps_changed", f"{uid} call {call}: other log-probs than answered")
+    for before, after in zip(trajectory.steps, trajectory.steps[1:], strict=False):
+        history = np.concatenate([before.prompt_ids, before.response_ids])
+        extends = np.array_equal(after.prompt_ids[: len(history)], history)
+        found.check(extends, "steps_changed", f"{uid}[{after.step_index}] extends no {before}")
+
+
+def _check_versions(
+    config: RunConfig,
+    run: Run,
+    trained: _Trained,
+    rollouts: Mapping[str, Rollout],
+    found: Verdict,
+) -> None:
+    by_version: dict[int, list[tuple[Step, VersionSpan]]] = defaultdict(list)
+    for step in trained.steps():
+        whole = VersionSpan(step.policy_version, 0, len(step.response_ids))
+        for span in step.version_spans or (whole,):
+            by_version[span.version].append((step, span))
+        entry = rollouts[step.trajectory_uid].answered.get(step.metadata["call_id"])
+        began = entry["began"] if entry else 0.0
+        committed = [v for at, v in run.commits if at + COMMIT_SEEN_S < began]
+        found.check(
+            not committed or step.policy_version >= committed[-1],
+            "versions_wrong",
+            f"{step!r:.120} began when {committed[-1:]} was committed",
+        )
+    candidates: dict[int, list[Path]] = defaultdict(list)
+    candidates[0].append(config.model.path)
+    for kept in run.kept:
+        candidates[kept.version].append(kept.path)
+    for version, spans in sorted(by_version.items()):
+        if not candidates[version]:
+            found.check(False, "versions_wrong", f"{len(spans)} spans name {version}: never there")
+            continue
+        sample = spans[:: max(1, len(spans) // PER_VERSION)]
+        gaps = [_gaps(config, path, sample) for path in candidates[version]]
+        for i, (step, _) in enumerate(sample):
+            gap = min(of[i] for of in gaps)
+            found.figures["steps_recomputed"] += 1
+            found.check(
+                gap <= TOLERANCE,
+                "versions_wrong",
+                f"{step.trajectory_uid}[{step.step_index}]: not of version {version}, by {gap:.4f}",
+            )
+    found.figures["versions"] = len(by_version)
+
+
+def _gaps(config: RunConfig, path: Path, spans: Sequence[tuple[Step, VersionSpan]]) -> list[float]:
+    """For each span, how far its log-probs are from those of the weights at `path`."""
+    backend = TorchBackend(config.backend, path)
+    try:
+        batch = backend.convert([replace(step) for step, _ in spans])
+        again = backend.compute_log_probs(batch).numpy()
+        gaps = []
+        for i, (step, span) in enumerate(spans):
+            first = int(batch.offsets[i])
+            mine = again[first + span.start : first + span.end]
+            said = step.rollout_log_probs
+            gaps.append(
+                np.inf if said is None else np.abs(mine - said[span.start : span.end]).max()
+            )
+        return [float(gap) for gap in gaps]
+    finally:
+        backend.close()
