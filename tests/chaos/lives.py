@@ -19,6 +19,7 @@ import asyncio
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,7 +34,7 @@ import psutil
 
 from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of
-from trainer.cluster import WEIGHTS
+from trainer.cluster import POOL, WEIGHTS
 from trainer.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +101,7 @@ class Run:
         options: of the command, besides `run.dir` and `trainer.total_steps`.
         prefix: put before the command, to run it elsewhere.
         daemons: processes below which parts of the run are, besides the driver's own children.
-        disk: what a fault `fill` fills.
+        disk: what a fault `fill` fills, and the folder of the journal.
     """
 
     def __init__(
@@ -115,6 +116,8 @@ class Run:
         self.folder = folder / "run"
         self.agents = folder / "agents"
         self.batches = folder / "batches"
+        self.pool = folder / "pool"
+        """Copy of the journal, once the run has ended."""
         self.kept: list[Kept] = []
         self.commits: list[tuple[float, int]] = []
         """(when it was seen, version)"""
@@ -332,6 +335,8 @@ class Run:
                 await asyncio.sleep(LOOK_S)
             for watcher in watchers:
                 watcher.cancel()
+            journal = self.disk.folder if self.disk is not None else self.folder
+            shutil.copytree(journal / POOL, self.pool)
             await asyncio.gather(*watchers, return_exceptions=True)
 
     async def _watch_orphans(self) -> None:

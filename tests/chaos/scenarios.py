@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.chaos.faults import PARTS, Action, plan
 from tests.chaos.lives import Run, SmallDisk
+from trainer.cluster import POOL
 
 OPTIONS = (
     *("logging.wandb=disabled", "logging.console=plain", "run.name=chaos"),
@@ -61,7 +62,7 @@ async def disk(folder: Path, seed: str, n: int) -> Run:
     )
     small = SmallDisk(folder / "disk", megabytes=32)
     try:
-        run = Run(folder, (*OPTIONS, f"pool.journal_dir={small.folder / 'pool'}"), disk=small)
+        run = Run(folder, (*OPTIONS, f"pool.journal_dir={small.folder / POOL}"), disk=small)
         async with run.running():
             await run.fire(plan(seed, n, kinds))
             await run.finish()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ from datapool.pool import DataPool
 from datapool.replay import restore
 from datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from tests.chaos.lives import Run
-from trainer.cluster import POOL
 from trainer.config import RunConfig, load_config
 from trainer.data import PromptSource
 from trainer.ledger import LEDGER, Audit, audit, read_ledger
@@ -96,7 +94,7 @@ def verify(run: Run) -> Verdict:
     config = load_config("quickstart", run.options(1))
     rollouts = read_agents(run.agents)
     trained = _Trained(config, run.batches)
-    pool = read_pool(config)
+    pool = read_pool(run.pool)
     found = Verdict()
     found.figures["leases_expired"] = pool.expired
     _check_ledger(config, trained, rollouts, found)
@@ -153,12 +151,9 @@ class _Trained:
             yield from trajectory.steps
 
 
-def read_pool(config: RunConfig) -> PoolBooks:
-    """From a copy: to open a journal may change it."""
+def read_pool(folder: Path) -> PoolBooks:
+    """From the copy of a pool's journal: to open it may change it."""
     books = PoolBooks()
-    folder = config.pool.journal_dir or config.run.dir / POOL
-    copy = config.run.dir / "pool-copy"
-    shutil.copytree(folder, copy)
 
     def rows(journal: Journal) -> Iterator[Row]:
         for row in journal.rows():
@@ -171,7 +166,7 @@ def read_pool(config: RunConfig) -> PoolBooks:
                         books.aborted[trajectory] = aborted
             yield row
 
-    journal = Journal(copy, "process")
+    journal = Journal(folder, "process")
     try:
         pool = DataPool(PoolConfig())
         restore(pool, journal, rows(journal), journal.states(), journal.read)
