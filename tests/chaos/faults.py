@@ -3,7 +3,8 @@ seed gives the same faults in the same order (at about the same moments) again.
 
     kill     SIGKILL
     stop     SIGSTOP, SIGCONT after `seconds`: a machine that was suspended, a full GC, a swap storm
-    fill     the disk of the run has not a byte left for `seconds` (`lives.SmallDisk`)
+    fill     the journal's disk has not a byte left for `seconds` (`lives.SmallDisk`)
+    cut      two machines do not reach each other for `seconds` (`machines.py`)
 
 Owns: the plan, finding the process of a part. Does not own: the run (`lives.py`).
 """
@@ -17,7 +18,7 @@ from typing import Literal, TypeAlias
 
 import psutil
 
-Action: TypeAlias = Literal["kill", "stop", "fill"]
+Action: TypeAlias = Literal["kill", "stop", "fill", "cut"]
 
 PARTS = ("pool", "gateway", "engine", "engine_server", "worker", "driver", "raylet")
 ACTORS = {

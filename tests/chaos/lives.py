@@ -21,19 +21,22 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+from datapool.journal import FILE_NAME
 from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of
+from tests.chaos.machines import TwoMachines, shell
 from trainer.cluster import POOL, WEIGHTS
 from trainer.ledger import LEDGER
 
@@ -70,27 +73,43 @@ class Kept:
 
 
 class SmallDisk:
-    """A file system of its own, of a few MB, mounted at `folder`; needs root."""
+    """A file system of its own, of a few MB, for the journal; needs root.
+
+    A full disk alone is not felt for long: SQLite writes its log anew from the start. So somebody
+    reads the file meanwhile, as a backup does, and the log can only grow.
+    """
 
     def __init__(self, folder: Path, megabytes: int) -> None:
         self.folder = folder
         self._ballast = folder / "ballast"
+        self._reader: sqlite3.Connection | None = None
         folder.mkdir(parents=True)
-        _run("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "chaos", str(folder))
+        shell("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "chaos", str(folder))
 
-    def fill(self) -> None:
-        """Not a byte is left."""
-        with self._ballast.open("ab", buffering=0) as file, suppress(OSError):
+    def fill(self) -> bool:
+        """Not a byte is left. False: there is no journal yet."""
+        file = self.folder / POOL / FILE_NAME
+        try:
+            self._reader = sqlite3.connect(f"file:{file}?mode=ro", uri=True, isolation_level=None)
+            self._reader.execute("BEGIN")
+            self._reader.execute("SELECT count(*) FROM rows").fetchone()
+        except sqlite3.Error:
+            return False
+        with self._ballast.open("ab", buffering=0) as ballast:
             for size in (1 << 16, 1 << 8, 1):
                 with suppress(OSError):
-                    while file.write(b"\0" * size) == size:
+                    while ballast.write(b"\0" * size) == size:
                         pass
+        return True
 
     def free(self) -> None:
         self._ballast.unlink(missing_ok=True)
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def remove(self) -> None:
-        _run("umount", "-l", str(self.folder))
+        shell("umount", "-l", str(self.folder))
 
 
 class Run:
@@ -99,9 +118,8 @@ class Run:
     Args:
         folder: of everything that the runs of this scenario write.
         options: of the command, besides `run.dir` and `trainer.total_steps`.
-        prefix: put before the command, to run it elsewhere.
-        daemons: processes below which parts of the run are, besides the driver's own children.
         disk: what a fault `fill` fills, and the folder of the journal.
+        machines: whose cluster the run joins.
     """
 
     def __init__(
@@ -109,9 +127,8 @@ class Run:
         folder: Path,
         options: Sequence[str],
         *,
-        prefix: Sequence[str] = (),
-        daemons: Callable[[], Iterable[psutil.Process]] = tuple,
         disk: SmallDisk | None = None,
+        machines: TwoMachines | None = None,
     ) -> None:
         self.folder = folder / "run"
         self.agents = folder / "agents"
@@ -126,7 +143,7 @@ class Run:
         self._weights = folder / "weights"
         self._log = folder / "run.log"
         self._given = (*options, f"trainer.save_debug_rollout_data={self.batches}")
-        self._prefix, self._daemons = tuple(prefix), daemons
+        self._machines = machines
         self._process: subprocess.Popen[bytes] | None = None
         self._life_at = 0
         self._hit = False
@@ -140,21 +157,25 @@ class Run:
         return [*self._given, f"run.dir={self.folder}", f"trainer.total_steps={total_steps}"]
 
     @property
-    def environment(self) -> Mapping[str, str]:
+    def environment(self) -> dict[str, str]:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return os.environ | {agent.FOLDER: str(self.agents), "PYTHONPATH": ":".join(paths)}
+        ours = {agent.FOLDER: str(self.agents), "PYTHONPATH": ":".join(paths)}
+        return os.environ | ours | (self._machines.token if self._machines is not None else {})
 
     def start(self, total_steps: int = 100_000) -> None:
-        command = (sys.executable, "-m", "trainer.cli", "train", "--config", "quickstart")
+        command = [sys.executable, "-m", "trainer.cli", "train", "--config", "quickstart"]
+        if self._machines is not None:
+            self._machines.start(self.environment)
+            command = [*self._machines.prefix, *command]
         with self._log.open("ab") as log:
             self._life_at = log.tell()
             log.write(f"--- life {self.books.lives}\n".encode())
             self._process = subprocess.Popen(
-                [*self._prefix, *command, *self.options(total_steps)],
+                [*command, *self.options(total_steps)],
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env=dict(self.environment),
+                env=self.environment,
                 start_new_session=True,
             )
         self.books.lives += 1
@@ -165,6 +186,9 @@ class Run:
         if self._process is None:
             raise RuntimeError("the run was not started")
         return self._process
+
+    def _daemons(self) -> list[psutil.Process]:
+        return self._machines.daemons() if self._machines is not None else []
 
     def processes(self) -> list[psutil.Process]:
         """Of this life, and the cluster's that it joined."""
@@ -217,8 +241,14 @@ class Run:
         if fault.action == "fill":
             if self.disk is None:
                 raise RuntimeError("this run has no disk to fill")
-            self.disk.fill()
+            if not self.disk.fill():
+                return False
             self._last(fault.seconds, self.disk.free)
+        elif fault.action == "cut":
+            if self._machines is None:
+                raise RuntimeError("this run has no cable to cut")
+            self._machines.cut()
+            self._last(fault.seconds, self._machines.mend)
         else:
             target = self.find(fault.part, fault.pick)
             if target is None or not attempt(
@@ -228,7 +258,7 @@ class Run:
             if fault.action == "stop":
                 self._last(fault.seconds, lambda: attempt(target.resume))
         self._hit = True
-        if fault.part in ("raylet", "disk"):
+        if fault.part in ("raylet", "disk", "cable"):
             self._excuse = str(fault).rsplit(" ", 2)[0] if fault.seconds else str(fault)
         if fault.part == "driver" and fault.action == "kill":
             self.process.wait()
@@ -249,7 +279,7 @@ class Run:
 
     async def fire(self, faults: Sequence[Fault]) -> None:
         for number, fault in enumerate(faults, 1):
-            if fault.part != "disk":  # it has to be there first
+            if fault.action in ("kill", "stop"):  # it has to be there first
                 await self.until(lambda f=fault: self.find(f.part) is not None, f"a {fault.part}")
             await asyncio.sleep(fault.delay_s)
             self.revive()
@@ -273,6 +303,8 @@ class Run:
         """Until it happened; a run that does not come so far is a violation and started again."""
         give_up = time.monotonic() + PATIENCE_S
         while time.monotonic() < give_up:
+            if self._machines is not None:
+                self._machines.start(self.environment)
             self.revive()
             if happened():
                 return True
@@ -335,9 +367,17 @@ class Run:
                 await asyncio.sleep(LOOK_S)
             for watcher in watchers:
                 watcher.cancel()
-            journal = self.disk.folder if self.disk is not None else self.folder
-            shutil.copytree(journal / POOL, self.pool)
             await asyncio.gather(*watchers, return_exceptions=True)
+        self._copy_pool()
+
+    def _copy_pool(self) -> None:
+        homes = [self.disk.folder if self.disk is not None else self.folder]
+        if self._machines is not None:
+            homes = [m.own for m in self._machines.machines]
+        first, *others = (home / POOL for home in homes if (home / POOL / FILE_NAME).exists())
+        for other in others:
+            self.books.violations.append(f"the pool has a second journal, {other}")
+        shutil.copytree(first, self.pool)
 
     async def _watch_orphans(self) -> None:
         while True:
@@ -401,9 +441,3 @@ class Run:
                 os.link(file, target / file.name)
         seen.add(which)
         self.kept.append(Kept(version, target))
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}; the chaos runs need root")

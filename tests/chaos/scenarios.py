@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.chaos.faults import PARTS, Action, plan
 from tests.chaos.lives import Run, SmallDisk
+from tests.chaos.machines import TwoMachines
 from trainer.cluster import POOL
 
 OPTIONS = (
@@ -71,10 +72,27 @@ async def disk(folder: Path, seed: str, n: int) -> Run:
         small.remove()
 
 
+async def nodes(folder: Path, seed: str, n: int) -> Run:
+    machines = TwoMachines(folder)
+    options = (
+        *(f"cluster.address={machines.address}", f"pool.journal_dir={machines.local / POOL}"),
+        *("gateway.host=0.0.0.0", "gateway.admin_keys=[chaos]", "engine.host=0.0.0.0"),
+    )
+    try:
+        run = Run(folder, (*OPTIONS, *options), machines=machines)
+        async with run.running():
+            await run.fire(plan(seed, n, (*KINDS, ("cut", "cable")), long_stops=("raylet",)))
+            await run.finish()
+        return run
+    finally:
+        machines.remove()
+
+
 Scenario = Callable[[Path, str, int], Awaitable[Run]]
 SCENARIOS: dict[str, tuple[Scenario, int]] = {
-    "machine": (machine, 42),
+    "machine": (machine, 38),
     "lease": (lease, 8),
     "disk": (disk, 8),
+    "nodes": (nodes, 8),
 }
 """Each with its share of the faults."""
