@@ -93,6 +93,11 @@ test-trl: install
 test-publication: install
 	$(BIN)/python -m benchmarks.publication_kills --kills 8 --replicas 3
 
+#   make test-chaos  a run's processes, disk, leases and machines fail 62 times (root, iproute2; CHAOS_SEED=7)
+.PHONY: test-chaos
+test-chaos: install
+	$(BIN)/python -m tests.chaos $(if $(CHAOS_SEED),--seed $(CHAOS_SEED))
+
 # torch first, with what it needs on this platform; then everything as pinned, nothing resolved:
 # SGLang's own requirements are of its GPU path.
 .venv-sglang/.installed: constraints-sglang.txt
