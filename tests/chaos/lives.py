@@ -49,6 +49,8 @@ PATIENCE_S = 240.0
 LEFT_S = 90.0
 """After its parent's death a process must end within it."""
 LOOK_S = 0.25
+MAX_VIOLATIONS = 10
+"""Then it is no use to go on."""
 
 
 @dataclass(slots=True)
@@ -232,6 +234,8 @@ class Run:
                 f"life {self.books.lives} ended by itself ({self.process.returncode}): "
                 f"…{self.last_words()[-1500:]}"
             )
+            if len(self.books.violations) >= MAX_VIOLATIONS:
+                raise RuntimeError("\n".join(self.books.violations))
         self.start()
 
     # -- faults ----------------------------------------------------------------------------------

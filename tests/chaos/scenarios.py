@@ -7,6 +7,7 @@ disk      the journal's disk is full for seconds, again and again
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -76,7 +77,11 @@ async def nodes(folder: Path, seed: str, n: int) -> Run:
     machines = TwoMachines(folder)
     options = (
         *(f"cluster.address={machines.address}", f"pool.journal_dir={machines.local / POOL}"),
-        *("gateway.host=0.0.0.0", "gateway.admin_keys=[chaos]", "engine.host=0.0.0.0"),
+        *(
+            "gateway.host=0.0.0.0",
+            f"gateway.admin_keys=[{secrets.token_hex()}]",
+            "engine.host=0.0.0.0",
+        ),
     )
     try:
         run = Run(folder, (*OPTIONS, *options), machines=machines)
