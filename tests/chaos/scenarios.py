@@ -79,7 +79,7 @@ async def nodes(folder: Path, seed: str, n: int) -> Run:
         *(f"cluster.address={machines.address}", f"pool.journal_dir={machines.local / POOL}"),
         *(
             "gateway.host=0.0.0.0",
-            f"gateway.admin_keys=[{secrets.token_hex()}]",
+            f"gateway.admin_keys=[chaos-{secrets.token_hex()}]",
             "engine.host=0.0.0.0",
         ),
     )
