@@ -989,7 +989,7 @@ def _check_shards(folder: Path, n_shards: int) -> None:
         else:
             before = str(n_shards)
             if n_shards > 1:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 note.write_text(f"{n_shards}\n")
     except OSError as e:
         raise JournalError(

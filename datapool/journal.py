@@ -14,27 +14,44 @@ What a finished transaction survives (`durability`):
 
 - `process`: the process killed at any instant. The bytes are with the operating system; nothing
   waits for the disk, and the transaction runs on the caller's thread (0.15 ms for 16 rows of
-  2 kB, less than handing it to a thread costs). A power failure may leave the file unreadable.
+  2 kB, less than handing it to a thread costs). If the machine stops, the last transactions may be
+  gone, or the file may be unreadable.
 - `power`: the machine losing power. Only the COMMIT, which waits for the disk, runs in a thread;
   meanwhile further rows gather, and the next transaction takes them all.
 
 A worked example: of 64 producers that append in one iteration of the loop and await `committed()`,
 the first schedules a transaction behind what is ready to run, so that one takes all 64.
 
-A byte that changed on disk is found, not served: heads and payloads carry a CRC-32, and each
-transaction stores how many rows and states there should be. One thread (or loop) uses a Journal;
-one process uses a folder, by a lock that the kernel releases when the process dies.
+Damage is found, not served, in three layers:
+
+- a row or state that changed: heads, payloads and states carry a CRC-32;
+- a row or state that is missing, or is back: each transaction stores its `Books`, which say how
+  many rows and states there are, the sum of their ids and CRCs, and its own number;
+- transactions that are missing, because the write-ahead log or a whole file was cut, changed or
+  removed (SQLite drops such a tail without a word): `pool.acked` repeats the Books of the last
+  acknowledged transaction. It is written between COMMIT and answer, so a killed process leaves it
+  equal to the file or one transaction behind, never ahead.
+
+`pool.acked` ahead of the file is damage, with one exception: at `process`, if the machine was
+restarted since, the tail was never promised. Then the journal opens and logs what is gone.
+`salvage.py` makes a usable journal of a damaged one.
+
+One thread (or loop) uses a Journal; one process uses a folder, by a lock on the folder itself,
+which the kernel releases when the process dies. The files are readable by their owner only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
+import logging
 import os
 import sqlite3
 import struct
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -52,9 +69,12 @@ from datapool.errors import (
     JournalVersionError,
 )
 
+logger = logging.getLogger(__name__)
+
 FILE_NAME = "pool.sqlite3"
-LOCK_NAME = "pool.lock"
-SCHEMA_VERSION = 1
+LOG_NAME = f"{FILE_NAME}-wal"
+ACKED_NAME = "pool.acked"
+SCHEMA_VERSION = 2
 
 PAGE_BYTES = 8192
 """Steps take 1 to 4 kB. At 4 kB a page holds one row and half of it is wasted; larger pages make
@@ -63,6 +83,9 @@ the deletion of single rows dearer (each rewrites its page)."""
 CHECKPOINT_BYTES = {"process": 2 << 20, "power": 8 << 20}
 """The write-ahead log is moved into the file at this length: about 1 ms on the caller's thread,
 or, with `power`, two waits for the disk in the worker."""
+
+CHECKPOINT_S = 5.0
+"""… and after this time, also when nothing more is written; then the log is empty."""
 
 SLACK_PAGES = (32 << 20) // PAGE_BYTES
 """Free pages beyond this number, and beyond half of the file, go back to the file system."""
@@ -86,7 +109,77 @@ _SCAN = (
 
 _BOOKS = 0
 """Key of the journal's own state. The caller's keys are text, so this number is none of them."""
-_BOOKS_FORMAT = struct.Struct("<qqq")  # next row, rows stored, states stored
+
+
+class Books(NamedTuple):
+    """What a transaction left in the file."""
+
+    journal: bytes
+    """16 random bytes, made with the journal."""
+    sequence: int = 0
+    """Number of the transaction; 0 is the creation."""
+    next_row: int = 0
+    rows: int = 0
+    row_sum: int = 0
+    """Sum of the ids of the rows, modulo 2^64."""
+    states: int = 0
+    state_sum: int = 0
+    """Sum of the CRCs of the states."""
+
+    def pack(self) -> bytes:
+        return _BOOKS_FORMAT.pack(*self)
+
+
+_BOOKS_FORMAT = struct.Struct("<16sqqqQqQ")
+_SUM_MASK = (1 << 64) - 1
+
+
+class Acked(NamedTuple):
+    """What `pool.acked` says."""
+
+    books: Books
+    """Of the last transaction that was acknowledged, or found when the journal was opened."""
+    boot: bytes
+    """Of the machine, when it was written."""
+    power: bool
+    """Durability `power`."""
+    closed: bool
+    """The journal was closed and synced; nothing can be missing, whatever the machine did."""
+    pid: int
+    """Who has, or had, the journal open."""
+
+    def pack(self) -> bytes:
+        body = _ACKED_FORMAT.pack(
+            _ACKED_MAGIC, self.books.pack(), self.boot, self.power, self.closed, self.pid
+        )
+        return body + _CRC_FORMAT.pack(crc32(body))
+
+
+_ACKED_MAGIC = b"swpool-2"
+_ACKED_FORMAT = struct.Struct(f"<8s{_BOOKS_FORMAT.size}s16s??q")
+_CRC_FORMAT = struct.Struct("<I")
+
+
+def read_acked(folder: Path) -> Acked | None:
+    """What `pool.acked` in `folder` says; None if there is none.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        data = (folder / ACKED_NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    size = _ACKED_FORMAT.size
+    if len(data) != size + _CRC_FORMAT.size or _CRC_FORMAT.unpack(data[size:]) != (
+        crc32(data[:size]),
+    ):
+        raise ValueError(f"{folder / ACKED_NAME} is damaged")
+    magic, books, *rest = _ACKED_FORMAT.unpack(data[:size])
+    if magic != _ACKED_MAGIC:
+        raise ValueError(f"{folder / ACKED_NAME} is of another version")
+    return Acked(Books._make(_BOOKS_FORMAT.unpack(books)), *rest)
+
 
 _CORRUPT = {
     None,  # raised by Python's sqlite3 itself: text that is no UTF-8
@@ -98,6 +191,11 @@ _CORRUPT = {
     sqlite3.SQLITE_CONSTRAINT,
 }
 """What SQLite says of a damaged file."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+BUSY_MS = 5000
+"""How long another program that reads the file may keep a transaction waiting."""
 
 _T = TypeVar("_T")
 _Entry: TypeAlias = tuple[int, str, str, int, int | None, bytes, bytes | None]  # as _INSERT has it
@@ -140,13 +238,31 @@ _Waiters: TypeAlias = list["asyncio.Future[JournalError | None]"]
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A transaction whose COMMIT is in the worker thread."""
+class _Written:
+    """A transaction before its COMMIT."""
 
     batch: _Batch
     deleted: int
+    books: Books
+    state_crcs: dict[str, int]
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A transaction whose COMMIT is in the worker thread."""
+
+    written: _Written | None
+    """None: no transaction, a checkpoint."""
     commit: Future[None]
     waiters: _Waiters
+
+    @property
+    def rows(self) -> dict[int, _Entry]:
+        return {} if self.written is None else self.written.batch.rows
+
+
+class _NotRecorded(Exception):  # noqa: N818 - no failure of the transaction
+    """The transaction is committed, but `pool.acked` does not say so."""
 
 
 class Journal:
@@ -160,7 +276,7 @@ class Journal:
     Raises:
         JournalLockedError: another live process has the folder open.
         JournalVersionError: another schema version wrote it.
-        JournalCorruptError: the file is damaged.
+        JournalCorruptError: a file is damaged, cut or missing; the files stay as they are.
         JournalFullError: no space to create it.
         JournalError: the folder cannot be created, opened or written.
     """
@@ -174,6 +290,7 @@ class Journal:
     ) -> None:
         self.folder = Path(folder).absolute()
         self.path = self.folder / FILE_NAME
+        self._acked_path = str(self.folder / ACKED_NAME)
         self.durability = durability
         self._buffer = _Batch()
         self._flight: _Flight | None = None
@@ -183,6 +300,9 @@ class Journal:
         self._waiters: _Waiters = []
         self._scheduled = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._checkpoint_timer: asyncio.TimerHandle | None = None
+        self._checkpointed_at = time.monotonic()
+        self._checkpointed_commits = 0
         self._name_crcs: dict[tuple[str, str], int] = {}
         self._commits = self._failed_commits = self._rows_written = self._rows_deleted = 0
         self._last_error: str | None = None
@@ -190,16 +310,25 @@ class Journal:
         self._lock = _lock(self.folder, lock_timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._lock)
+            if self._reading(self._is_new):
+                self._reading(self._create)
+            self._boot = _boot_id()
+            self._books, self._state_crcs, self._next_row = self._reading(self._verify)
             self._db = self._reading(self._connect)
             undo.callback(self._db.close)
-            self._reading(self._create_or_check)
-            self._next_row, self._stored, self._n_states = self._reading(self._read_books)
-            self._keys = self._reading(self._read_keys)
             # Reading must not wait for a COMMIT that is under way on the writing connection.
-            self._reader = self._reading(self._connect) if self.durability == "power" else self._db
+            self._reader = self._reading(self._connect) if durability == "power" else self._db
+            undo.callback(self._reader.close)
+            self._acked = self._reading(partial(_private, self._acked_path, os.O_WRONLY))
+            undo.callback(os.close, self._acked)
+            self._reading(lambda: self._record(self._books))
             if durability == "power":
-                for path in (self.folder, *made):
+                for path in (self.folder / ACKED_NAME, self.folder, *made):
                     _fsync(path)
+            if self._next_row != self._books.next_row:  # for good, also if nothing is written
+                error = self._commit_inline(always=True)
+                if error is not None:
+                    raise error
             undo.pop_all()
         self._max_row_bytes = self._db.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) - PAGE_BYTES
         self._worker: ThreadPoolExecutor | None = None
@@ -302,8 +431,8 @@ class Journal:
         sql = _SCAN.format("payload" if payloads else "NULL")
         limit = 32 if payloads else 1024
         self._land()
-        commits, stored = self._commits, self._stored
-        n_rows, last = 0, -1
+        books = self._books
+        n_rows, row_sum, last = 0, 0, -1
         while True:
             chunk = self._fetch(sql, last, limit)
             for row, channel, kind, head_crc, payload_crc, head, n_bytes, payload in chunk:
@@ -318,12 +447,16 @@ class Journal:
                     raise self._corrupt(f"row {row} does not have the content it was written with")
                 last = row
                 n_rows += 1
+                row_sum += row
                 yield Row(row, channel, kind, head, payload, n_bytes or 0)
             if len(chunk) < limit:
                 break
-        unchanged = commits == self._commits and self._flight is None
-        if unchanged and n_rows != stored:
-            raise self._corrupt(f"{n_rows} rows can be read but {stored} were written")
+        if books is not self._books or self._flight is not None:
+            return  # it changed meanwhile
+        if n_rows != books.rows:
+            raise self._corrupt(f"{n_rows} rows can be read but {books.rows} were written")
+        if row_sum & _SUM_MASK != books.row_sum:
+            raise self._corrupt("rows that were deleted are back, in place of others")
 
     def states(self) -> dict[str, bytes]:
         """The stored states; what is only buffered is not among them.
@@ -339,10 +472,11 @@ class Journal:
             if not _sound_state(key, crc, value):
                 raise self._corrupt(f"state {key!r} does not have the content it was written with")
             states[key] = value
-        if len(states) != self._n_states:
-            raise self._corrupt(
-                f"{len(states)} states can be read but {self._n_states} were written"
-            )
+        books = self._books
+        if len(states) != books.states:
+            raise self._corrupt(f"{len(states)} states can be read but {books.states} were written")
+        if sum(_state_crc(*state) for state in states.items()) & _SUM_MASK != books.state_sum:
+            raise self._corrupt("a state has the content of an earlier transaction")
         return states
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
@@ -354,7 +488,7 @@ class Journal:
         """
         waiting = [self._buffer.rows]
         if self._flight is not None:
-            waiting.append(self._flight.batch.rows)
+            waiting.append(self._flight.rows)
         found: dict[int, bytes] = {}
         for row in rows:
             for entries in waiting:
@@ -366,12 +500,17 @@ class Journal:
         return [found[row] for row in rows]
 
     @property
+    def identity(self) -> str:
+        """32 hex digits that no other journal has; made with it, and never changed."""
+        return self._books.journal.hex()
+
+    @property
     def size_bytes(self) -> int:
         """Bytes on disk: the file and its write-ahead log."""
         total = 0
-        for suffix in ("", "-wal"):
+        for name in (FILE_NAME, LOG_NAME):
             with contextlib.suppress(FileNotFoundError):
-                total += os.stat(f"{self.path}{suffix}").st_size
+                total += os.stat(self.folder / name).st_size
         return total
 
     def statistics(self) -> dict[str, Any]:
@@ -383,9 +522,10 @@ class Journal:
             "rows_written": self._rows_written,
             "rows_deleted": self._rows_deleted,
             "rows_per_commit": self._rows_written / self._commits if self._commits else 0.0,
-            "rows_stored": self._stored,
+            "sequence": self._books.sequence,
+            "rows_stored": self._books.rows,
             "rows_buffered": len(self._buffer.rows),
-            "rows_in_commit": len(self._flight.batch.rows) if self._flight is not None else 0,
+            "rows_in_commit": len(self._flight.rows) if self._flight is not None else 0,
             "last_error": self._last_error,
             "file_bytes": self.size_bytes,
             "free_bytes": free * PAGE_BYTES,
@@ -404,83 +544,141 @@ class Journal:
                 self.flush()
         finally:
             self._closed = True
+            if self._checkpoint_timer is not None:
+                self._checkpoint_timer.cancel()
             if self._worker is not None:
                 self._worker.shutdown()
             self._reader.close()
             self._db.close()
+            # The connections are closed: SQLite's locks, which go with any descriptor of the file,
+            # are not needed any more. On a full disk the record only stays as it was.
+            with contextlib.suppress(OSError, JournalError):
+                _fsync(self.path)
+                self._record(self._books, closed=True)
+                os.fsync(self._acked)
+            os.close(self._acked)
             os.close(self._lock)
 
     # --- transactions ---
 
-    def _commit_inline(self) -> JournalError | None:
-        if not self.pending:
+    def _commit_inline(self, always: bool = False) -> JournalError | None:
+        if not self.pending and not always:
             return None
         batch, self._buffer = self._buffer, _Batch()
+        written: _Written | None = None
         try:
-            deleted = self._write(batch)
-            self._commit(bool(batch.deletes))
+            written = self._write(batch)
+            self._commit(written)
         except BaseException as e:  # also an interrupt: the batch must go back to the buffer
-            error = self._failed(batch, e)
+            error = self._failed(batch, written, e)
             if not isinstance(e, Exception):
                 raise
             return error
-        self._succeeded(batch, deleted)
+        self._succeeded(written)
         return None
 
-    def _write(self, batch: _Batch) -> int:
-        """Everything but the COMMIT. Returns how many rows were there to be deleted."""
-        execute, executemany = self._db.execute, self._db.executemany
-        execute("BEGIN IMMEDIATE")
-        deleted = 0
-        if batch.deletes:  # first, so that the new rows find free pages
-            deleted = executemany(_DELETE, [(row,) for row in sorted(batch.deletes)]).rowcount
-        if batch.rows:
+    def _write(self, batch: _Batch) -> _Written:
+        """Everything but the COMMIT."""
+        executemany = self._db.executemany
+        self._db.execute("BEGIN IMMEDIATE")
+        deleted, deleted_sum = self._delete(batch.deletes) if batch.deletes else (0, 0)
+        if batch.rows:  # after the deletions, so that they find free pages
             executemany(_INSERT, batch.rows.values())
-        n_states = self._n_states + len(batch.states.keys() - self._keys)
-        books = _BOOKS_FORMAT.pack(
-            self._next_row, self._stored + len(batch.rows) - deleted, n_states
+        state_crcs = {key: _state_crc(key, value) for key, value in batch.states.items()}
+        all_crcs = {**self._state_crcs, **state_crcs}
+        before = self._books
+        books = Books(
+            before.journal,
+            before.sequence + 1,
+            self._next_row,
+            before.rows + len(batch.rows) - deleted,
+            (before.row_sum + sum(batch.rows) - deleted_sum) & _SUM_MASK,
+            len(all_crcs),
+            sum(all_crcs.values()) & _SUM_MASK,
         )
+        packed = books.pack()
         # Written by every transaction. One that failed may have left frames in the log that look
         # committed after a crash; whatever comes next has to write over them.
         executemany(
             _PUT,
             [
-                (_BOOKS, _state_crc(_BOOKS, books), books),
-                *((key, _state_crc(key, value), value) for key, value in batch.states.items()),
+                (_BOOKS, _state_crc(_BOOKS, packed), packed),
+                *((key, state_crcs[key], value) for key, value in batch.states.items()),
             ],
         )
-        return deleted
+        return _Written(batch, deleted, books, state_crcs)
 
-    def _commit(self, deletes: bool) -> None:
+    def _delete(self, rows: set[int]) -> tuple[int, int]:
+        """How many of these rows were there to be deleted, and the sum of their ids."""
+        ordered = sorted(rows)
+        n: int = self._db.executemany(_DELETE, [(row,) for row in ordered]).rowcount
+        if n == len(ordered):
+            return n, sum(ordered)
+        # Some were not stored. Again, one by one, to know which.
+        self._db.execute("ROLLBACK")
+        self._db.execute("BEGIN IMMEDIATE")
+        found = [row for row in ordered if self._db.execute(_DELETE, (row,)).rowcount]
+        return len(found), sum(found)
+
+    def _commit(self, written: _Written) -> None:
         self._db.execute("COMMIT")
-        if not deletes:
-            return
-        # The rows are safe; giving space back is a courtesy that the next transaction repeats.
+        try:
+            self._record(written.books)
+        except OSError as e:
+            raise _NotRecorded from e
+        # The rows are safe; what follows is a courtesy that the next transaction repeats.
         with contextlib.suppress(sqlite3.Error):
-            (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
-            if free > SLACK_PAGES:
-                (pages,) = self._db.execute("PRAGMA page_count").fetchone()
-                if 2 * free > pages:
-                    # Not execute(): that takes one step, which is one page.
-                    self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
+            if written.batch.deletes:
+                self._give_back_pages()
+            if time.monotonic() - self._checkpointed_at > CHECKPOINT_S:
+                self._checkpoint()
 
-    def _succeeded(self, batch: _Batch, deleted: int) -> None:
+    def _record(self, books: Books, closed: bool = False) -> None:
+        """What was acknowledged, or is about to be. Not synced: see the module's docstring."""
+        record = Acked(books, self._boot, self.durability == "power", closed, os.getpid())
+        os.pwrite(self._acked, record.pack(), 0)
+
+    def _give_back_pages(self) -> None:
+        (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
+        if free > SLACK_PAGES:
+            (pages,) = self._db.execute("PRAGMA page_count").fetchone()
+            if 2 * free > pages:
+                # Not execute(): that takes one step, which is one page.
+                self._db.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
+
+    def _checkpoint(self) -> None:
+        """Moves the log into the file and empties it. Does not wait for readers of others."""
+        self._checkpointed_at = time.monotonic()
+        self._checkpointed_commits = self._commits
+        self._db.execute("PRAGMA busy_timeout=0")
+        try:
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        finally:
+            self._db.execute(f"PRAGMA busy_timeout={BUSY_MS}")
+
+    def _succeeded(self, written: _Written) -> None:
         self._error = None
         self._commits += 1
-        self._rows_written += len(batch.rows)
-        self._rows_deleted += deleted
-        self._stored += len(batch.rows) - deleted
-        if not batch.states.keys() <= self._keys:
-            self._keys |= batch.states.keys()
-            self._n_states = len(self._keys)
+        self._rows_written += len(written.batch.rows)
+        self._rows_deleted += written.deleted
+        self._books = written.books
+        self._state_crcs |= written.state_crcs
 
-    def _failed(self, batch: _Batch, cause: BaseException) -> JournalError:
+    def _failed(
+        self, batch: _Batch, written: _Written | None, cause: BaseException
+    ) -> JournalError:
         """Takes the transaction back and buffers its rows again, before what came meanwhile."""
-        with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back already
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-        batch.extend(self._buffer)
-        self._buffer = batch
+        if isinstance(cause, _NotRecorded) and written is not None:
+            # Its rows are stored, but a loss of them would not be noticed: an error all the same,
+            # until a later transaction is recorded.
+            self._succeeded(written)
+            cause = cause.__cause__ or cause
+        else:
+            with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back already
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+            batch.extend(self._buffer)
+            self._buffer = batch
         self._failed_commits += 1
         self._error = self._translate(cause)
         self._error.__cause__ = cause
@@ -496,18 +694,23 @@ class Journal:
         waiters, self._waiters = self._waiters, []
         if self._worker is None or not self.pending:
             _answer(waiters, self._commit_inline())
+            self._checkpoint_later(loop)
             return
         batch, self._buffer = self._buffer, _Batch()
+        written: _Written | None = None
         try:
-            deleted = self._write(batch)
-            commit = self._worker.submit(self._commit, bool(batch.deletes))
+            written = self._write(batch)
+            commit = self._worker.submit(self._commit, written)
         except BaseException as e:  # as above; and its waiters must hear of it
-            _answer(waiters, self._failed(batch, e))
+            _answer(waiters, self._failed(batch, written, e))
             if not isinstance(e, Exception):
                 raise
             return
-        self._flight = _Flight(batch, deleted, commit, waiters)
-        commit.add_done_callback(partial(self._wake, loop, self._flight))
+        self._fly(loop, _Flight(written, commit, waiters))
+
+    def _fly(self, loop: asyncio.AbstractEventLoop, flight: _Flight) -> None:
+        self._flight = flight
+        flight.commit.add_done_callback(partial(self._wake, loop, flight))
 
     def _wake(self, loop: asyncio.AbstractEventLoop, flight: _Flight, _: Future[None]) -> None:
         """In the worker: the loop takes over."""
@@ -517,8 +720,12 @@ class Journal:
     def _landed(self, loop: asyncio.AbstractEventLoop, flight: _Flight) -> None:
         if self._flight is flight:  # else flush() was faster
             self._land()
-        if self._waiters and self._flight is None and not self._scheduled and self._loop is loop:
+        if self._loop is not loop:
+            return
+        if self._waiters and self._flight is None and not self._scheduled:
             self._group_commit(loop)
+        else:
+            self._checkpoint_later(loop)
 
     def _land(self) -> None:
         """Waits for the COMMIT in the worker, if there is one, and draws the conclusions."""
@@ -528,11 +735,30 @@ class Journal:
         wait_for([flight.commit])
         self._flight = None
         cause = flight.commit.exception()
-        if cause is None:
-            self._succeeded(flight.batch, flight.deleted)
+        if flight.written is None:
+            _answer(flight.waiters, self._error)  # a checkpoint, which the next one repeats
+        elif cause is None:
+            self._succeeded(flight.written)
             _answer(flight.waiters, None)
         else:
-            _answer(flight.waiters, self._failed(flight.batch, cause))
+            _answer(flight.waiters, self._failed(flight.written.batch, flight.written, cause))
+
+    def _checkpoint_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The log is emptied, too, when no further transaction comes."""
+        if self._checkpoint_timer is None and self._checkpointed_commits != self._commits:
+            self._checkpoint_timer = loop.call_later(CHECKPOINT_S, self._checkpoint_idle, loop)
+
+    def _checkpoint_idle(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._checkpoint_timer = None
+        if self._closed or self._checkpointed_commits == self._commits:
+            return
+        if self._flight is not None or self._scheduled:
+            self._checkpoint_later(loop)
+        elif self._worker is not None:
+            self._fly(loop, _Flight(None, self._worker.submit(self._checkpoint), []))
+        else:
+            with contextlib.suppress(sqlite3.Error):  # a full disk; the next one repeats it
+                self._checkpoint()
 
     def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
         """The loop before this one is gone, and its waiters with it."""
@@ -541,13 +767,16 @@ class Journal:
             self._land()
         self._waiters.clear()
         self._scheduled = False
+        self._checkpoint_timer = None
         self._loop = loop
 
     # --- the file ---
 
     def _connect(self) -> sqlite3.Connection:
         # The COMMIT of `power` runs in the worker, never at the same time as another call.
-        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(
+            self.path, isolation_level=None, check_same_thread=False, timeout=BUSY_MS / 1000
+        )
         try:
             db.execute("PRAGMA cache_size=-1000")
             # Debian's SQLite overwrites deleted rows with zeros, which nobody needs here.
@@ -556,51 +785,122 @@ class Journal:
             db.execute(f"PRAGMA wal_autocheckpoint={limit // PAGE_BYTES}")
             db.execute(f"PRAGMA journal_size_limit={2 * limit}")
             db.execute(f"PRAGMA synchronous={'OFF' if self.durability == 'process' else 'FULL'}")
+            (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
+            if mode != "wal":
+                raise JournalError(
+                    f"{self.path}: SQLite uses journal mode {mode!r} here instead of 'wal'; "
+                    "set data_pool.journal_dir to a folder on a local disk"
+                )
         except BaseException:  # whatever it was: the file must not stay open
             db.close()
             raise
         return db
 
-    def _create_or_check(self) -> None:
-        db = self._db
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if version != SCHEMA_VERSION and (version or tables):
+    def _is_new(self) -> bool:
+        """Whether there is no journal yet. What `_create` left when it was cut short is none.
+
+        Raises:
+            JournalCorruptError: a file is there without those that belong to it.
+        """
+        if self.path.exists() and self.path.stat().st_size > 0:
+            return False
+        acked = self._read_acked()
+        log = self.folder / LOG_NAME
+        has_log = log.exists() and log.stat().st_size > 0
+        if has_log or (acked is not None and acked.books.sequence > 0):
+            lost = "" if acked is None else f" {_lost(None, acked.books)}"
+            raise self._corrupt(f"the file is missing or empty, and its content is gone.{lost}")
+        return True
+
+    def _create(self) -> None:
+        """First the record, then the file, each by a rename: a file without a record is damage."""
+        books = Books(uuid.uuid4().bytes)
+        draft = self.folder / f"{ACKED_NAME}.new"
+        with open(draft, "wb", opener=_private) as file:
+            acked = Acked(books, _boot_id(), self.durability == "power", False, os.getpid())
+            file.write(acked.pack())
+            if self.durability == "power":
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, self.folder / ACKED_NAME)
+        new = self.folder / f"{FILE_NAME}.new"
+        for suffix in ("", "-wal", "-shm", "-journal"):  # of a process that was killed here
+            Path(f"{new}{suffix}").unlink(missing_ok=True)
+        os.close(_private(str(new), os.O_CREAT | os.O_WRONLY))  # SQLite's own would be 0644
+        self._reading(lambda: _fill(new, books))
+        if self.durability == "power":
+            _fsync(new)
+        os.replace(new, self.path)
+
+    def _verify(self) -> tuple[Books, dict[str, int], int]:
+        """Looks whether the file has what was acknowledged, before anything is changed: the books,
+        the CRCs of the states, and the id of the next row."""
+        version = self._read_version()
+        if version != SCHEMA_VERSION:
             raise JournalVersionError(
                 f"{self.path} has schema version {version}, this release reads and writes "
                 f"{SCHEMA_VERSION}; start the release that wrote it, or move {self.folder} aside "
                 "to start empty"
             )
-        if not version:  # both have to come before the first page
-            db.execute(f"PRAGMA page_size={PAGE_BYTES}")
-            db.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        (mode,) = db.execute("PRAGMA journal_mode=WAL").fetchone()
-        if mode != "wal":
-            raise JournalError(
-                f"{self.path}: SQLite uses journal mode {mode!r} here instead of 'wal'; "
-                "set data_pool.journal_dir to a folder on a local disk"
-            )
-        if version:
-            return
-        books = _BOOKS_FORMAT.pack(0, 0, 0)
-        db.execute("BEGIN IMMEDIATE")
-        for statement in filter(str.strip, _SCHEMA.split(";")):
-            db.execute(statement)
-        db.execute(_PUT, (_BOOKS, _state_crc(_BOOKS, books), books))
-        db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        db.execute("COMMIT")
-
-    def _read_books(self) -> tuple[int, int, int]:
-        found = self._db.execute(
-            "SELECT key, crc, value FROM states WHERE key = ?", (_BOOKS,)
-        ).fetchone()
-        if found is None or not _sound_state(*found) or len(found[2]) != _BOOKS_FORMAT.size:
+        with contextlib.closing(self._connect_to_look()) as db:
+            found = db.execute(
+                "SELECT key, crc, value FROM states WHERE key = ?", (_BOOKS,)
+            ).fetchone()
+            crcs = dict(db.execute("SELECT key, crc FROM states"))
+        books = read_books(found)
+        if books is None:
             raise self._corrupt("the journal's own state is damaged or missing")
-        next_row, stored, n_states = _BOOKS_FORMAT.unpack(found[2])
-        return next_row, stored, n_states
+        crcs.pop(_BOOKS, None)
+        if not all(isinstance(key, str) and isinstance(crc, int) for key, crc in crcs.items()):
+            raise self._corrupt("the keys of the states are damaged")
+        acked = self._read_acked()
+        if acked is None:
+            raise self._corrupt(
+                f"{ACKED_NAME}, which says what was acknowledged, is missing, so that lost "
+                "transactions could not be told"
+            )
+        self._compare(books, acked)
+        # The ids of lost rows are not given again.
+        return books, crcs, max(books.next_row, acked.books.next_row)
 
-    def _read_keys(self) -> set[str]:
-        return {key for (key,) in self._db.execute("SELECT key FROM states") if key != _BOOKS}
+    def _compare(self, books: Books, acked: Acked) -> None:
+        """Raises if something that was acknowledged, and promised, is not in the books."""
+        if books.journal != acked.books.journal:
+            raise self._corrupt(f"{ACKED_NAME} belongs to another journal")
+        if books.sequence < acked.books.sequence:
+            lost = _lost(books, acked.books)
+            if acked.power or acked.closed or acked.boot == self._boot:
+                raise self._corrupt(
+                    f"{lost} The write-ahead log, or the file, was damaged, cut or removed"
+                )
+            logger.warning(
+                "%s: %s The machine was restarted since, and durability 'process' does not "
+                "survive that; set data_pool.durability to 'power' for one that does",
+                self.path,
+                lost,
+            )
+        if books.sequence == acked.books.sequence and books != acked.books:
+            raise self._corrupt(
+                f"transaction {books.sequence} is not the one that was acknowledged"
+            )
+
+    def _read_acked(self) -> Acked | None:
+        try:
+            return read_acked(self.folder)
+        except ValueError as e:
+            raise self._corrupt(
+                f"{e}: it says what was acknowledged, so that lost transactions could not be told"
+            ) from e
+
+    def _read_version(self) -> int:
+        with contextlib.closing(self._connect_to_look()) as db:
+            version: int = db.execute("PRAGMA user_version").fetchone()[0]
+            return version
+
+    def _connect_to_look(self) -> sqlite3.Connection:
+        """A connection that leaves file and log as they are: one that may write would cut the log
+        of a damaged journal when it closes."""
+        return sqlite3.connect(f"{self.path.as_uri()}?mode=ro", uri=True, isolation_level=None)
 
     def _select(self, rows: Sequence[int]) -> list[bytes]:
         """Payloads of stored rows, in one read transaction."""
@@ -639,10 +939,18 @@ class Journal:
     def _reading(self, action: Callable[[], _T]) -> _T:
         try:
             return action()
-        except sqlite3.Error as e:
+        except JournalError:
+            raise
+        except (sqlite3.Error, OSError) as e:
             raise self._translate(e) from e
 
     def _translate(self, e: BaseException) -> JournalError:
+        if isinstance(e, OSError) and e.errno in _NO_SPACE:
+            return JournalFullError(
+                f"{self.folder}: the disk takes no more ({e}); free space under {self.folder}"
+            )
+        if isinstance(e, OSError):
+            return JournalError(f"{e}; check that {self.folder} is writable and its disk is sound")
         if not isinstance(e, sqlite3.Error):
             return JournalError(f"{self.path}: the transaction failed with {type(e).__name__}: {e}")
         if isinstance(e, sqlite3.ProgrammingError):
@@ -667,8 +975,9 @@ class Journal:
 
     def _corrupt(self, what: str) -> JournalCorruptError:
         return JournalCorruptError(
-            f"{self.path}: {what}; restore {self.folder} from a copy, or move it aside to start "
-            "empty (`sqlite3 pool.sqlite3 .recover` saves what can be read)"
+            f"{self.path}: {what}. `stepwell data salvage {self.folder}` makes a usable journal of "
+            "what can be read and says what is lost; or restore the folder from a copy, or move "
+            "it aside to start empty"
         )
 
 
@@ -690,11 +999,58 @@ def _answer(waiters: _Waiters, error: JournalError | None) -> None:
             waiter.set_result(error)
 
 
+def read_books(found: tuple[Any, Any, Any] | None) -> Books | None:
+    """The books in a row of `states`; None if they are damaged."""
+    if found is None or not _sound_state(*found) or len(found[2]) != _BOOKS_FORMAT.size:
+        return None
+    return Books._make(_BOOKS_FORMAT.unpack(found[2]))
+
+
+def _lost(found: Books | None, acked: Books) -> str:
+    """What was acknowledged and is not there."""
+    first = 1 if found is None else found.sequence + 1
+    row = 0 if found is None else found.next_row
+    rows = "no new rows" if row == acked.next_row else f"rows {row} to {acked.next_row - 1}"
+    held = 0 if found is None else found.rows
+    return (
+        f"Acknowledged transactions {first} to {acked.sequence} are lost: {rows}, and deletions; "
+        f"{held} rows are there, {acked.rows} should be."
+    )
+
+
+def _fill(path: Path, books: Books) -> None:
+    """Makes an empty database of `path`."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        # Both have to come before the first page.
+        db.execute(f"PRAGMA page_size={PAGE_BYTES}")
+        db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+        db.execute("PRAGMA synchronous=OFF")
+        db.execute("BEGIN IMMEDIATE")
+        for statement in filter(str.strip, _SCHEMA.split(";")):
+            db.execute(statement)
+        packed = books.pack()
+        db.execute(_PUT, (_BOOKS, _state_crc(_BOOKS, packed), packed))
+        db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        db.execute("COMMIT")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _boot_id() -> bytes:
+    """16 bytes that change when the machine restarts; zeros where the kernel does not say."""
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return bytes(16)
+
+
 def _make_folder(folder: Path) -> list[Path]:
-    """Creates `folder`; returns the parents that got a new entry."""
+    """Creates `folder`, for its owner only; returns the parents that got a new entry."""
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as e:
         raise JournalError(
             f"the journal's folder {folder} cannot be created ({e}); "
@@ -703,37 +1059,57 @@ def _make_folder(folder: Path) -> list[Path]:
     return [path.parent for path in missing]
 
 
-def _lock(folder: Path, timeout_s: float) -> int:
-    """Takes the folder for this process; the kernel lets go of it when the process dies."""
-    path = folder / LOCK_NAME
+def holder(folder: Path) -> str | None:
+    """The process that has the journal in `folder` open; None if nobody has."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as e:
-        raise JournalError(f"{path} cannot be opened ({e}); check the folder's rights") from e
+        os.close(_take(folder))
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        return _pid_of_holder(folder)
+    return None
+
+
+def _lock(folder: Path, timeout_s: float) -> int:
+    """Takes the folder for this process; the kernel lets go of it when the process dies.
+
+    The lock is on the folder, not on a file in it, which somebody might remove; nor on the
+    database, because closing a second descriptor of that one would drop SQLite's own locks.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return _take(folder)
         except BlockingIOError:
             if time.monotonic() < deadline:
                 time.sleep(0.02)
                 continue
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
             raise JournalLockedError(
-                f"{folder} is in use by process {holder} (waited {timeout_s} s); stop that "
-                "process, or set data_pool.journal_dir to another folder"
+                f"{folder} is in use by process {_pid_of_holder(folder)} (waited {timeout_s} s); "
+                "stop that process, or set data_pool.journal_dir to another folder"
             ) from None
         except OSError as e:
-            os.close(fd)
             raise JournalError(
-                f"{path} cannot be locked ({e}); set data_pool.journal_dir to a local disk"
+                f"{folder} cannot be locked ({e}); set data_pool.journal_dir to a local disk"
             ) from e
-    with contextlib.suppress(OSError):  # only for the message above; the disk may be full
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def _take(folder: Path) -> int:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
+
+
+def _pid_of_holder(folder: Path) -> str:
+    with contextlib.suppress(OSError, ValueError):  # only for a message
+        acked = read_acked(folder)
+        if acked is not None:
+            return str(acked.pid)
+    return "unknown"
 
 
 def _fsync(folder: Path) -> None:

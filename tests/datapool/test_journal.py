@@ -25,7 +25,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from datapool import journal as journal_module
 from datapool.errors import DataPoolError
 from datapool.journal import (
+    ACKED_NAME,
     FILE_NAME,
+    LOG_NAME,
     PAGE_BYTES,
     SCHEMA_VERSION,
     Journal,
@@ -90,8 +92,9 @@ def stored_ids(journal: Journal) -> list[int]:
 def killed_copy(journal: Journal, folder: Path) -> Path:
     """What a process leaves that is killed now: its files as they are, nothing closed."""
     folder.mkdir()
-    for name in (FILE_NAME, f"{FILE_NAME}-wal"):
-        shutil.copy(journal.folder / name, folder / name)
+    for name in (FILE_NAME, LOG_NAME, ACKED_NAME):
+        if (journal.folder / name).exists():
+            shutil.copy(journal.folder / name, folder / name)
     return folder
 
 
@@ -480,7 +483,7 @@ def test_a_flipped_byte_in_a_payload_is_found_with_the_number_of_its_row(tmp_pat
         data[data.index(b"needle")] ^= 1
 
     journal = Journal(damaged(tmp_path, change), "process")
-    with pytest.raises(JournalCorruptError, match=r"row 40 does not .* move it aside"):
+    with pytest.raises(JournalCorruptError, match=r"row 40 does not .*stepwell data salvage"):
         list(journal.rows())
     with pytest.raises(JournalCorruptError, match="payload of row 40"):
         journal.read([0, 40])
@@ -516,20 +519,23 @@ def test_a_damaged_state_is_corruption(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_database_is_corruption(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"something else" * 1000)
-    with pytest.raises(JournalCorruptError, match="move it aside"):
+    with pytest.raises(JournalCorruptError, match="stepwell data salvage"):
         Journal(tmp_path, "process")
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, object]:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes, object]:
     folder = damaged(tmp_path_factory.mktemp("sound"), lambda data: None)
-    return (folder / FILE_NAME).read_bytes(), read_all(folder)
+    image, acked = (folder / FILE_NAME).read_bytes(), (folder / ACKED_NAME).read_bytes()
+    return image, acked, read_all(folder)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_no_damaged_byte_goes_unnoticed(sound: tuple[bytes, object], data: st.DataObject) -> None:
-    image, content = sound
+def test_no_damaged_byte_goes_unnoticed(
+    sound: tuple[bytes, bytes, object], data: st.DataObject
+) -> None:
+    image, acked, content = sound
     changed = bytearray(image)
     # Headers of the file and of its pages are where a byte can do most.
     page = data.draw(st.integers(0, len(image) // PAGE_BYTES - 1)) * PAGE_BYTES
@@ -537,6 +543,7 @@ def test_no_damaged_byte_goes_unnoticed(sound: tuple[bytes, object], data: st.Da
     changed[at] ^= data.draw(st.integers(1, 255))
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / FILE_NAME).write_bytes(changed)
+        (Path(folder) / ACKED_NAME).write_bytes(acked)
         try:
             found = read_all(Path(folder))
         except JournalError:
@@ -672,12 +679,14 @@ def test_a_transaction_torn_by_the_kill_is_gone_whole(tmp_path: Path) -> None:
     journal.flush()
     log = journal.folder / f"{FILE_NAME}-wal"
     begin = log.stat().st_size
+    acked = (journal.folder / ACKED_NAME).read_bytes()
     late = append(journal, 10)
     journal.flush()
     end = log.stat().st_size
     for cut in (begin, begin + 10, begin + PAGE_BYTES + 24, end - 1, end):
         folder = killed_copy(journal, tmp_path / f"cut-{cut}")
         os.truncate(folder / f"{FILE_NAME}-wal", cut)
+        (folder / ACKED_NAME).write_bytes(acked)  # it is written after the transaction
         copy = Journal(folder, "process")
         assert stored_ids(copy) == (early + late if cut == end else early)
         assert append(copy)[0] > early[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import inspect
+import os
 import pickle
 import uuid
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from datapool import (
     start_shards,
 )
 from datapool.actor import journal_folder
-from datapool.journal import FILE_NAME, LOCK_NAME
+from datapool.journal import FILE_NAME
 from datapool.sharded import parts
 from datapool.shards import shard_of, share
 
@@ -666,9 +667,12 @@ def key(step):
 @contextmanager
 def kept_from_restarting(folder):
     """As long as somebody else has its journal open (5 s at most), a shard cannot come back."""
-    with (folder / LOCK_NAME).open() as lock:
+    lock = os.open(folder, os.O_RDONLY)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 async def test_a_dead_shard_stops_nobody_but_its_own_groups(own, make_step):
