@@ -15,11 +15,12 @@ Life cycle of a `Call`; it runs as its own task, so that a client's retry can jo
 A call without listeners (every client went away) is aborted unless it is committing. Retries: a
 request with a retry mark (`RetryKey.is_retry`) and the bytes of an earlier one is that call: it
 joins it while in flight and gets its recorded reply afterwards. The same bytes without the mark are
-another sample. A call that another gateway stored is such an earlier call, too: what its client was
-told is read again from the Step's ids, and it begins as `committing`.
+another sample. A call whose last client has left is kept as a `FinishedCall`, as is one that
+another gateway stored. For a retry it is a `Call` again, which begins as `committing` and reads its
+reply from the sampled ids.
 
 Owns: this life cycle. Does not own: wire formats (`dialects/`), order and closing
-(`trajectories.py`).
+(`trajectories.py`), which call a retry is for (`retries.py`).
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ from gateway.messages import (
     text_key,
 )
 from gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, ToolCall
-from gateway.rebuild import NOTE, Recorded, TurnKeys, TurnNote, retry_digest
+from gateway.rebuild import NOTE, TurnKeys, TurnNote
 from gateway.render import ChatRenderer, CutError
 from gateway.reply import ReplyFormat, ReplyReader
+from gateway.retries import FinishedCall, Remembered, pack, retry_digest, unpack
 from gateway.trajectories import Commit, LiveTrajectory, closed_error
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _NO_IDS = np.empty(0, np.int32)
 _NO_IDS.flags.writeable = False
+_NO_LOG_PROBS = np.empty(0, np.float32)
 State: TypeAlias = Literal["preparing", "generating", "committing", "done", "unstored", "failed"]
 
 
@@ -191,16 +194,18 @@ class Call:
         request: ChatRequest,
         retry: RetryKey,
         dialect: str,
-        recorded: Recorded | None = None,
+        finished: FinishedCall | None = None,
         *,
         ahead: bool = False,
     ) -> None:
-        self.uid = uuid.uuid4().hex if recorded is None else recorded.call_id
-        self.created = int(time.time()) if recorded is None else recorded.note.created
+        self.uid = uuid.uuid4().hex if finished is None else finished.call_id
+        self.created = int(time.time()) if finished is None else finished.created
         self.request = request
-        self.retry = retry
+        self.key = retry_digest(retry.key)
+        self.body = None if retry.body in retry.key else retry_digest(retry.body)
+        """Digest of the request's bytes, where its key does not hold that."""
         self.dialect = dialect
-        self.state: State = "preparing" if recorded is None else "committing"
+        self.state: State = "preparing" if finished is None else "committing"
         self.deltas: list[Delta] = []
         self.tokens: list[SampledToken] = []
         """What was sampled so far, if the request asks for log-probs."""
@@ -210,7 +215,7 @@ class Call:
         """Set once generated; final (its Step stored) when the state is `done`."""
         self.step_index: int | None = None
         self.error: GatewayError | None = None
-        self.delivered = recorded is not None and recorded.is_extended
+        self.delivered = finished is not None and finished.delivered
         """The terminal event was handed to some client's connection."""
         self._service = service
         self._trajectory = trajectory
@@ -219,10 +224,12 @@ class Call:
         self._why_cancelled: GatewayError | None = None
         self._begun = False
         self._reader: ReplyReader | None = None
-        self._recorded = recorded
+        self._finished = finished
         self._known = asyncio.Event() if ahead else None
         """Set when the pool has said that the trajectory is what the call takes it for."""
         self._note: TurnNote | None = None
+        self._turn: int | None = None
+        """Number of its turn in the graph, once stored there."""
         self._task = self._start()
 
     def listen(self) -> Listener:
@@ -253,9 +260,7 @@ class Call:
 
     def abandon(self) -> None:
         """Instead of `confirm`: it should not have begun, and no retry finds it."""
-        same = self._trajectory.records.get(self.retry.key, [])
-        if self in same:
-            same.remove(self)
+        self._trajectory.calls.forget(self.key, self)
         self._cancel(GatewayError("the call began before its trajectory was known"))
 
     async def wait(self) -> None:
@@ -279,8 +284,8 @@ class Call:
     async def _run(self) -> None:
         self._begun = True
         try:
-            if self._recorded is not None:
-                await self._recall(self._recorded)
+            if self._finished is not None:
+                await self._recall(self._finished)
                 return
             if self.reply is None:
                 async with self._service.limits.admit(self._trajectory.uid):
@@ -370,58 +375,52 @@ class Call:
             raw=request.is_completion,
         )
 
-    async def _recall(self, recorded: Recorded) -> None:
-        """Be the call that another gateway stored as this Step; the request is the same."""
-        step, note = recorded.step, recorded.note
-        if step.rollout_log_probs is None or step.finish_reason not in ("stop", "length"):
-            raise GatewayError(f"step {step.step_index} was not stored by a gateway")
+    async def _recall(self, finished: FinishedCall) -> None:
+        """Be a call that was finished before, here or at another gateway, for the same request."""
         service, request = self._service, self.request
-        self.n_prompt = len(step.prompt_ids)
-        asked_ids = step.prompt_ids[: self.n_prompt - note.n_forced]
-        forced = service.forced_text(request, asked_ids)
-        reader = self._open_reader(step.prompt_ids, note.n_forced)
-        ids = step.response_ids.tolist()
+        turn = None if finished.turn is None else self._trajectory.graph.turn(finished.turn)
+        if turn is not None:
+            prompt_ids = join(turn.prompt())
+        elif request.prompt_ids is not None:
+            prompt_ids = request.prompt_ids
+        else:
+            raise GatewayError("the call's prompt is neither in the turn graph nor in the request")
+        self.n_prompt = len(prompt_ids)
+        forced = service.forced_text(request, prompt_ids[: self.n_prompt - finished.n_forced])
+        self._reader = reader = self._open_reader(prompt_ids, finished.n_forced)
+        ids = finished.response_ids.tolist()
+        if request.n_logprobs is not None and finished.log_probs is not None:
+            tops = unpack(finished.alternatives) or [()] * len(ids)
+            self.tokens = [*map(SampledToken, ids, finished.log_probs.tolist(), tops)]
         deltas = [*reader.begin(forced), *reader.feed(ids), *reader.finish()]
         # Ids of tool calls are made up when they are read, and the client knows the first ones.
-        calls = iter(note.tool_calls)
+        known = [ToolCall(*call) for call in finished.calls]
+        calls = iter(known)
         deltas = [next(calls, d) if isinstance(d, ToolCall) else d for d in deltas]
-        reader.text.tool_calls[:] = note.tool_calls
-        if request.n_logprobs is not None:
-            self.tokens = [
-                SampledToken(i, p, ())
-                for i, p in zip(ids, step.rollout_log_probs.tolist(), strict=True)
-            ]
-        whole = VersionSpan(step.policy_version, 0, len(ids))
+        reader.text.tool_calls[:] = known
+        spans = finished.spans or ((finished.version, 0, len(ids)),)
         self.reply = Reply(
             reader.text,
             reader.has_reasoning,
-            Prompt(
-                _NO_IDS,
-                _NO_IDS,
-                None,
-                None,
-                note.keys.root if note.keys is not None else b"",
-                step.metadata.get("branch"),
-                forced,
-                note.n_forced,
-            ),
+            Prompt(prompt_ids, _NO_IDS, None, None, b"", None, forced, finished.n_forced),
             Generation(
-                response_ids=step.response_ids,
-                log_probs=step.rollout_log_probs,
-                spans=step.version_spans or (whole,),
-                finish_reason=step.finish_reason,
+                response_ids=finished.response_ids,
+                log_probs=_NO_LOG_PROBS if finished.log_probs is None else finished.log_probs,
+                spans=tuple(VersionSpan(*span) for span in spans),
+                finish_reason=finished.finish_reason,
                 matched=None,
-                cached_tokens=0,
+                cached_tokens=finished.cached_tokens,
                 resumes=0,
             ),
             await service.sampling(request, self.n_prompt, self._trajectory.greedy),
             self.n_prompt,
             reader.stop_sequence,
         )
-        self.step_index, self.state = step.step_index, "done"
+        self.step_index, self.state = finished.step_index, "done"
+        self._turn = finished.turn
         service.counts["recalled"] += 1
         self._publish(deltas)
-        self._announce()
+        self._ended()
 
     def _on_tokens(
         self,
@@ -456,13 +455,13 @@ class Call:
                 whole, text_length = text_key(plain), len(plain)
             keys = TurnKeys(prompt.root, prompt_key, whole)
         return TurnNote(
-            retry_digest(self.retry.key),
+            self.key,
             self.created,
             keys,
             reply.has_reasoning or (prompt.parent is not None and prompt.parent.has_reasoning),
             prompt.n_forced,
             text_length,
-            None if self.retry.body in self.retry.key else retry_digest(self.retry.body),
+            self.body,
             tuple(reply.text.tool_calls),
         )
 
@@ -531,38 +530,75 @@ class Call:
         reply = self.reply
         if reply is None:
             raise RuntimeError("a call is stored only after its generation")
-        if reply.prompt.attachment is not None:
-            note = self._note or self._make_note(reply)
+        note = self._note or self._make_note(reply)
+        if reply.prompt.attachment is not None and note.keys is not None:
             turn = self._trajectory.graph.add(
                 reply.prompt.root,
                 reply.prompt.attachment,
                 parent=reply.prompt.parent,
                 new_prompt_ids=reply.prompt.new_ids,
                 response_ids=reply.generation.response_ids,
-                key=note.keys.whole if note.keys is not None else None,
+                key=note.keys.whole,
                 reply=reply.text.message(),
                 has_reasoning=reply.has_reasoning,
                 step_index=index,
                 text_length=note.text_length,
             )
+            self._turn = turn.number
             self._service.on_turn(self._trajectory, turn.key, note.text_length)
             if isinstance(plain := self.request.plain, str):
                 # The client goes on from what it was told, without the token that ended it.
                 told = plain + reply.text.content
                 self._service.on_turn(self._trajectory, text_key(told), len(told))
         self._service.count_stored(reply)
-        if self.request.stores_step:
-            # Kept for retries: what a client is told, and not the prompt once more.
-            reply.prompt.ids = _NO_IDS
         self.step_index = index
         self.state, self.error = "done", None
-        self._announce()
+        self._ended()
 
     def _fail(self, error: GatewayError, state: State = "failed") -> None:
         if self.state != "done":
             self.state, self.error = state, error
             self._service.counts["failed"] += 1
+        self._ended()
+
+    def _ended(self) -> None:
         self._announce()
+        self._retire()
+
+    def _retire(self) -> None:
+        """Once the call has ended and its clients have left, remember only what a retry needs."""
+        if self.state in ("done", "failed") and not self._listeners:
+            self._trajectory.calls.replace(self.key, self, self._kept())
+
+    def _kept(self) -> Remembered:
+        if self._finished is not None:  # a retry was answered, or could not be
+            delivered = self.delivered
+            return tuple(self._finished._replace(delivered=delivered))
+        if self.reply is None or self.state != "done":
+            return None
+        prompt, generation = self.reply.prompt, self.reply.generation
+        shows_log_probs = self.request.n_logprobs is not None or not self.request.stores_step
+        spans = tuple((s.version, s.start, s.end) for s in generation.spans)
+        graph = self._trajectory.graph
+        return tuple(
+            FinishedCall(
+                call_id=self.uid,
+                created=self.created,
+                body=self.body,
+                delivered=self.delivered,
+                step_index=self.step_index,
+                turn=self._turn,
+                response_ids=generation.response_ids,
+                n_forced=prompt.n_forced,
+                calls=() if self._turn is None else graph.turn(self._turn).calls,
+                finish_reason=generation.finish_reason,
+                spans=spans if len(spans) > 1 else (),
+                version=generation.policy_version,
+                cached_tokens=generation.cached_tokens,
+                log_probs=generation.log_probs if shows_log_probs else None,
+                alternatives=pack(generation.top_log_probs),
+            )
+        )
 
     def _publish(self, deltas: Sequence[Delta]) -> None:
         if deltas:
@@ -583,6 +619,7 @@ class Call:
 
     def _left(self, listener: Listener, why: GatewayError | None) -> None:
         self._listeners.discard(listener)
+        self._retire()
         if not self._listeners and self.state in ("preparing", "generating"):
             self._service.counts["disconnected"] += why is None
             self._cancel(why or GatewayError("the client went away"))
@@ -781,50 +818,24 @@ class CallService:
         dialect: str,
         ahead: bool,
     ) -> Listener:
-        records = trajectory.records
-        if trajectory.recorded and (found := trajectory.recorded.get(retry_digest(retry.key))):
-            if any(r.note.body not in (None, retry_digest(retry.body)) for r in found):
-                raise _other_body()
-            del trajectory.recorded[retry_digest(retry.key)]
-            records.setdefault(retry.key, [])[:0] = [
-                Call(self, trajectory, request, retry, dialect, recorded) for recorded in found
-            ]
-        if (call := self._repeated(trajectory, retry)) is not None:
+        memory, key = trajectory.calls, retry_digest(retry.key)
+        if (found := memory.find(key, retry)) is not None:
+            self.counts["retries"] += 1
+            if isinstance(found, tuple):
+                finished = FinishedCall(*found)
+                call = Call(self, trajectory, request, retry, dialect, finished)
+                memory.replace(key, found, call)
+            else:
+                call = found
+                if call.state == "unstored":
+                    call.commit_again()
             return call.listen()
         n_turns = trajectory.steps + len(trajectory.in_flight)
         self.limits.check_trajectory(n_turns, trajectory.graph.n_tokens)
         self.counts["calls"] += 1
         call = Call(self, trajectory, request, retry, dialect, ahead=ahead)
-        same = records.setdefault(retry.key, [])
-        same.append(call)
-        del same[: -self.config.remembered_calls]
-        records.move_to_end(retry.key)
-        while len(records) > self.config.remembered_calls:
-            records.popitem(last=False)
+        memory.add(key, call, self.config.remembered_calls)
         return call.listen()
-
-    def _repeated(self, trajectory: LiveTrajectory, retry: RetryKey) -> Call | None:
-        calls = trajectory.records.get(retry.key)
-        if not calls:
-            return None
-        if not retry.is_retry:
-            # Many clients repeat a request without saying so. One whose reply nobody got is that.
-            call = next((c for c in calls if c.is_unclaimed), None)
-            if call is None:
-                return None
-            calls = [call]
-        # Of several samples of one request, the retry is for the one that failed, or else for one
-        # that did not get through.
-        if (failed := next((c for c in calls if c.state == "failed"), None)) is not None:
-            calls.remove(failed)
-            return None
-        call = next((c for c in calls if not c.delivered), calls[-1])
-        if call.retry.body != retry.body:
-            raise _other_body()
-        if call.state == "unstored":
-            call.commit_again()
-        self.counts["retries"] += 1
-        return call
 
     async def prepare(
         self,
@@ -985,13 +996,6 @@ class CallService:
             ids: TokenIds = work(*args)
             return ids
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
-
-
-def _other_body() -> RequestError:
-    return RequestError(
-        "this Idempotency-Key came with another request body before; use a new key",
-        "Idempotency-Key",
-    )
 
 
 def _first(*choices: T | None) -> T:

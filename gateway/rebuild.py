@@ -4,8 +4,8 @@ Ids say what the model saw and said. They do not say of which messages, and that
 are matched by. So each Step carries a note, and a gateway that did not make the Steps (a replica
 that takes over, a process that was restarted) has the graph that made them::
 
-    call ──► Step(metadata["turn"] = note) ──► pool ──► restore ──► TurnGraph   calls go on there
-                                                               └──► Recorded    retries find it
+    call ──► Step(metadata["turn"] = note) ──► pool ──► restore ──► TurnGraph      calls go on there
+                                                               └──► FinishedCall   retries find it
 
 A note holds hashes, counts and the tool calls, which the next prompt shows; no other text. It is
 84 characters long, tool calls apart. A Step without one (an agent submitted it itself) has a
@@ -18,16 +18,18 @@ recorded call (`calls.py`).
 from __future__ import annotations
 
 import binascii
-import hashlib
 import json
 import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from datapool.types import Step
 from gateway.graph import TurnGraph
 from gateway.messages import Key, Message
 from gateway.parsing import ToolCall
+from gateway.retries import FinishedCall
 
 NOTE: Final = "turn"
 """Key of a Step's metadata."""
@@ -101,21 +103,6 @@ class TurnNote(NamedTuple):
         return message
 
 
-class Recorded(NamedTuple):
-    """A stored call, for a client that asks for it again."""
-
-    step: Step
-    note: TurnNote
-    call_id: str
-    is_extended: bool
-    """Another call goes on from it: its client has the reply."""
-
-
-def retry_digest(text: str) -> bytes:
-    """Of a `RetryKey`'s texts; 8 bytes, to be told from the few others of one trajectory."""
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-
-
 def read_note(step: Step) -> TurnNote | None:
     """The note of a Step; None if it has none that can be read."""
     text = step.metadata.get(NOTE)
@@ -127,31 +114,58 @@ def read_note(step: Step) -> TurnNote | None:
         return None
 
 
-def restore(graph: TurnGraph, steps: Sequence[Step]) -> list[Recorded]:
-    """Add to `graph` the turns of those of `steps` that it does not hold; the calls behind them.
+def restore(graph: TurnGraph, steps: Sequence[Step]) -> list[tuple[bytes, FinishedCall]]:
+    """Add to `graph` the turns of those of `steps` that it does not hold; the calls behind them,
+    each with the `retry_digest` of its request's key.
 
     Args:
         steps: all of the trajectory, by `step_index`.
     """
     extended = {step.parent_index for step in steps}
-    recorded: list[Recorded] = []
+    turns = graph.steps()
+    finished: list[tuple[bytes, FinishedCall]] = []
     for step in steps:
-        if graph.holds(step.step_index) or (note := read_note(step)) is None:
+        if step.step_index in turns or (note := read_note(step)) is None:
             continue
-        if note.keys is not None:
-            graph.restore(
-                note.keys.root,
-                note.keys.prompt,
-                note.keys.whole,
-                step,
-                reply=note.reply(),
-                has_reasoning=note.has_reasoning,
-                text_length=note.text_length,
-            )
+        if note.keys is None:
+            continue
+        parent = None if step.parent_index is None else turns.get(step.parent_index)
+        turn = graph.restore(
+            note.keys.root,
+            note.keys.prompt,
+            note.keys.whole,
+            step,
+            parent=None if parent is None else graph.turn(parent),
+            reply=note.reply(),
+            has_reasoning=note.has_reasoning,
+            text_length=note.text_length,
+        )
+        turns[step.step_index] = turn.number
         call_id = step.metadata.get("call_id")
-        if isinstance(call_id, str):
-            recorded.append(Recorded(step, note, call_id, step.step_index in extended))
-    return recorded
+        if (
+            isinstance(call_id, str)
+            and step.rollout_log_probs is not None
+            and (reason := step.finish_reason) in ("stop", "length")
+        ):
+            call = FinishedCall(
+                call_id,
+                note.created,
+                note.body,
+                delivered=step.step_index in extended,
+                step_index=step.step_index,
+                turn=turn.number,
+                response_ids=turn.response_ids,
+                n_forced=note.n_forced,
+                calls=turn.calls,
+                finish_reason=reason,
+                spans=tuple((s.version, s.start, s.end) for s in step.version_spans),
+                version=step.policy_version,
+                cached_tokens=0,
+                log_probs=np.array(step.rollout_log_probs),
+                alternatives=None,
+            )
+            finished.append((note.retry, call))
+    return finished
 
 
 def _parse(raw: bytes) -> TurnNote | None:

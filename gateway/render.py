@@ -31,7 +31,7 @@ from gateway.config import Thinking
 from gateway.errors import RequestError
 from gateway.graph import BranchCause, Turn
 from gateway.messages import Key, Message, Tool, parse_arguments
-from gateway.parsing import THINK_CLOSE, THINK_OPEN
+from gateway.parsing import THINK_CLOSE, THINK_OPEN, ToolCall
 from gateway.tokenization import ChatTokenizer
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
@@ -179,7 +179,7 @@ class ChatRenderer:
             CutError: the template gives no safe place to cut.
             RequestError: the chat template refuses the conversation.
         """
-        calls = turn.reply.get("tool_calls")
+        calls = [ToolCall(*call).entry() for call in turn.calls]
         close = self._tool_close if calls else self._close
         if close is None:
             raise CutError("no_turn_close")

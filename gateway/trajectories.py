@@ -15,8 +15,8 @@ A trajectory that another gateway began (a replica, or this one before it was re
 the pool with its Steps when it is opened here, and goes on where it was. If both serve it at once,
 whoever finds an index taken by the other reads its Steps.
 
-Owns: the turn graph of each trajectory, the calls in flight, the records that answer retries.
-Does not own: generation (`calls.py`), storage (the pool).
+Owns: the turn graph of each trajectory, the calls in flight, the memory that answers retries.
+Does not own: generation (`calls.py`), which call a retry is for (`retries.py`), storage (the pool).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from datapool.types import GREEDY, Step
 from gateway.errors import PoolUnavailableError, TrajectoryClosedError, TrajectoryConflictError
 from gateway.graph import TurnGraph
 from gateway.pool_port import PoolPort, ask
-from gateway.rebuild import Recorded, restore
+from gateway.rebuild import restore
+from gateway.retries import CallMemory, retry_digest
 
 if TYPE_CHECKING:
     from gateway.calls import Call
@@ -72,10 +73,7 @@ class LiveTrajectory:
         self.uid, self.prompt_uid, self.channel = identity
         self.graph = TurnGraph()
         self.in_flight: set[Call] = set()
-        self.records: OrderedDict[str, list[Call]] = OrderedDict()
-        """Calls by the key of their request, oldest first; see `calls.RetryKey`."""
-        self.recorded: dict[bytes, list[Recorded]] = {}
-        """Calls of other gateways by `rebuild.retry_digest`, until they are asked for again."""
+        self.calls = CallMemory()
         self.closed = closed
         """How the trajectory was closed, in words; None while open."""
         self.last_used = time.monotonic()
@@ -102,7 +100,7 @@ class LiveTrajectory:
 
     def has_unclaimed(self, request_key: str) -> bool:
         """A call of this key has a reply that no client has got."""
-        return any(call.is_unclaimed for call in self.records.get(request_key, ()))
+        return self.calls.has_unclaimed(retry_digest(request_key))
 
     async def open(
         self,
@@ -293,8 +291,8 @@ class LiveTrajectory:
         steps = resumed.steps
         if not steps:
             return
-        for call in restore(self.graph, steps):
-            self.recorded.setdefault(call.note.retry, []).append(call)
+        for key, call in restore(self.graph, steps):
+            self.calls.restore(key, call)
         self.note_steps(steps[-1].step_index)
 
     async def _settle(self, index: int) -> bool:
@@ -337,8 +335,7 @@ class LiveTrajectory:
         for call in tuple(self.in_flight):
             call.trajectory_closed()
         # They refer to each other: without this, all of it waits for the garbage collector.
-        self.records.clear()
-        self.recorded.clear()
+        self.calls.clear()
 
     def _check_open(self) -> None:
         if self.closed is not None:

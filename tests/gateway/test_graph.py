@@ -48,7 +48,7 @@ def test_the_deepest_stored_turn_is_extended() -> None:
     first = add(graph, one, say("assistant", "b"), 0)
     two = [*one, say("assistant", "b"), say("user", "c")]
     second = add(graph, two, say("assistant", "d"), 1)
-    assert second.parent is first
+    assert second.parent == first
     attachment = graph.attach(ROOT, [*two, say("assistant", "d"), say("user", "e")])
     assert (attachment.turn, attachment.n_known, attachment.cause) == (second, 4, None)
     attachment = graph.attach(ROOT, [*two, say("assistant", "other"), say("user", "e")])
@@ -65,7 +65,7 @@ def test_forks_of_one_turn_share_its_tokens() -> None:
         add(graph, [*one, say("assistant", "b"), say("user", x)], say("assistant", x), i + 1)
         for i, x in enumerate("xyz")
     ]
-    assert all(f.parent is first for f in forks)
+    assert all(f.parent == first for f in forks)
 
 
 def test_the_same_prompt_again_is_attached_as_before() -> None:
