@@ -42,17 +42,22 @@ class Critic:
     Args:
         backend: how it computes; the policy's section.
         model_path: the policy's model, the backbone to start from unless `config.path` is set.
+        options: of `ranks.start`, e.g. the places of its actors.
 
     Raises:
         BackendConfigError: no model there, or no such device.
     """
 
     def __init__(
-        self, config: CriticConfig, backend: TorchBackendConfig, model_path: str | Path
+        self,
+        config: CriticConfig,
+        backend: TorchBackendConfig,
+        model_path: str | Path,
+        **options: Any,
     ) -> None:
         self._config = config
         own, path = config.model_config_of(backend), Path(config.path or model_path)
-        self._model = ValueModel.build(own, path)
+        self._model = ValueModel.build(own, path, **options)
         self._converted: tuple[TokenBatch, TokenBatch] | None = None
         self._updates = 0
 

@@ -45,6 +45,8 @@ from datapool.types import Step
 
 _GRACE_S = 10.0
 """After one rank's error, how long the others may take to raise theirs."""
+PLACED_S = 300.0
+"""For Ray to start the ranks. One that waits longer waits for a GPU that is not there."""
 _FOR_EVER = datetime.timedelta(days=365)
 
 
@@ -221,6 +223,19 @@ class RayRanks(RankGroup):
             )
             for rank in range(config.ranks)
         ]
+        ready = [actor.__ray_ready__.remote() for actor in self._actors]
+        _, waiting = ray.wait(ready, num_returns=len(ready), timeout=PLACED_S)
+        if waiting:
+            self.stop()
+            free, total = (
+                resources.get("GPU", 0)
+                for resources in (ray.available_resources(), ray.cluster_resources())
+            )
+            raise BackendConfigError(
+                f"backend.ranks is {config.ranks}, but Ray found no place for {len(waiting)} of "
+                f"them within {PLACED_S:g} s; {free:g} of the cluster's {total:g} GPUs are free. "
+                "Use fewer ranks, or free GPUs"
+            )
         address = ray.get(self._actors[0].listen.remote())
         starting = [a.start.remote(address, kind, config, model_path) for a in self._actors]
         self._wait(starting, "start")

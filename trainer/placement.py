@@ -4,6 +4,8 @@
     colocated       rank i and engine i share GPU i, half each         needs max(ranks, engines)
     plain           no placement group: plain actors, as on a machine without GPUs
 
+The critic of GAE has as many ranks as the trainer, and its rank i shares the GPU of the trainer's.
+
 An engine with more GPUs than a node has is spread over the fewest nodes that hold them in equal
 parts, a bundle each (`backends/engines/nodes.py`).
 
@@ -72,6 +74,8 @@ class Plan:
     bundles: tuple[int, ...] = ()
     """GPUs of each bundle, all of them on one node; in the stable order, one size after another."""
     ranks: tuple[Seat, ...] = ()
+    critic: tuple[Seat, ...] = ()
+    """Of the critic's ranks, where there is one and it is not in the driver's own process."""
     engines: tuple[Seat, ...] = ()
     """`nodes_per_engine` seats in a row for each."""
     nodes_per_engine: int = 1
@@ -93,6 +97,8 @@ def plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
         ConfigError: the cluster has GPUs, but not enough for what the configuration asks.
     """
     ranks, engines = wanted_gpus(config)
+    # A single rank is the driver's process, and its critic is there too.
+    critics = ranks if ranks > 1 and config.algorithm.advantage.name == "gae" else 0
     size, asked = config.cluster.gpus_per_engine, config.cluster.placement
     total = sum(node.gpus for node in nodes)
     if total == 0 or ranks + engines == 0:
@@ -114,19 +120,22 @@ def plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
             + ("use fewer" if mode == "colocated" else "use fewer, or cluster.placement=colocated")
         )
     if mode == "colocated":
-        share = 0.5 if ranks and engines else 1.0
+        share = 1 / sum(map(bool, (ranks, critics, engines)))
         return Plan(
             mode,
             (1,) * needed,
             tuple(Seat(f"trainer rank {i}", i, share) for i in range(ranks)),
+            tuple(Seat(f"critic rank {i}", i, share) for i in range(critics)),
             tuple(Seat(f"engine {i}", i, share) for i in range(engines)),
         )
     spread = _nodes_of_an_engine(size, nodes) if engines else 1
     part = size // spread
+    share = 1 / (1 + bool(critics))
     return Plan(
         mode,
         (1,) * ranks + (part,) * (engines * spread),
-        tuple(Seat(f"trainer rank {i}", i, 1) for i in range(ranks)),
+        tuple(Seat(f"trainer rank {i}", i, share) for i in range(ranks)),
+        tuple(Seat(f"critic rank {i}", i, share) for i in range(critics)),
         tuple(
             Seat(_part_name(i, n, spread), ranks + i * spread + n, part)
             for i in range(engines)
@@ -185,9 +194,9 @@ def describe(planned: Plan, nodes: Sequence[Node]) -> str:
     if planned.mode == "plain":
         return "\n".join([*lines, "  every part is a plain actor; no GPU is reserved"])
     where = _fill(planned, nodes)
-    for seat in (*planned.ranks, *planned.engines):
+    for seat in (*planned.ranks, *planned.critic, *planned.engines):
         ip, gpus = where[seat.bundle]
-        share = f", {seat.gpus:g} of it" if seat.gpus < 1 else ""
+        share = f", {seat.gpus:.2g} of it" if seat.gpus < 1 else ""
         lines.append(f"  {seat.part}: node {ip}, GPU {', '.join(map(str, gpus))}{share}")
     return "\n".join(lines)
 
@@ -249,6 +258,10 @@ class Placement:
         if not self.plan.ranks or _in_driver(self.plan):
             return {}
         return {"options": [self.options(seat) for seat in self.plan.ranks]}
+
+    def critic_options(self) -> dict[str, Any]:
+        """What `Critic` is given, as `backend_options`."""
+        return {"options": [self.options(s) for s in self.plan.critic]} if self.plan.critic else {}
 
     def release(self) -> None:
         """Give the GPUs back; actors that still have them are killed by Ray."""

@@ -105,7 +105,7 @@ def build_trainer(config: RunConfig, cluster: Cluster) -> Iterator[Trainer]:
             config.model.path,
             **cluster.placement.backend_options(),
         ),
-        critic=build_critic(config),
+        critic=build_critic(config, **cluster.placement.critic_options()),
         engines=cluster.engines,
         weights=WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
         checkpoints=CheckpointStore(
@@ -119,11 +119,11 @@ def build_trainer(config: RunConfig, cluster: Cluster) -> Iterator[Trainer]:
         ledger.close()
 
 
-def build_critic(config: RunConfig) -> Critic | None:
-    """The value model of `advantage: gae`; None with any other."""
+def build_critic(config: RunConfig, **options: Any) -> Critic | None:
+    """The value model of `advantage: gae`; None with any other. `options` are `Critic`'s."""
     if config.algorithm.advantage.name != "gae":
         return None
-    return Critic(config.algorithm.critic, config.backend, config.model.path)
+    return Critic(config.algorithm.critic, config.backend, config.model.path, **options)
 
 
 async def _train(

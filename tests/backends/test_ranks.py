@@ -143,6 +143,16 @@ def test_two_ray_ranks_train_as_one_process_does_and_resume_in_either_number(
     two.close()
 
 
+@pytest.mark.usefixtures("cluster")
+def test_ranks_for_which_there_is_no_gpu_are_an_error_and_no_wait_for_ever(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "PLACED_S", 1.0)
+    options = {"options": [{"num_gpus": 1}, {"num_gpus": 1}]}
+    with pytest.raises(BackendConfigError, match=r"ranks is 2, .* 0 of the cluster's 0 GPUs"):
+        build_backend("torch", config_of(ranks=2), model_path, **options)
+
+
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])

@@ -63,6 +63,18 @@ def test_colocated_they_share_gpu_by_gpu() -> None:
     assert "engine 1: node 10.0.0.2, GPU 1, 0.5 of it" in describe(planned, [DRIVER])
 
 
+@pytest.mark.parametrize(("placement", "share"), [("disaggregated", 1 / 2), ("colocated", 1 / 3)])
+def test_each_rank_of_a_critic_shares_the_gpu_of_the_policys_rank(
+    placement: str, share: float
+) -> None:
+    gae = ("algorithm.advantage=gae", f"cluster.placement={placement}", "cluster.engines=2")
+    planned = plan(config(*gae), [DRIVER, OTHER])
+    assert [s.bundle for s in planned.critic] == [s.bundle for s in planned.ranks] == [0, 1]
+    assert {s.gpus for s in (*planned.ranks, *planned.critic)} == {share}
+    alone = plan(config(*gae, "backend.ranks=1"), [DRIVER, OTHER])
+    assert alone.critic == ()  # in the driver's process, as the policy is
+
+
 def test_auto_shares_where_there_are_too_few_gpus() -> None:
     assert plan(config(), [DRIVER]).mode == "colocated"
     assert plan(config(), [DRIVER, OTHER]).mode == "disaggregated"
@@ -172,6 +184,26 @@ def test_actors_sit_where_the_plan_says_in_every_start(gpus: None) -> None:
     assert len(set(seen[0])) == 4  # a GPU each
     assert seen[0] == sorted(seen[0])
     assert seen[0] == seen[1]
+
+
+@pytest.mark.e2e
+def test_a_critic_with_ranks_starts_where_no_gpu_is_left_over(gpus: None) -> None:
+    class Part:
+        def where(self) -> tuple[str, tuple[str, ...]]:
+            context = ray.get_runtime_context()
+            return context.get_node_id(), tuple(map(str, context.get_accelerator_ids()["GPU"]))
+
+    placement = place(config("algorithm.advantage=gae", "cluster.engines=2"))
+    options = [placement.backend_options(), placement.critic_options()]
+    parts = [
+        [ray.remote(Part).options(num_cpus=0, **rank).remote() for rank in of["options"]]
+        for of in options
+    ]
+    policy, critic = [ray.get([p.where.remote() for p in ps], timeout=60) for ps in parts]
+    assert policy == critic
+    for part in (*parts[0], *parts[1]):
+        ray.kill(part)
+    placement.release()
 
 
 @pytest.mark.e2e
