@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 from datapool.channel import Channel, Load
@@ -50,7 +49,7 @@ from datapool.records import (
     TrajectoryOutcome,
 )
 from datapool.selection import DryRun, Marks, dry_run
-from datapool.types import TRAIN, VAL, Lease, Step
+from datapool.types import MAX_REWARD, TRAIN, VAL, Lease, Step, is_reward
 
 
 class Credit(NamedTuple):
@@ -750,11 +749,10 @@ def _check_seconds(name: str, value: object) -> None:
 def _reward(trajectory_uid: str, value: object) -> float | None:
     if value is None:
         return None
-    # Real and not float: a NumPy scalar is what reward functions often return.
-    if not isinstance(value, Real) or not math.isfinite(value):
+    if not is_reward(value):
         raise InvalidRequestError(
             f"trajectory {trajectory_uid!r}: reward is {value!r}; "
-            "pass a finite number, or None if not scored"
+            f"pass a number within ±{MAX_REWARD:g}, or None if not scored"
         )
     return float(value)
 

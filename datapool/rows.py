@@ -32,7 +32,6 @@ Owns the row form. Does not own the file (`export.py`), nor its types (`export.s
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -46,7 +45,7 @@ import numpy.typing as npt
 
 from datapool.errors import ExportError
 from datapool.plain import check_int, check_text, dumps, from_npy, loads, npy
-from datapool.types import TRAIN, Step, Trajectory, VersionSpan
+from datapool.types import MAX_REWARD, TRAIN, Step, Trajectory, VersionSpan, is_reward
 
 SCHEMA_VERSION = 1
 """Raised when a reader of the version before would misread the rows."""
@@ -252,16 +251,13 @@ def _trajectory_fields(
                     f"{owner}: its step {step.step_index} has {name} {getattr(step, name)!r}, the "
                     f"trajectory {getattr(trajectory, name)!r}; a trajectory holds its own steps"
                 )
-    reward = trajectory.reward
-    if reward is not None and not math.isfinite(reward):
-        raise ExportError(f"{owner}: its rewards add up to {reward}; they must have a finite sum")
     fields: dict[str, Any] = {
         "channel": exported.channel,
         "prompt_uid": trajectory.prompt_uid,
         "trajectory_uid": trajectory.trajectory_uid,
         "attempt": trajectory.attempt,
         "position": position,
-        "reward": reward,
+        "reward": trajectory.reward,
         "state": exported.state,
         "reason": exported.reason,
         "group_state": exported.group_state,
@@ -272,8 +268,10 @@ def _trajectory_fields(
         check_text(fields[name], f"{owner}: {name}")
     for name in ("attempt", "n_rollouts"):
         check_int(fields[name], f"{owner}: {name}")
-    if exported.outcome is not None and not math.isfinite(exported.outcome):
-        raise ExportError(f"{owner}: outcome is {exported.outcome}; pass a finite number or None")
+    if exported.outcome is not None and not is_reward(exported.outcome):
+        raise ExportError(
+            f"{owner}: outcome is {exported.outcome}; pass a number within ±{MAX_REWARD:g} or None"
+        )
     for name in ("marks", "group_marks"):
         marks = getattr(exported, name)
         fields[name] = None if marks is None else dumps(marks, f"{owner}: {name}")

@@ -24,7 +24,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,18 @@ VAL = "val"
 GREEDY = "greedy_baseline"
 """Key of the metadata of a trajectory and its group: true for a rollout that the gateway
 samples at temperature 0; its reward is the group's baseline (ReMax) and it is never trained."""
+
+
+MAX_REWARD = 1e9
+"""The largest size of a reward. The spread of a group is a sum of squares, which larger ones would
+make infinite, and every advantage of the group NaN."""
+
+
+def is_reward(value: object, parts: int = 1) -> TypeGuard[float]:
+    """Whether `value` may be the sum of `parts` rewards: numbers (NumPy's too) within
+    ±`MAX_REWARD`."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    return is_number and abs(float(value)) <= parts * MAX_REWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +195,11 @@ class Step:
                     f"(max {log_probs.max()}); pass finite values <= 0, or None if unknown"
                 )
         if self.reward is not None:
-            if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
+            # The last step of a served trajectory holds its own reward and the outcome.
+            if not is_reward(self.reward, parts=2):
                 raise InvalidStepError(
                     f"{self._name}: reward is {self.reward!r}; "
-                    "pass a finite number, None if not scored"
+                    f"pass a number within ±{MAX_REWARD:g}, None if not scored"
                 )
             put(self, "reward", float(self.reward))
         # One look at plain values; what is not plain is looked at closely.

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from datapool.dotted import resolve
+from datapool.types import MAX_REWARD, is_reward
 from gateway.errors import GatewayConfigError, GatewayError, RequestError
 
 RewardFunction: TypeAlias = Callable[..., Any]
@@ -69,10 +69,10 @@ async def compute_reward(function: RewardFunction, fields: Mapping[str, Any]) ->
         details = {k: v for k, v in result.items() if k != "score"}
         reward = result.get("score")
     if reward is not None:
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
+        if not is_reward(reward):
             raise RewardError(
-                f"gateway.reward_fn returned {result!r:.80}; return a finite number, None, or a "
-                "dict with the number under 'score'"
+                f"gateway.reward_fn returned {result!r:.80}; return a number within "
+                f"±{MAX_REWARD:g}, None, or a dict with the number under 'score'"
             )
         reward = float(reward)
     return {"reward": reward, "details": details}

@@ -295,7 +295,7 @@ def compute_advantages(
 
     Raises:
         RewardError: a trajectory has no reward. Missing is not zero, so it cannot be trained on;
-            abort it before.
+            abort it before. Or it has no steps.
         ColumnError: a column has the wrong shape, or gae has no `values`.
     """
     layout = _Layout.of(groups)
@@ -395,6 +395,11 @@ class _Layout:
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> _Layout:
+        for empty in (t for g in groups for t in g.trajectories if not t.steps):
+            raise RewardError(
+                f"trajectory {empty.trajectory_uid!r} of prompt {empty.prompt_uid!r} has no steps, "
+                "so no token to credit; leave it out"
+            )
         lengths = np.array([len(s.response_ids) for g in groups for s in g.steps], np.int64)
         steps = np.array([len(t.steps) for g in groups for t in g.trajectories], np.int64)
         step_starts = np.cumsum(lengths) - lengths

@@ -31,6 +31,7 @@ from backends.critic_config import CriticConfig
 from backends.registry import BACKENDS
 from backends.torch_config import TorchBackendConfig
 from datapool.config import PoolConfig
+from datapool.types import TRAIN
 from gateway.config import GatewayConfig
 from trainer.advantage_config import AdvantageConfig
 from trainer.data_config import DataConfig
@@ -205,6 +206,22 @@ class RunConfig(Section):
             keep_best=self.trainer.keep_best,
             max_outstanding_groups=self.rollout.max_outstanding_groups,
         )
+        return self
+
+    @model_validator(mode="after")
+    def _limits_stand_in_one_place(self) -> RunConfig:
+        section = "channels.train" if TRAIN in self.pool.channels else "default"
+        channel = self.pool.channel(TRAIN)
+        own = {
+            "max_queue_size": "async_training.max_queue_size",
+            "max_outstanding_groups": "rollout.max_outstanding_groups",
+        }
+        for name, key in own.items():
+            if (value := getattr(channel, name)) is not None:
+                raise ValueError(
+                    f"pool.{section}.{name} is {value}, but the run limits its train channel by "
+                    f"{key}; set {key}={value} and remove the other"
+                )
         return self
 
     @model_validator(mode="after")

@@ -199,9 +199,9 @@ def kl_cov(
 
     Source: The Entropy Mechanism, arXiv:2505.22617.
     """
-    log_ratio = _log_ratio(log_probs, old_log_probs)
-    ratio = torch.exp(log_ratio)
-    penalty = torch.where(selected != 0, kl_coef * log_ratio.abs(), 0.0)
+    ratio = torch.exp(_log_ratio(log_probs, old_log_probs))
+    # Not of the clamped ratio: a token that is far away is pulled back most of all.
+    penalty = torch.where(selected != 0, kl_coef * (log_probs - old_log_probs).abs(), 0.0)
     return PolicyTerms(-advantages * ratio + penalty, ratio, {"cov_selected_frac": selected != 0})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -25,10 +27,15 @@ def test_the_outcome_reward_is_added_to_the_last_steps_own(
     assert (first.reward, last.reward) == (0.25, served)
 
 
-def test_a_numpy_scalar_is_a_reward_and_nan_is_not(pool, make_step):
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e308, -2e9, "1"])
+def test_a_numpy_scalar_is_a_reward_and_what_would_make_its_group_nan_is_not(
+    pool, make_step, wrong
+):
     pool.submit_step(make_step("t"))
-    with pytest.raises(InvalidRequestError, match="reward is nan"):
-        pool.complete_trajectory("t", reward=float("nan"))
+    with pytest.raises(InvalidRequestError, match=r"'t': reward is .*; pass a number within"):
+        pool.complete_trajectory("t", reward=wrong)
+    with pytest.raises(InvalidRequestError, match=r"'t': reward is"):
+        pool.set_reward("t", wrong, now=0.0)
     assert pool.complete_trajectory("t", reward=np.float32(0.5)) == "complete"
 
 

@@ -520,3 +520,24 @@ def test_columns_of_the_wrong_length_and_gae_without_values_are_refused() -> Non
         compute_advantages([group], AdvantageConfig(), token_rewards=torch.zeros(3))
     with pytest.raises(ColumnError, match="gae has no values"):
         compute_advantages([group], AdvantageConfig(name="gae"))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -2.1e9])
+def test_a_reward_that_would_make_its_group_nan_is_refused_by_the_name_of_its_trajectory(
+    reward: float,
+) -> None:
+    with pytest.raises(ValueError, match=r"'t-7'.*reward is .*; pass a number within ±1e\+09"):
+        trajectory("t-7", reward)
+
+
+@pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "remax"])
+def test_the_largest_rewards_still_have_finite_advantages(name: str) -> None:
+    group = Group("p", tuple(trajectory(f"t{i}", r) for i, r in enumerate((1e9, -1e9, 0.0))))
+    columns = compute_advantages([group], AdvantageConfig(name=name)).columns
+    assert columns["advantages"].isfinite().all()
+
+
+def test_a_trajectory_without_steps_is_an_error_that_names_it() -> None:
+    group = Group("p", (trajectory("t0", 1.0), Trajectory("t1", "p", ())))
+    with pytest.raises(RewardError, match="'t1' of prompt 'p' has no steps"):
+        compute_advantages([group], AdvantageConfig())

@@ -117,3 +117,20 @@ def test_broken_yaml_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text("run: {name: x\n")
     assert len(fails(config=str(path)).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("pool.channels.train.max_queue_size=8", "set async_training.max_queue_size=8"),
+        ("pool.channels.train.max_outstanding_groups=8", "set rollout.max_outstanding_groups=8"),
+        ("pool.default.max_queue_size=8", "set async_training.max_queue_size=8"),
+    ],
+)
+def test_a_limit_that_the_run_sets_elsewhere_is_refused_and_not_overwritten(
+    override: str, remedy: str
+) -> None:
+    key, _, value = override.partition("=")
+    said = fails(override)
+    assert f"{key} is {value}" in said
+    assert remedy in said

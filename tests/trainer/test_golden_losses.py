@@ -16,6 +16,8 @@ Differences on purpose, each with its test:
 - Ratios of a sequence (GSPO, `sequence` and `step` weights) belong to one call of the model; verl
   takes a row, and so a whole trajectory.
 - `clip_cov` and `kl_cov` select once per mini-batch; verl selects in every micro-batch anew.
+- The ratio of `clip_cov` and `kl_cov` is cut off at e^±20, as in PPO; verl cuts off PPO's only.
+- `kl_coef` of `kl_cov` is the paper's 1; verl's configuration has 0.1.
 """
 
 from __future__ import annotations

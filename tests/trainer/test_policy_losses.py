@@ -204,6 +204,13 @@ def test_clip_cov_takes_the_loss_and_the_gradient_off_selected_tokens() -> None:
     torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-r, 0.0]))
 
 
+def test_kl_cov_pulls_a_selected_token_back_however_far_it_is() -> None:
+    log_probs = torch.tensor([-30.0], requires_grad=True)
+    terms = kl_cov(log_probs, torch.zeros(1), torch.zeros(1), torch.ones(1), kl_coef=0.5)
+    torch.testing.assert_close(terms.loss, torch.tensor([15.0]))
+    torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-0.5]))
+
+
 def test_kl_cov_pulls_selected_tokens_back_to_the_proximal_policy() -> None:
     log_probs = torch.tensor([0.1, 0.1, -0.1], requires_grad=True)
     selected = torch.tensor([0.0, 1.0, 1.0])

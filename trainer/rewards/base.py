@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
-import math
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
+from datapool.types import MAX_REWARD, is_reward
 from trainer.errors import RewardError
 from trainer.rewards.errors import (
     RewardCrashError,
@@ -232,10 +232,10 @@ def read_result(result: Any, call: str, key: str = "score") -> RewardResult:
     value = result.get(key) if isinstance(result, Mapping) else result
     if isinstance(value, np.generic):
         value = value.item()
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_reward(value):
         raise RewardValueError(
-            f"{call} returned {result!r:.80}; return a finite number, or a dict with one under "
-            f"{key!r}"
+            f"{call} returned {result!r:.80}; return a number within ±{MAX_REWARD:g}, or a dict "
+            f"with one under {key!r}"
         )
     extra = {k: v for k, v in result.items() if k != key} if isinstance(result, Mapping) else {}
     return RewardResult(float(value), extra)
