@@ -229,7 +229,7 @@ class RayRanks(RankGroup):
             self.stop()
             free, total = (
                 resources.get("GPU", 0)
-                for resources in (ray.available_resources(), ray.cluster_resources())
+                for resources in (ray.available_resources(), ray.cluster_resources())  # type: ignore[no-untyped-call]  # theirs
             )
             raise BackendConfigError(
                 f"backend.ranks is {config.ranks}, but Ray found no place for {len(waiting)} of "

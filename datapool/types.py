@@ -50,8 +50,9 @@ make infinite, and every advantage of the group NaN."""
 def is_reward(value: object, parts: int = 1) -> TypeGuard[float]:
     """Whether `value` may be the sum of `parts` rewards: numbers (NumPy's too) within
     ±`MAX_REWARD`."""
-    is_number = isinstance(value, int | float | np.integer | np.floating)
-    return is_number and abs(float(value)) <= parts * MAX_REWARD
+    if not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return abs(float(value)) <= parts * MAX_REWARD
 
 
 @dataclass(frozen=True, slots=True)
