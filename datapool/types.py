@@ -52,7 +52,7 @@ def is_reward(value: object, parts: int = 1) -> TypeGuard[float]:
     ±`MAX_REWARD`."""
     if not isinstance(value, int | float | np.integer | np.floating):
         return False
-    return abs(float(value)) <= parts * MAX_REWARD
+    return bool(abs(value) <= parts * MAX_REWARD)  # a huge integer has no float
 
 
 @dataclass(frozen=True, slots=True)

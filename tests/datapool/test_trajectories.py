@@ -27,7 +27,7 @@ def test_the_outcome_reward_is_added_to_the_last_steps_own(
     assert (first.reward, last.reward) == (0.25, served)
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e308, -2e9, "1"])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 1e308, 10**400, -2e9, "1"])
 def test_a_numpy_scalar_is_a_reward_and_what_would_make_its_group_nan_is_not(
     pool, make_step, wrong
 ):
