@@ -52,7 +52,8 @@ def is_reward(value: object, parts: int = 1) -> TypeGuard[float]:
     ±`MAX_REWARD`."""
     if not isinstance(value, int | float | np.integer | np.floating):
         return False
-    return bool(abs(value) <= parts * MAX_REWARD)  # a huge integer has no float
+    size: Any = abs(value)  # a huge integer compares, but has no float
+    return bool(size <= parts * MAX_REWARD)
 
 
 @dataclass(frozen=True, slots=True)
