@@ -227,6 +227,8 @@ class Call:
         self._finished = finished
         self._known = asyncio.Event() if ahead else None
         """Set when the pool has said that the trajectory is what the call takes it for."""
+        self._fits = asyncio.Event()
+        """Set when the prompt is made and fits, or the call has failed."""
         self._note: TurnNote | None = None
         self._turn: int | None = None
         """Number of its turn in the graph, once stored there."""
@@ -263,6 +265,11 @@ class Call:
         self._trajectory.calls.forget(self.key, self)
         self._cancel(GatewayError("the call began before its trajectory was known"))
 
+    async def prepared(self) -> bool:
+        """Wait for the prompt; false: the call has failed."""
+        await self._fits.wait()
+        return self.error is None
+
     async def wait(self) -> None:
         await asyncio.wait([self._task])
 
@@ -280,6 +287,7 @@ class Call:
             if not self._begun:  # then the task never runs, and `_run` cannot say so
                 self._trajectory.in_flight.discard(self)
                 self._fail(why)
+                self._trajectory.forget_if_unused()
 
     async def _run(self) -> None:
         self._begun = True
@@ -315,16 +323,19 @@ class Call:
             self._fail(GatewayError(f"the gateway failed ({type(e).__name__}); see its log"))
         finally:
             self._trajectory.in_flight.discard(self)
+            self._trajectory.forget_if_unused()
 
     async def _generate(self) -> Reply:
         service, request = self._service, self.request
         prompt = await service.prepare(
             self._trajectory.graph,
             request,
+            await service.engine.context_length(),
             self._trajectory.catch_up if service.config.replicas > 1 else None,
         )
         self.n_prompt = len(prompt.ids)
         sampling = await service.sampling(request, self.n_prompt, self._trajectory.greedy)
+        self._fits.set()
         self._reader = reader = self._open_reader(prompt.ids, prompt.n_forced)
         self._publish(reader.begin(prompt.forced))
         self.state = "generating"
@@ -562,6 +573,7 @@ class Call:
         self._ended()
 
     def _ended(self) -> None:
+        self._fits.set()
         self._announce()
         self._retire()
 
@@ -722,25 +734,29 @@ class CallService:
             TrajectoryLimitError: the trajectory's turns or tokens are used up.
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
-        self._check(request)
-        begin = partial(self._start_each, trajectory, request, retry, dialect, n)
-        may_be_known = any(m["role"] == "assistant" for m in request.messages)
-        if trajectory.is_new and not may_be_known and trajectory.channel not in self._blocking:
-            listeners = await self._start_ahead(trajectory, begin)
-            if listeners is not None:
-                return listeners
-        await trajectory.open()
-        trajectory.touch()
-        return begin(ahead=False)
+        with trajectory.in_use():
+            self._check(request)
+            begin = partial(self._start_each, trajectory, request, retry, dialect, n)
+            may_be_known = any(m["role"] == "assistant" for m in request.messages)
+            if trajectory.is_new and not may_be_known and trajectory.channel not in self._blocking:
+                listeners = await self._start_ahead(trajectory, begin)
+                if listeners is not None:
+                    return listeners
+            await trajectory.open()
+            trajectory.touch()
+            return begin(ahead=False)
 
     async def _start_ahead(
         self, trajectory: LiveTrajectory, begin: Callable[..., list[Listener]]
     ) -> list[Listener] | None:
-        """Begin while the pool is asked about the trajectory: nearly always that knows nothing.
+        """Generate while the pool is asked about the trajectory: nearly always that knows nothing.
+        It is not asked about calls that are refused, which so open nothing.
         None: it knows something, or has no room, and the calls were given up."""
         greedy = trajectory.greedy
         listeners = begin(ahead=True)
         try:
+            if not any([await listener.call.prepared() for listener in listeners]):
+                return listeners
             await trajectory.open(waits=False)
             if trajectory.steps == 0 and trajectory.greedy == greedy:
                 for listener in listeners:
@@ -841,18 +857,20 @@ class CallService:
         self,
         graph: TurnGraph,
         request: ChatRequest,
+        context: int | None = None,
         catch_up: Callable[[], Awaitable[bool]] | None = None,
     ) -> Prompt:
         """The exact prompt of a request and the turn it extends.
 
         Args:
+            context: texts that certainly have more tokens are refused before they are made.
             catch_up: brings turns that other gateways stored into `graph`; whether there are any.
                 Called if the request holds a reply that `graph` does not.
         """
         template_args = self._template_args(request)
         root = root_key(request.tools, template_args)
         if (plain := request.plain) is not None:
-            return await self._prepare_plain(graph, plain, root)
+            return await self._prepare_plain(graph, plain, root, context)
         if request.prompt_ids is not None:
             return Prompt(request.prompt_ids, request.prompt_ids, None, None, root, None)
         messages = request.messages
@@ -865,13 +883,14 @@ class CallService:
         if parent is not None:
             known, new = messages[: attachment.n_known], messages[attachment.n_known :]
             try:
+                suffix = partial(self.renderer.suffix, context=context)
                 new_ids = await self._offload(
-                    new, self.renderer.suffix, parent, known, new, request.tools, template_args
+                    new, suffix, parent, known, new, request.tools, template_args
                 )
             except CutError as e:
                 parent, cause = None, e.cause
         if new_ids is None:
-            new_ids = await self._whole(messages, request.tools, template_args)
+            new_ids = await self._whole(messages, request.tools, template_args, context)
         n_forced = 0
         if forced := self.forced_text(request, new_ids):
             forced_ids = self.renderer.tokenizer.encode(forced)
@@ -889,7 +908,9 @@ class CallService:
         opens_thought = tail.rstrip().endswith(THINK_OPEN)
         return f"{THINK_CLOSE}\n\n{request.prefill}" if opens_thought else request.prefill
 
-    async def _prepare_plain(self, graph: TurnGraph, plain: str | bytes, root: Key) -> Prompt:
+    async def _prepare_plain(
+        self, graph: TurnGraph, plain: str | bytes, root: Key, context: int | None
+    ) -> Prompt:
         attachment = graph.attach_text(plain)
         parent, cause = attachment.turn, attachment.cause
         rest = plain[attachment.n_known :]
@@ -902,7 +923,7 @@ class CallService:
         elif isinstance(rest, bytes):
             new_ids = np.frombuffer(rest, np.int32)
         else:
-            new_ids = await self._offload_text(rest)
+            new_ids = await self._offload_text(rest, context)
             if parent is None:
                 new_ids = join([self.renderer.tokenizer.begin(rest), new_ids])
         ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
@@ -910,11 +931,12 @@ class CallService:
             raise RequestError("prompt is empty; send some text", "prompt")
         return Prompt(ids, new_ids, parent, attachment, root, cause)
 
-    async def _offload_text(self, text: str) -> TokenIds:
+    async def _offload_text(self, text: str, context: int | None) -> TokenIds:
         encode = self.renderer.tokenizer.encode
         if len(text) <= self.config.offload_chars:
-            return encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode, text)
+            return encode(text, context)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, encode, text, context)
 
     async def sampling(self, request: ChatRequest, n_prompt: int, greedy: bool = False) -> Sampling:
         """Parameters as they will be used: overrides over the request's over the defaults, and
@@ -928,13 +950,7 @@ class CallService:
         # Engines refuse a request whose prompt and response reach the context length.
         room = context - n_prompt - 1
         if room < 1:
-            raise ContextLengthError(
-                f"This model's maximum context length is {context} tokens. However, your messages "
-                f"resulted in {n_prompt} tokens. Please reduce the length of the messages.",
-                "messages",
-                n_prompt,
-                context,
-            )
+            raise ContextLengthError.of(n_prompt, context)
         one_call = None
         if request.tools and request.parse_tools and not request.parallel_tool_calls:
             one_call = self.format.call_close
@@ -971,6 +987,7 @@ class CallService:
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
+        context: int | None,
     ) -> TokenIds:
         """Ids of a whole prompt."""
         key = exact_key(messages, tools, template_args)
@@ -978,7 +995,8 @@ class CallService:
             return ids
         under_way = self._rendering.get(key)
         if under_way is None:  # rollouts of one prompt begin together: the first one renders
-            work = self._offload(messages, self.renderer.whole, messages, tools, template_args)
+            whole = self.renderer.whole
+            work = self._offload(messages, whole, messages, tools, template_args, context)
             under_way = self._rendering[key] = asyncio.ensure_future(work)
             under_way.add_done_callback(lambda done: self._rendered(key, done))
         # It is not the first one's own: that one may leave while others wait.

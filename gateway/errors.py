@@ -77,6 +77,18 @@ class ContextLengthError(RequestError):
 
     code = "context_length_exceeded"
 
+    @classmethod
+    def of(cls, n: int, context: int, *, at_least: bool = False) -> ContextLengthError:
+        """For a prompt of `n` tokens, or of more."""
+        return cls(
+            f"This model's maximum context length is {context} tokens. However, your messages "
+            f"resulted in {'at least ' if at_least else ''}{n} tokens. Please reduce the length of "
+            "the messages.",
+            "messages",
+            n,
+            context,
+        )
+
     @property
     def tokens(self) -> tuple[int, int] | None:
         """Of the prompt, and the limit, where they are known."""

@@ -153,14 +153,16 @@ class ChatRenderer:
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
+        context: int | None = None,
     ) -> TokenIds:
         """Ids of a whole prompt.
 
         Raises:
             RequestError: the chat template refuses the conversation.
+            ContextLengthError: it certainly has more tokens than `context`.
         """
         text = self._render(messages, tools, template_args)
-        ids = self.tokenizer.encode(text)
+        ids = self.tokenizer.encode(text, context)
         if len(ids) == 0:
             raise RequestError("messages render to an empty prompt; send some text", "messages")
         return ids
@@ -172,12 +174,14 @@ class ChatRenderer:
         new: Sequence[Message],
         tools: Sequence[Tool] | None,
         template_args: Mapping[str, Any],
+        context: int | None = None,
     ) -> TokenIds:
         """Ids that extend `turn` to the prompt of `known + new`.
 
         Raises:
             CutError: the template gives no safe place to cut.
             RequestError: the chat template refuses the conversation.
+            ContextLengthError: the new ones certainly have more tokens than `context`.
         """
         calls = [ToolCall(*call).entry() for call in turn.calls]
         close = self._tool_close if calls else self._close
@@ -196,7 +200,7 @@ class ChatRenderer:
         ):
             raise CutError("thinking_stripped")
         # Encoded together with the close token, so that what follows it is split as it always is.
-        ids = self.tokenizer.encode(text[start + len(self._nonce) + len(close.middle) :])
+        ids = self.tokenizer.encode(text[start + len(self._nonce) + len(close.middle) :], context)
         if len(ids) < 2 or ids[0] != close.token_id:
             raise CutError("cut_failed")
         return ids[1:] if turn.response_ids[-1] == close.token_id else ids

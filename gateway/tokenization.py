@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from datapool.types import TokenIds
-from gateway.errors import GatewayConfigError
+from gateway.errors import ContextLengthError, GatewayConfigError
 from gateway.messages import Message, Tool
 
 _UNTRUSTED = ("user", "tool")
@@ -66,6 +66,8 @@ class ChatTokenizer:
         self._sanitize = sanitize and bool(self.special)
         self._added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items()}
         self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec["decoder"]) else None
+        self._longest = _longest_token(json.loads(backend.to_str()), backend.get_vocab())
+        self._composes = '"NFC"' in json.dumps(spec["normalizer"])
         self._begin = _frozen(self._find_begin())
         self._begin_text = self.decode(self._begin.tolist())
 
@@ -107,11 +109,21 @@ class ChatTokenizer:
         )
         return str(text)
 
-    def encode(self, text: str) -> TokenIds:
+    def encode(self, text: str, context: int | None = None) -> TokenIds:
         """Ids of rendered text; nothing is added to it.
 
         `encode_batch_fast` and not `encode`: it releases the GIL and computes no offsets.
+
+        Args:
+            context: a text that certainly has as many tokens is refused before they are made.
+
+        Raises:
+            ContextLengthError
         """
+        if context is not None and len(text) >= context:
+            n = self.fewest_tokens(text)
+            if n >= context:
+                raise ContextLengthError.of(n, context, at_least=True)
         if self._open not in text and self._shut not in text:
             return _frozen(self._encode(text))
         ids: list[int] = []
@@ -119,6 +131,18 @@ class ChatTokenizer:
             if piece:
                 ids += self._encode(piece) if i % 2 == 0 else self._encode_as_text(piece)
         return _frozen(ids)
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, by its length: no token stands for more characters
+        than the longest one has. 0 where a tokenizer drops or joins characters."""
+        if self._longest is None:
+            return 0
+        n = len(text) - sum(len(mark) * text.count(mark) for mark in (self._open, self._shut))
+        if self._composes and not text.isascii():
+            # Composed (NFC), up to 4 characters become one, of which at most one is ASCII.
+            n_ascii = n - (len(text) - len(text.encode("ascii", "ignore")))
+            n = max(n_ascii, n // 4)
+        return -(-n // self._longest)
 
     def begin(self, text: str) -> TokenIds:
         """Ids that the tokenizer puts before a plain text (Llama's BOS), if `text` does not begin
@@ -203,6 +227,49 @@ class TokenStream:
         if text:
             self._held.clear()
         return text or ""
+
+
+def _longest_token(spec: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
+    """Characters of the longest token, if every character of a text is in some token of it.
+
+    None: it may be otherwise. Normalizers and pre-tokenizers may drop characters, special tokens
+    take white space beside them, and unknown characters become one token together.
+    """
+    model = spec["model"]
+    normalizers = _flat(spec["normalizer"], "normalizers")
+    splitters = _flat(spec["pre_tokenizer"], "pretokenizers")
+    by_bytes = any(part["type"] == "ByteLevel" for part in (*normalizers, *splitters))
+    alphabet = _byte_alphabet() if by_bytes else [f"<0x{b:02X}>" for b in range(256)]
+    knows_all = all(token in vocabulary for token in alphabet)
+    keeps_all = (
+        model["type"] == "BPE"
+        and knows_all
+        and (by_bytes or bool(model.get("byte_fallback")))
+        and all(map(_lengthens, normalizers))
+        and all(part["type"] in _SPLITTERS for part in splitters)
+        and all(part.get("behavior") != "Removed" for part in splitters)
+        and not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
+    )
+    return max(map(len, vocabulary)) if keeps_all else None
+
+
+_SPLITTERS = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
+
+
+def _lengthens(normalizer: Mapping[str, Any]) -> bool:
+    """It leaves no character out, but for what NFC composes."""
+    if normalizer["type"] == "Replace":
+        pattern = normalizer["pattern"].get("String")
+        return bool(pattern) and len(normalizer["content"]) >= len(pattern)
+    return normalizer["type"] in ("ByteLevel", "NFC", "Prepend")
+
+
+def _flat(part: Mapping[str, Any] | None, members: str) -> list[Mapping[str, Any]]:
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [each for member in part[members] for each in _flat(member, members)]
 
 
 def _byte_alphabet() -> dict[str, int]:

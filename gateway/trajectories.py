@@ -2,8 +2,9 @@
 
 Life cycle (the pool has the last word; `late` from it closes a trajectory here too)::
 
-    URL seen, init, register ──► open ──► complete
-                                   └────► aborted | closed by the pool
+    URL seen, init, register ──► new ──► open ──► complete
+                                  │        └────► aborted | closed by the pool
+                                  └► forgotten: refused before the pool heard of it
 
 Commits of one trajectory run one at a time under its lock: a Step takes the next `step_index` only
 when the pool has stored it, so a failed submit leaves no hole. Worked example: index 3 is submitted
@@ -24,7 +25,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datapool.errors import (
@@ -68,6 +70,7 @@ class LiveTrajectory:
         room_s: float,
         identity: Identity,
         on_closed: Callable[[LiveTrajectory], None],
+        on_unused: Callable[[LiveTrajectory], None],
         closed: str | None = None,
     ) -> None:
         self.uid, self.prompt_uid, self.channel = identity
@@ -86,6 +89,9 @@ class LiveTrajectory:
         self._room_s = room_s
         self._lock = asyncio.Lock()
         self._on_closed = on_closed
+        self._on_unused = on_unused
+        self._users = 0
+        """Requests that are about to open it, or to begin calls."""
         self._opened = closed is not None
         self._uncertain: list[Commit] = []
         """Commits at the next index whose answer was lost: at most one of them was applied."""
@@ -97,6 +103,27 @@ class LiveTrajectory:
 
     def touch(self) -> None:
         self.last_used = time.monotonic()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self.forget_if_unused()
+
+    @asynccontextmanager
+    async def _use(self) -> AsyncIterator[None]:
+        """`in_use`, and alone."""
+        with self.in_use():
+            async with self._lock:
+                yield
+
+    def forget_if_unused(self) -> None:
+        """What was refused before the pool heard of it leaves nothing here."""
+        if not (self._opened or self._users or self.in_flight or self.closed is not None):
+            self._on_unused(self)
 
     def has_unclaimed(self, request_key: str) -> bool:
         """A call of this key has a reply that no client has got."""
@@ -123,7 +150,7 @@ class LiveTrajectory:
         if self._opened and channel is None and metadata is None:
             return
         self.greedy |= bool(metadata and metadata.get(GREEDY))
-        async with self._lock:
+        async with self._use():
             self._check_open()
             if not self._opened:
                 await self._begin(channel, attempt, metadata, self._room_s if waits else 0.0)
@@ -314,7 +341,7 @@ class LiveTrajectory:
     async def _end(
         self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]]
     ) -> TrajectoryOutcome:
-        async with self._lock:
+        async with self._use():
             if not self._opened:
                 await self._begin(None, 0, None, self._room_s)
             try:
@@ -389,7 +416,13 @@ class TrajectoryStore:
                 None,
             )
             trajectory = LiveTrajectory(
-                self._pool, self._timeout_s, self._room_s, identity, self._forget, closed=how
+                self._pool,
+                self._timeout_s,
+                self._room_s,
+                identity,
+                self._forget,
+                self._drop,
+                closed=how,
             )
             if how is None:
                 self._open[uid] = trajectory
@@ -403,7 +436,8 @@ class TrajectoryStore:
     def elsewhere(self, uid: str, prompt_uid: str) -> LiveTrajectory:
         """A trajectory to open for another gateway: it is not kept here."""
         identity = Identity(uid, prompt_uid, self._channel)
-        return LiveTrajectory(self._pool, self._timeout_s, self._room_s, identity, lambda _: None)
+        ignored: Callable[[LiveTrajectory], None] = lambda _: None
+        return LiveTrajectory(self._pool, self._timeout_s, self._room_s, identity, ignored, ignored)
 
     def known(self, uid: str) -> LiveTrajectory | None:
         """The open trajectory of this id, if this gateway serves it."""
@@ -416,6 +450,11 @@ class TrajectoryStore:
         """A Step was submitted from outside (white-box)."""
         if (trajectory := self._open.get(uid)) is not None:
             trajectory.note_steps(step_index)
+
+    def _drop(self, trajectory: LiveTrajectory) -> None:
+        """The pool never heard of it."""
+        self._open.pop(trajectory.uid, None)
+        self.on_closed(trajectory)
 
     def _forget(self, trajectory: LiveTrajectory) -> None:
         """A trajectory was closed: keep only what answers 410."""

@@ -16,6 +16,7 @@ from gateway.web import retry_key
 from tests.gateway.conftest import SERVED_BY
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -406,6 +407,70 @@ async def test_an_engine_that_stays_away_answers_503(worlds: Any) -> None:
         assert failure.value.status_code == 503
         assert "gateway.engine_urls" in failure.value.message
     assert world.pool.stored() == []
+
+
+LONG = "word " * 20_000
+
+
+@pytest.mark.parametrize(
+    ("options", "body"),
+    [
+        ({"context_length": 100}, {"messages": [{"role": "user", "content": LONG}]}),
+        ({"context_length": 100}, {"messages": [{"role": "user", "content": "word " * 100}]}),
+        ({"context_length": 100}, {"messages": [{"role": "user", "content": LONG}], "n": 3}),
+        (
+            {"context_length": 100},
+            {"messages": [{"role": "user", "content": LONG}], "stream": True},
+        ),
+        ({"context_length": 100}, {"prompt": LONG}),
+        ({"engine_urls": ["http://127.0.0.1:9"]}, {"messages": MESSAGES}),
+        ({"family": "no_tools"}, {"messages": MESSAGES, "tools": [TOOL]}),
+        ({"pool": "away"}, {"messages": MESSAGES}),
+        ({"pool": "away"}, {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}),
+    ],
+)
+@pytest.mark.parametrize("under", ["/t/p", ""])
+async def test_a_call_that_is_refused_opens_nothing(
+    worlds: Any, options: dict[str, Any], body: dict[str, Any], under: str
+) -> None:
+    world = await worlds(**{k: v for k, v in options.items() if k != "pool"})
+    resume = world.pool.resume_trajectory
+    if "pool" in options:
+
+        async def away(*_: Any, **__: Any) -> Any:
+            raise ConnectionError("away")
+
+        world.pool.resume_trajectory = away
+    url = f"{world.url}{under}/v1/{'completions' if 'prompt' in body else 'chat/completions'}"
+    async with aiohttp.ClientSession() as session:
+        async with session.post(url, json=body) as response:
+            assert response.status in (400, 503)
+        async with session.get(f"{world.url}/statistics") as response:
+            assert (await response.json())["open_trajectories"] == 0
+        assert not world.pool.core.list_trajectories("train", None, 10, now=0.0).items
+        # What was refused took nothing away.
+        world.pool.resume_trajectory = resume
+        if "engine_urls" not in options:
+            ok = {"messages": MESSAGES}
+            async with session.post(f"{world.url}/t/p/v1/chat/completions", json=ok) as response:
+                assert response.status == 200
+
+
+async def test_a_refused_call_leaves_the_trajectory_to_the_calls_beside_it(worlds: Any) -> None:
+    world = await worlds(context_length=100)
+    gate = asyncio.Event()
+    world.say("first", gate=gate)
+    client = await world.client()
+    first = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+    await world.engine.arrived.wait()
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": LONG}]
+        )
+    gate.set()
+    assert (await first).choices[0].message.content == "first"
+    await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert [s.step_index for s in world.pool.stored("t1")] == [0, 1]
 
 
 WHERE = "http://10.1.2.3:30000 (10.1.2.3:30000) died in /usr/lib/python3/sglang/server.py, line 7"

@@ -1,0 +1,141 @@
+"""What is known of a text's tokens before it is tokenised."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gateway.errors import ContextLengthError
+from gateway.tokenization import ChatTokenizer
+from tests.gateway.conftest import CHATML, make_tokenizer
+
+Change = Callable[[Tokenizer], Any]
+
+
+def changed(change: Change, family: str = "qwen3") -> ChatTokenizer:
+    """A family's tokenizer, but for one thing."""
+    hf = make_tokenizer(family).hf
+    backend = Tokenizer.from_str(hf.backend_tokenizer.to_str())
+    change(backend)
+    again = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=hf.eos_token)
+    again.chat_template = hf.chat_template
+    return ChatTokenizer(again)
+
+
+def pieces(merges: int = 3) -> Tokenizer:
+    """As SentencePiece writes them: spaces are marks, unknown characters bytes."""
+    vocabulary = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "▁▁": 5, "▁▁▁▁": 6, "ab": 7}
+    vocabulary |= {f"<0x{b:02X}>": 8 + b for b in range(256)}
+    merged = [("▁", "a"), ("▁", "▁"), ("▁▁", "▁▁"), ("a", "b")][: merges + 1]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merged, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.ByteFallback()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return tokenizer
+
+
+@cache
+def sentence_pieces() -> ChatTokenizer:
+    hf = PreTrainedTokenizerFast(tokenizer_object=pieces(), eos_token="<|im_end|>")
+    hf.chat_template = CHATML
+    return ChatTokenizer(hf)
+
+
+@cache
+def composing() -> ChatTokenizer:
+    return changed(lambda backend: setattr(backend, "normalizer", normalizers.NFC()))
+
+
+KEEPING: dict[str, Callable[[], ChatTokenizer]] = {
+    "quickstart": lambda: make_tokenizer("quickstart"),
+    "qwen3": lambda: make_tokenizer("qwen3"),
+    "llama3": lambda: make_tokenizer("llama3"),
+    "composing": composing,
+    "sentence pieces": sentence_pieces,
+}
+TEXTS = st.lists(
+    st.one_of(
+        st.text(max_size=8),
+        st.text(max_size=8).map(lambda t: unicodedata.normalize("NFD", t)),
+        st.builds(
+            lambda t, n: t * n,
+            st.sampled_from(
+                [" ", "    ", "a", "ab", "calculator", "<|im_end|>", "ᾂ", "각", "é", "\u0345", "\n"]
+            ),
+            st.integers(1, 300),
+        ),
+    ),
+    max_size=5,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", KEEPING)
+@settings(max_examples=300, deadline=None)
+@given(text=TEXTS)
+def test_no_text_has_fewer_tokens_than_its_length_says(name: str, text: str) -> None:
+    text = text.encode(errors="ignore").decode()
+    tokenizer = KEEPING[name]()
+    message = [{"role": "user", "content": text}]
+    for whole in (text, tokenizer.render(message, None, {}, add_generation_prompt=True)):
+        assert tokenizer.fewest_tokens(whole) <= len(tokenizer.encode(whole))
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_a_text_far_too_long_is_refused_without_tokenising_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = KEEPING[name]()
+    text = "a b" * 100_000
+    n = tokenizer.fewest_tokens(text)
+    assert n > 3000
+    assert len(tokenizer.encode(text, len(tokenizer.encode(text)))) >= n
+    monkeypatch.setattr(tokenizer, "_encoder", None)
+    with pytest.raises(ContextLengthError, match=f"at least {n} tokens") as refused:
+        tokenizer.encode(text, n)
+    assert refused.value.tokens == (n, n)
+
+
+def unknown_without_bytes(backend: Tokenizer) -> None:
+    spec = json.loads(backend.to_str())
+    del spec["model"]["vocab"]["Ā"]
+    again = Tokenizer.from_str(json.dumps(spec))
+    backend.model = again.model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: setattr(b, "normalizer", normalizers.Strip()),
+        lambda b: setattr(b, "normalizer", normalizers.NFKC()),
+        lambda b: setattr(b, "normalizer", normalizers.Replace("  ", " ")),
+        lambda b: setattr(
+            b,
+            "pre_tokenizer",
+            pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), b.pre_tokenizer]),
+        ),
+        lambda b: setattr(
+            b,
+            "pre_tokenizer",
+            pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), b.pre_tokenizer]),
+        ),
+        lambda b: setattr(b, "pre_tokenizer", pre_tokenizers.Metaspace()),
+        lambda b: b.add_special_tokens([AddedToken("<|x|>", rstrip=True)]),
+        lambda b: b.add_special_tokens([AddedToken("<|x|>", lstrip=True)]),
+        unknown_without_bytes,
+    ],
+)
+def test_a_tokenizer_that_may_drop_characters_says_nothing_by_length(change: Change) -> None:
+    assert changed(change).fewest_tokens("a" * 10_000) == 0
