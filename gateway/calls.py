@@ -228,7 +228,7 @@ class Call:
         self._known = asyncio.Event() if ahead else None
         """Set when the pool has said that the trajectory is what the call takes it for."""
         self._fits = asyncio.Event()
-        """Set when the prompt is made and fits, or the call has failed."""
+        """Set when the prompt is made and fits, or the call waits its turn or has failed."""
         self._note: TurnNote | None = None
         self._turn: int | None = None
         """Number of its turn in the graph, once stored there."""
@@ -266,7 +266,7 @@ class Call:
         self._cancel(GatewayError("the call began before its trajectory was known"))
 
     async def prepared(self) -> bool:
-        """Wait for the prompt; false: the call has failed."""
+        """Wait for the prompt, or for a place in the queue; false: the call has failed."""
         await self._fits.wait()
         return self.error is None
 
@@ -296,6 +296,8 @@ class Call:
                 await self._recall(self._finished)
                 return
             if self.reply is None:
+                if not self._service.limits.has_room(self._trajectory.uid):
+                    self._fits.set()  # not known yet, but its client is kept alive in the queue
                 async with self._service.limits.admit(self._trajectory.uid):
                     self.reply = await self._generate()
             if self._known is not None:

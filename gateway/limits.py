@@ -80,13 +80,18 @@ class CallLimits:
             "refused": self._n_refused,
         }
 
+    def has_room(self, uid: str) -> bool:
+        """A call of this trajectory would not wait."""
+        trajectory = self._trajectories.get(uid)
+        return self._has_room and (trajectory is None or self._may(trajectory))
+
     def take(self, uid: str) -> bool:
         """A permit, if there is room for this trajectory."""
         # As long as someone is ready, the gateway has no room; as long as someone waits for a
         # trajectory, that has none. So nobody is overtaken here.
-        trajectory = self._trajectories.get(uid)
-        if not self._has_room or (trajectory is not None and not self._may(trajectory)):
+        if not self.has_room(uid):
             return False
+        trajectory = self._trajectories.get(uid)
         if trajectory is None:
             trajectory = self._trajectories[uid] = _Trajectory()
         trajectory.n_held += 1

@@ -436,8 +436,11 @@ class TrajectoryStore:
     def elsewhere(self, uid: str, prompt_uid: str) -> LiveTrajectory:
         """A trajectory to open for another gateway: it is not kept here."""
         identity = Identity(uid, prompt_uid, self._channel)
-        ignored: Callable[[LiveTrajectory], None] = lambda _: None
-        return LiveTrajectory(self._pool, self._timeout_s, self._room_s, identity, ignored, ignored)
+        return LiveTrajectory(
+            *(self._pool, self._timeout_s, self._room_s, identity),
+            on_closed=lambda _: None,
+            on_unused=lambda _: None,
+        )
 
     def known(self, uid: str) -> LiveTrajectory | None:
         """The open trajectory of this id, if this gateway serves it."""
