@@ -11,57 +11,30 @@
                 └─────► left, or died    back to the pool, served again
 
 A batch that is not acked when the loop is left goes back at once; after a crash it goes back when
-its lease runs out. Leases are renewed while the event loop runs, so a step that blocks it must take
-less than `lease_s`. For a V1 trainer, `groups()` yields what `verl_queue.put` takes.
+its lease runs out. Leases are renewed while the event loop runs. A step that blocks it for longer
+than `lease_s` loses them: a group that the pool then serves again is recognised and not yielded
+twice, but another consumer of the channel may get it first. For a V1 trainer, `groups()` yields
+what `verl_queue.put` takes.
 
-Owns: leases in flight. Does not own: conversion (`verl_backend.py`), the pool.
+Owns: what a batch is. Does not own: leases (`datapool/lease_keeper.py`), conversion
+(`verl_backend.py`), the pool.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol
 
 from torch import Tensor
 
 from backends.verl_backend import DataProto, VerlBackend
-from datapool.errors import (
-    DataPoolError,
-    LeaseClosedError,
-    LeaseExpiredError,
-    UnknownLeaseError,
-)
-from datapool.types import TRAIN, Group, Lease
-
-log = logging.getLogger(__name__)
-
-LOST = (UnknownLeaseError, LeaseExpiredError, LeaseClosedError)
+from datapool.errors import DataPoolError, LeaseExpiredError
+from datapool.lease_keeper import LeaseKeeper, LeasingPool
+from datapool.types import TRAIN, Group
 
 Columns = Callable[[Sequence[Group]], Mapping[str, Tensor]]
 """Groups -> Stepwell's columns over `trained_steps(groups)`: advantages of your own."""
-
-
-class LeasingPool(Protocol):
-    """What a feed needs of the pool; `datapool.DataPoolClient` has it."""
-
-    async def lease_batch(
-        self,
-        n_rollouts: int | None = None,
-        channel: str = TRAIN,
-        batch_size: int = 1,
-        timeout_s: float | None = 0,
-        lease_s: float | None = None,
-    ) -> Lease | None: ...
-
-    async def ack(self, lease_id: str) -> None: ...
-
-    async def nack(self, lease_id: str, reason: str = "") -> None: ...
-
-    async def renew(self, lease_id: str, lease_s: float | None = None) -> Any: ...
 
 
 class VerlFeed:
@@ -85,18 +58,16 @@ class VerlFeed:
         lease_s: float = 600.0,
         columns: Columns | None = None,
     ) -> None:
-        self._pool = pool
+        self._keeper = LeaseKeeper(pool, channel, lease_s)
         self._backend = backend
         self._n_groups = groups
-        self._channel = channel
         self._timeout_s = timeout_s
-        self._lease_s = lease_s
         self._columns = columns
         self._held: list[str] = []
-        self._renewing: asyncio.Task[None] | None = None
+        """prompt_uids handed out since the last `ack`."""
 
     async def __aenter__(self) -> VerlFeed:
-        self._renewing = asyncio.create_task(self._renew())
+        self._keeper.start()
         return self
 
     async def __aexit__(
@@ -105,13 +76,11 @@ class VerlFeed:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
+        await self._keeper.close()
         reason = f"verl feed: {kind.__name__}" if kind else "verl feed: closed without ack"
         held, self._held = self._held, []
-        for lease_id in held:
-            with suppress(DataPoolError):  # lost, or the pool is down: it goes back by itself
-                await self._pool.nack(lease_id, reason)
+        with suppress(DataPoolError):  # the pool is down: they go back by themselves
+            await self._keeper.nack(held, reason)
 
     async def __aiter__(self) -> AsyncIterator[DataProto]:
         async for groups in self.groups():
@@ -120,37 +89,22 @@ class VerlFeed:
 
     async def groups(self) -> AsyncIterator[tuple[Group, ...]]:
         """The leased groups themselves, batch by batch."""
-        while True:
-            lease = await self._pool.lease_batch(
-                None, self._channel, self._n_groups, self._timeout_s, self._lease_s
-            )
-            if lease is None:
-                return
-            self._held.append(lease.lease_id)
-            yield lease.groups
+        while groups := await self._keeper.lease(self._n_groups, timeout_s=self._timeout_s):
+            self._held += [group.prompt_uid for group in groups]
+            yield groups
 
     async def ack(self) -> None:
         """Everything handed out so far is trained and durable: the pool may forget it.
 
         Raises:
-            LeaseExpiredError, LeaseClosedError, UnknownLeaseError: a lease was lost before; its
-                groups are served again, those of all others are acked.
+            LeaseExpiredError: a lease was lost before, and another consumer has its groups now. All
+                other groups are acked, or dropped if no lease holds them.
         """
-        lost: DataPoolError | None = None
-        while self._held:
-            try:
-                await self._pool.ack(self._held[0])
-            except LOST as e:
-                lost = lost or e
-            del self._held[0]
-        if lost is not None:
-            raise lost
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / 4)
-            for lease_id in list(self._held):
-                try:
-                    await self._pool.renew(lease_id, self._lease_s)
-                except DataPoolError as e:  # lost, which `ack` will say; or the pool is down
-                    log.warning("lease %s is not renewed: %s", lease_id, e)
+        refused = await self._keeper.settle(self._held)
+        n, self._held = len(self._held), []
+        if refused:
+            raise LeaseExpiredError(
+                f"the leases of {len(refused)} of {n} groups ran out, and another consumer "
+                f"took them: {', '.join(refused[:8])}; raise lease_s above the longest time for "
+                "which the event loop is blocked"
+            )

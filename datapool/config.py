@@ -88,8 +88,8 @@ class ChannelConfig(_Section):
     that is less than its `min_rollouts`. `open_group(deadline_s=…)` overrides it; null = never."""
 
     lease_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
-    """Seconds a consumer may hold a lease before its groups are given to the next one. Longer
-    than the slowest training step plus checkpoint, or renew the lease."""
+    """Seconds a consumer may hold a lease before its groups are given to the next one, unless it
+    renews. Trainer, slime and verl do, each third of it: a crash is noticed after this time."""
 
     selection: SelectionConfig = SelectionConfig()
     """Order, filters and curation gates."""

@@ -55,7 +55,6 @@ class Ledger:
         self._fd: int | None = None
         self._offset = 0
         self._open: dict[str, str] = {}
-        self._trained: set[str] = set()
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,31 +83,23 @@ class Ledger:
     def trained(self, update: int, prompt_uids: Iterable[str]) -> None:
         """These groups were trained in optimizer step `update`."""
         uids = sorted(prompt_uids)
-        self._trained.update(uids)
         for uid in uids:
             self._open.pop(uid, None)
         self._write(event="trained", update=update, prompt_uids=uids)
-
-    def was_trained(self, prompt_uid: str) -> bool:
-        """Since the last `acked`: a lease that ran out serves its groups once more."""
-        return prompt_uid in self._trained
 
     def leased(self, prompt_uids: Iterable[str]) -> None:
         """Before their checkpoint: those of these groups that no update used are dropped."""
         for uid in prompt_uids:
             self.dropped(uid, NOT_TRAINED)
 
-    def acked(self, prompt_uids: Iterable[str]) -> None:
-        """The pool will not serve these again."""
-        self._trained.difference_update(prompt_uids)
-
     def dropped(self, prompt_uid: str, reason: str, *, returned: bool = False) -> None:
-        """The group will not be trained. No-op if it has ended already or is not of this ledger.
+        """The group will not be trained. No-op if it has ended already or is not of this ledger,
+        unless its prompt is issued again all the same: `audit` must see that.
 
         Args:
             returned: the prompt went back to the source, to be issued again.
         """
-        if self._open.pop(prompt_uid, None) is not None:
+        if self._open.pop(prompt_uid, None) is not None or returned:
             self._write(event="dropped", prompt_uid=prompt_uid, reason=reason, returned=returned)
 
     def resume(self, update: int, offset: int) -> None:
@@ -127,7 +118,6 @@ class Ledger:
         if self._path is None:
             return
         self._open.clear()
-        self._trained.clear()
         for entry in read_ledger(self._path):
             match entry["event"]:
                 case "issued":
@@ -225,8 +215,8 @@ class Audit:
     waiting: tuple[str, ...]
     """instance_ids that were returned and not issued again yet."""
     doubled: tuple[str, ...]
-    """prompt_uids that were trained twice, trained after their drop, or trained unissued;
-    instance_ids that were trained more often than drawn."""
+    """prompt_uids that were trained twice, trained after their drop, issued again after they were
+    trained, or trained unissued; instance_ids that were trained more often than drawn."""
     skipped: tuple[str, ...] = ()
     """instance_ids that the source should have handed out and did not (needs `order`)."""
     updates: dict[int, int] = field(default_factory=dict)
@@ -276,7 +266,7 @@ def audit(path: Path, order: Sequence[str] | None = None) -> Audit:
                 dropped[entry["reason"]] += 1
                 if entry["returned"]:
                     n_returned += 1
-                    returned[issued[uid]] += 1
+                    returned[issued.get(uid, uid)] += 1
     drawn = Counter(draws)
     doubled += [i for i, n in times_trained.items() if i in drawn and n > drawn[i]]
     skipped: list[str] = []

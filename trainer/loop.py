@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -34,7 +35,8 @@ from backends.critic import Critic
 from backends.engines.client import EngineClient
 from backends.weights import Publication, WeightStore
 from datapool.client import DataPoolClient
-from datapool.types import TRAIN, Group, Lease
+from datapool.lease_keeper import LeaseKeeper, by_lease
+from datapool.types import TRAIN, Group
 from trainer.advantages import baselined, compute_advantages
 from trainer.checkpoint import CheckpointStore, checkpoint_due, rng_state, set_rng_state
 from trainer.config import RunConfig
@@ -46,7 +48,7 @@ from trainer.memory import EngineMemory
 from trainer.metrics import Phases
 from trainer.off_policy import correct, lags, proximal_log_probs
 from trainer.publication import publish_patiently, serving
-from trainer.reclaim import PRODUCER_GONE, reclaim, renew, settle
+from trainer.reclaim import PRODUCER_GONE, reclaim
 from trainer.recording import record_batch
 from trainer.rollout import Producer
 from trainer.sampling import GroupFilter
@@ -111,12 +113,14 @@ class Trainer:
         self._loss_fn = make_loss_fn(config.algorithm.loss, config.algorithm.kl)
         self._filter = GroupFilter(config.sampling.filters)
         self.validator = Validator(config, pool, producer, scorer)
-        self._unacked: list[Lease] = []
+        self.keeper = LeaseKeeper(pool, TRAIN, config.pool.channel(TRAIN).lease_s)
+        self._consumed: set[str] = set()
+        """prompt_uids of the batches since the last checkpoint."""
         self._phases = Phases()
         self._publishing = asyncio.Lock()
         self._overdue = False
         self._publication: asyncio.Task[Publication] | None = None
-        self._mark = self._renewed = time.monotonic()
+        self._mark = time.monotonic()
         # One thread: torch keeps its own pool per thread, and the model is not to be shared.
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
 
@@ -130,30 +134,29 @@ class Trainer:
             generation: the running producer; if it fails, so does the training that waits for it.
         """
         self._mark = time.monotonic()
-        async for lease in self._leases(until, generation):
-            async for record in self._train_on(await self._worth_training(lease, generation)):
-                yield record
-                self._mark = time.monotonic()  # what the consumer did meanwhile is not training
-        await self.published()
-        if self._unacked:
-            await self.checkpoint()
+        async with self.keeper, aclosing(self._batches(until, generation)) as batches:
+            async for batch in batches:
+                async for record in self._train_on(await self._worth_training(batch, generation)):
+                    yield record
+                    self._mark = time.monotonic()  # what the consumer did meanwhile is not training
+            await self.published()
+            if self._consumed:
+                await self.checkpoint()
 
     async def _worth_training(
-        self, lease: Lease, generation: asyncio.Task[None] | None
+        self, batch: Sequence[Group], generation: asyncio.Task[None] | None
     ) -> list[Group]:
         """The scored groups of a batch; where a filter (or a missing score) took some out, others
         take their place, until it is whole or generation has ended."""
         groups: list[Group] = []
-        size, coming = len(lease.groups), lease
+        size, coming = len(batch), batch
         for refill in count():
-            self._unacked.append(coming)
-            # A lease that ran out before its checkpoint serves its groups once more.
-            new = [g for g in coming.groups if not self.ledger.was_trained(g.prompt_uid)]
+            self._consumed |= {group.prompt_uid for group in coming}
             with self._phases("score"):
-                scored = await self.scorer.score(new, self.config.rollout.min_n)
+                scored = await self.scorer.score(coming, self.config.rollout.min_n)
             kept = self._filter.keep(baselined(scored, self.config.algorithm.advantage))
             groups += kept
-            self.producer.refund(len(coming.groups) - len(kept))
+            self.producer.refund(len(coming) - len(kept))
             if (missing := size - len(groups)) == 0:
                 break
             self._filter.check_refills(refill, self.config.sampling.max_refills)
@@ -385,17 +388,16 @@ class Trainer:
         backend = await self._compute(self._backend.state_dict)
         critic = await self._compute(self._critic.state_dict) if self._critic else None
         # From here to the end of `state` nothing is awaited: it is of one moment.
-        trained = {x.lease_id: [g.prompt_uid for g in x.groups] for x in self._unacked}
-        acked = {uid for uids in trained.values() for uid in uids}
-        self.ledger.leased(acked)
-        pending = {uid: t for uid, t in self.producer.in_flight.items() if uid not in acked}
+        consumed = frozenset(self._consumed)
+        self.ledger.leased(consumed)
+        pending = {uid: t for uid, t in self.producer.in_flight.items() if uid not in consumed}
         state = {
             "backend": backend,
             "critic": critic,
             "progress": deepcopy(self.progress),
             "source": deepcopy(self._source.state_dict()),
             "pending": pending,
-            "trained": trained,
+            "trained": by_lease(self.keeper.held, consumed.union(self.keeper.settled)),
             "ledger": self.ledger.offset,
             "rng": rng_state(),
         }
@@ -407,10 +409,9 @@ class Trainer:
         }
         await self._compute(self.ledger.sync)
         await self._compute(self.checkpoints.save, self.progress.updates, state, about)
-        await settle(self.pool, trained)
-        self.ledger.acked(acked)
-        self._unacked.clear()
-        for prompt_uid in acked:
+        await self.keeper.settle(consumed)
+        self._consumed -= consumed
+        for prompt_uid in consumed:
             self.producer.settle(prompt_uid)
 
     async def resume(self) -> bool:
@@ -489,41 +490,36 @@ class Trainer:
         if self._critic is not None:
             self._critic.close()
 
-    async def _leases(
+    async def _batches(
         self, until: int, generation: asyncio.Task[None] | None
-    ) -> AsyncGenerator[Lease, None]:
+    ) -> AsyncGenerator[Sequence[Group], None]:
         """The batches up to `until` updates; the next one is on its way while one is trained."""
         per_lease = self.config.async_training.require_batches
-        coming: asyncio.Task[Lease | None] | None = None
+        coming: asyncio.Task[Sequence[Group] | None] | None = None
         try:
             while self.progress.updates < until:
                 with self._phases("wait"):
-                    lease = await (coming or self._lease(generation))
-                if lease is None:
+                    batch = await (coming or self._lease(generation))
+                if batch is None:
                     return
                 more = self.progress.updates + per_lease < until
                 if self.config.async_training.has_windows:
                     more = False  # a lease before the publication would be of the window before
                 coming = asyncio.create_task(self._lease(generation)) if more else None
-                yield lease
+                yield batch
         finally:
             if coming is not None:
                 coming.cancel()
 
     async def _lease(
         self, generation: asyncio.Task[None] | None, size: int | None = None
-    ) -> Lease | None:
+    ) -> Sequence[Group] | None:
         """The next `size` ready groups, by default `require_batches` × `groups_per_step`; None when
         generation has ended (all epochs are done) and fewer are left."""
         trainer = self.config.trainer
         size = size or trainer.groups_per_step * self.config.async_training.require_batches
-        await self._renew()
         request = asyncio.ensure_future(
-            self.pool.lease_batch(
-                channel=TRAIN,
-                batch_size=size,
-                timeout_s=trainer.starvation_timeout_s,
-            )
+            self.keeper.lease(size, timeout_s=trainer.starvation_timeout_s)
         )
         try:
             await asyncio.wait(
@@ -535,21 +531,14 @@ class Trainer:
                 # The last groups may be on their way here: to ask anew would not bring them.
                 await self.pool.get_statistics(TRAIN)
                 await asyncio.wait({request}, timeout=IN_FLIGHT_S)
-                lease = request.result() if request.done() else None
-            elif (lease := await request) is None:
+                groups = request.result() if request.done() else None
+            elif (groups := await request) is None:
                 raise StarvedError(await self._why_starved())
         finally:
             request.cancel()
-        if lease is not None:
-            self.producer.leased([g.prompt_uid for g in lease.groups])
-        return lease
-
-    async def _renew(self) -> None:
-        """Keep what is trained and not yet in a checkpoint, well before its lease runs out."""
-        if time.monotonic() - self._renewed < self.config.pool.channel(TRAIN).lease_s / 4:
-            return
-        self._renewed = time.monotonic()
-        await asyncio.gather(*(renew(self.pool, held.lease_id) for held in self._unacked))
+        if groups is not None:
+            self.producer.leased(group.prompt_uid for group in groups)
+        return groups
 
     async def _why_starved(self) -> str:
         stats = await self.pool.get_statistics(TRAIN)

@@ -14,17 +14,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from datapool.client import DataPoolClient
-from datapool.errors import (
-    GroupClosedError,
-    LeaseClosedError,
-    LeaseExpiredError,
-    UnknownGroupError,
-    UnknownLeaseError,
-)
+from datapool.errors import GroupClosedError, UnknownGroupError
+from datapool.lease_keeper import LOST
 from datapool.listing import GroupRow
 from datapool.types import TRAIN, VAL
 from trainer.data import Task
@@ -33,6 +27,8 @@ LOST_POLICY = "lost_policy_version"
 AFTER_CHECKPOINT = "after_checkpoint"
 PRODUCER_GONE = "producer_restarted"
 TRAINED = "trained_before_restart"
+RESTARTED = "trainer restarted"
+"""Why leases go back."""
 
 
 @dataclass(slots=True)
@@ -57,56 +53,64 @@ async def reclaim(
     """Bring the pool to what the checkpoint says.
 
     Args:
-        trained: lease_id -> prompt_uids of the leases whose groups the checkpoint contains.
+        trained: lease_id -> prompt_uids of the groups that the checkpoint contains
+            (`lease_keeper.by_lease`): those leases are acked, the groups of "" are dropped.
         pending: prompt_uid -> task of the prompts that it does not.
         version: the newest policy version that it knows.
     """
     result = Reclaimed()
-    unacked = [
-        uid for lease, uids in trained.items() if not await _ack(pool, lease) for uid in uids
-    ]
-    for channel in (TRAIN, VAL):
-        await pool.release_leases(channel, "trainer restarted")
-    for prompt_uid in unacked:  # once no lease holds them: a leased group cannot be dropped
-        await _drop(pool, prompt_uid, TRAINED, TRAIN, result)
+    n_dropped = len(await settle_former(pool, trained, TRAIN))
+    if n_dropped:
+        result.dropped[TRAINED] = n_dropped
+    await pool.release_leases(VAL, RESTARTED)
     async for group in _groups(pool, TRAIN):
         ours = "task" in group.metadata
         uid = group.prompt_uid
+        reason = None
         if group.newest_version is not None and group.newest_version > version:
-            await _drop(pool, uid, LOST_POLICY, TRAIN, result)
+            reason = LOST_POLICY
         elif ours and uid not in pending:
-            await _drop(pool, uid, AFTER_CHECKPOINT, TRAIN, result)
+            reason = AFTER_CHECKPOINT
         elif ours and group.state == "open":
-            await _drop(pool, uid, PRODUCER_GONE, TRAIN, result)
+            reason = PRODUCER_GONE
         elif ours:
             result.kept[uid] = pending[uid]
+        if reason is not None:
+            result.dropped[reason] += await _drop(pool, uid, reason, TRAIN)
     async for group in _groups(pool, VAL):
-        await _drop(pool, group.prompt_uid, PRODUCER_GONE, VAL, result)
+        result.dropped[PRODUCER_GONE] += await _drop(pool, group.prompt_uid, PRODUCER_GONE, VAL)
     result.again = {uid: task for uid, task in pending.items() if uid not in result.kept}
     return result
 
 
-async def settle(pool: DataPoolClient, trained: Mapping[str, Sequence[str]]) -> None:
-    """Ack the leases of a checkpoint. Groups of one that ran out meanwhile are dropped; any that is
-    leased once more by then is acked with that lease."""
-    for lease_id, prompt_uids in trained.items():
-        if not await _ack(pool, lease_id):
-            for prompt_uid in prompt_uids:
-                await _drop(pool, prompt_uid, TRAINED, TRAIN, Reclaimed())
+async def settle_former(
+    pool: DataPoolClient, trained: Mapping[str, Sequence[str]], channel: str
+) -> list[str]:
+    """Take the groups that a checkpoint contains out of the pool, and return all others that the
+    former process of the channel's only consumer had leased.
 
+    Args:
+        trained: as `reclaim`.
 
-async def renew(pool: DataPoolClient, lease_id: str) -> None:
-    """Keep a lease. One that ran out while the pool was down is no loss: the trainer knows what it
-    has trained, and `settle` takes those groups out."""
-    with suppress(UnknownLeaseError, LeaseExpiredError, LeaseClosedError):
-        await pool.renew(lease_id)
+    Returns:
+        prompt_uids of the groups that had to be dropped, for their leases had run out.
+    """
+    unacked = [
+        uid
+        for lease, uids in trained.items()
+        if not lease or not await _ack(pool, lease)
+        for uid in uids
+    ]
+    await pool.release_leases(channel, RESTARTED)
+    # Once no lease holds them: a leased group cannot be dropped.
+    return [uid for uid in unacked if await _drop(pool, uid, TRAINED, channel)]
 
 
 async def _ack(pool: DataPoolClient, lease_id: str) -> bool:
     """False: there is no such lease any more."""
     try:
         await pool.ack(lease_id)
-    except (UnknownLeaseError, LeaseExpiredError, LeaseClosedError):
+    except LOST:
         return False
     return True
 
@@ -127,11 +131,10 @@ async def _groups(pool: DataPoolClient, channel: str) -> AsyncIterator[GroupRow]
             return
 
 
-async def _drop(
-    pool: DataPoolClient, prompt_uid: str, reason: str, channel: str, result: Reclaimed
-) -> None:
+async def _drop(pool: DataPoolClient, prompt_uid: str, reason: str, channel: str) -> bool:
+    """False: it was gone already."""
     try:
         await pool.drop_group(prompt_uid, reason, channel)
     except (UnknownGroupError, GroupClosedError):
-        return  # gone already
-    result.dropped[reason] += 1
+        return False
+    return True

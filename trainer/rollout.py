@@ -453,6 +453,8 @@ class Producer:
         """How rollouts ended so far."""
         self.in_flight: dict[str, Task] = {}
         """Prompts handed out and not yet settled, by prompt_uid: what a resume re-issues."""
+        self._taken: set[str] = set()
+        """Of `in_flight`, groups that training took."""
 
     def adopt(self, groups: Mapping[str, Task]) -> None:
         """These groups of a former process are ready in the pool, by prompt_uid."""
@@ -460,8 +462,10 @@ class Producer:
         self._pace.adopt(groups)
 
     def leased(self, prompt_uids: Iterable[str]) -> None:
-        """Training took these groups."""
-        self._pace.leased(prompt_uids)
+        """Training took these groups: whatever becomes of their leases, it has them."""
+        uids = set(prompt_uids)
+        self._taken |= uids
+        self._pace.leased(uids)
 
     def refund(self, n: int) -> None:
         """`n` of the groups that training took are not trained: others take their place."""
@@ -470,6 +474,7 @@ class Producer:
     def settle(self, prompt_uid: str) -> None:
         """The group is trained (and its checkpoint durable), or dropped for good."""
         self.in_flight.pop(prompt_uid, None)
+        self._taken.discard(prompt_uid)
 
     async def close_window(self) -> None:
         """Before weights are published: with `drops_surplus`, what this window did not use is
@@ -594,6 +599,8 @@ class Producer:
                 self._pace.lost(event.prompt_uid)
 
     def _dropped(self, prompt_uid: str, reason: str, *, returned: bool) -> None:
+        if prompt_uid in self._taken:
+            return  # its lease ran out; it is trained from the copy that training has
         task = self.in_flight.pop(prompt_uid, None)
         self.ledger.dropped(prompt_uid, reason, returned=returned and task is not None)
         if task is not None and returned:
@@ -602,7 +609,7 @@ class Producer:
     async def _find_dropped(self) -> None:
         """The pool was restarted and forgot its events: what it does not hold any more, and was
         not trained, it has dropped. Those prompts are issued again."""
-        held_before = set(self.in_flight) - {self._admitting}
+        held_before = set(self.in_flight) - {self._admitting} - self._taken
         live = await live_groups(self._pool)
         for prompt_uid in held_before - live:
             if prompt_uid not in self.ledger.open:

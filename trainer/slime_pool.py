@@ -9,11 +9,9 @@ which groups is in `rollout/stepwell_groups.jsonl` beside slime's own state, wri
 gets them, so that a restart knows of each lease whether the checkpoint it loads contains it. It
 does not matter whether `settle` was reached after that checkpoint was written.
 
-A lease that runs out all the same (the pool was down for long) brings its groups back while slime
-has them: they are recognised, held under the new lease, and not handed out twice.
-
-Owns: leases, their renewal, the file, the thread that an event loop runs in. Does not own: what a
-group becomes (`backends/slime_samples.py`), when slime saves (`slime_rollout.py`).
+Owns: which rollout has which groups, the file, the thread that an event loop runs in. Does not own:
+the leases (`datapool/lease_keeper.py`), what a group becomes (`backends/slime_samples.py`), when
+slime saves (`slime_rollout.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,17 +32,11 @@ import orjson
 
 from backends.slime_samples import rollouts_of
 from datapool.client import DataPoolClient
-from datapool.errors import (
-    DataPoolError,
-    GroupClosedError,
-    LeaseClosedError,
-    LeaseExpiredError,
-    UnknownGroupError,
-    UnknownLeaseError,
-)
-from datapool.types import Group, Lease
+from datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
+from datapool.lease_keeper import LeaseKeeper, by_lease
+from datapool.types import Group
 from trainer.errors import StarvedError
-from trainer.reclaim import TRAINED, settle
+from trainer.reclaim import TRAINED, settle_former
 
 log = logging.getLogger(__name__)
 
@@ -55,18 +47,8 @@ GROUP_SIZE = "group_size"
 
 WAIT_S = 60.0
 """Between two words in the log about groups that do not come."""
-RENEWALS = 4
-"""Within the time of a lease."""
 
 FILE = "rollout/stepwell_groups.jsonl"
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A group that slime has and no settled checkpoint contains."""
-
-    rollout_id: int
-    lease_id: str
 
 
 class SlimePool:
@@ -91,12 +73,12 @@ class SlimePool:
         self._lease_s = lease_s
         self._file = None if save is None else save / FILE
         self._sources = {folder / FILE for folder in (save, load) if folder is not None}
-        self._held: dict[str, Held] = {}
+        self._rollout_of: dict[str, int] = {}
+        """prompt_uid -> rollout, of the groups that slime has and that the pool still holds."""
         self.dropped: Counter[str] = Counter()
         """Groups that were dropped here, by reason."""
-        self.redelivered = 0
+        self._keeper: LeaseKeeper | None = None
         self._loop = asyncio.new_event_loop()
-        self._renewing: asyncio.Task[None] | None = None
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="stepwell-slime", daemon=True
         )
@@ -105,7 +87,12 @@ class SlimePool:
     @property
     def held(self) -> int:
         """Groups that slime has and no settled checkpoint contains."""
-        return len(self._held)
+        return len(self._rollout_of)
+
+    @property
+    def redelivered(self) -> int:
+        """Groups that the pool served again after their lease ran out, and slime did not get."""
+        return 0 if self._keeper is None else self._keeper.redelivered
 
     def take(self, rollout_id: int, n_groups: int, group_size: int) -> list[Group]:
         """Lease `n_groups` groups of up to `group_size` scored rollouts for a rollout; waits.
@@ -142,6 +129,7 @@ class SlimePool:
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._client is None:
             self._client = self._connect()
+            self._keeper = LeaseKeeper(self._client, self._channel, self._lease_s)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
@@ -155,46 +143,41 @@ class SlimePool:
             raise RuntimeError("the pool is asked before `_call` connected to it; this is a bug")
         return self._client
 
+    @property
+    def _leases(self) -> LeaseKeeper:
+        if self._keeper is None:
+            raise RuntimeError("a lease is asked for before `_call` connected; this is a bug")
+        return self._keeper
+
     async def _take(self, rollout_id: int, n_groups: int, group_size: int) -> list[Group]:
+        self._leases.start()
         taken: list[Group] = []
-        before = dict(self._held)
-        leases: list[Lease] = []
         try:
             while len(taken) < n_groups:
-                lease = await self._lease(group_size, n_groups - len(taken), rollout_id)
-                refused = [(g, why) for g in lease.groups if (why := _unfit(g, group_size))]
-                if refused:
-                    await self._pool.nack(lease.lease_id, "holds groups that cannot be trained")
-                    await self._drop(refused, self._channel)
-                    continue
-                leases.append(lease)
-                for group in lease.groups:
-                    known = self._held.get(group.prompt_uid)
-                    if known is None:
-                        taken.append(group)
-                        known = Held(rollout_id, lease.lease_id)
-                    else:
-                        self.redelivered += 1
-                    self._held[group.prompt_uid] = replace(known, lease_id=lease.lease_id)
+                groups = await self._lease(group_size, n_groups - len(taken), rollout_id)
+                taken += groups
+                if refused := [(g, why) for g in groups if (why := _unfit(g, group_size))]:
+                    uids = [group.prompt_uid for group in groups]
+                    await self._leases.nack(uids, "holds groups that cannot be trained")
+                    await self._drop(refused)
+                    taken = taken[: -len(groups)]
+            self._rollout_of |= {group.prompt_uid: rollout_id for group in taken}
             await asyncio.to_thread(self._write)
         except BaseException:  # an interruption, too: these groups were given to nobody
-            self._held = before
-            for lease in leases:
-                with contextlib.suppress(DataPoolError):
-                    await self._pool.nack(lease.lease_id, "the rollout was given up")
+            uids = [group.prompt_uid for group in taken]
+            for uid in uids:
+                self._rollout_of.pop(uid, None)
+            with contextlib.suppress(DataPoolError):
+                await self._leases.nack(uids, "the rollout was given up")
             raise
-        if self._renewing is None:
-            self._renewing = asyncio.create_task(self._renew())
         return taken
 
-    async def _lease(self, group_size: int, n: int, rollout_id: int) -> Lease:
+    async def _lease(self, group_size: int, n: int, rollout_id: int) -> Sequence[Group]:
         while True:
             began = time.monotonic()
-            lease = await self._pool.lease_batch(
-                group_size, self._channel, n, timeout_s=WAIT_S, lease_s=self._lease_s
-            )
-            if lease is not None:
-                return lease
+            groups = await self._leases.lease(n, n_rollouts=group_size, timeout_s=WAIT_S)
+            if groups is not None:
+                return groups
             counts = (await self._pool.get_statistics(self._channel))["groups"]
             have = f"{counts['ready']} are ready, {counts['open']} open"
             if time.monotonic() - began < WAIT_S / 2:
@@ -208,36 +191,26 @@ class SlimePool:
             )
 
     async def _settle(self, rollout_id: int) -> None:
-        if trained := self._leases_up_to(rollout_id):
-            await settle(self._pool, trained)
-            gone = {uid for uids in trained.values() for uid in uids}
-            self._held = {uid: held for uid, held in self._held.items() if uid not in gone}
+        trained = [uid for uid, rollout in self._rollout_of.items() if rollout <= rollout_id]
+        if trained:
+            await self._leases.settle(trained)
+            # What shares a lease with a later rollout's groups is acked with them.
+            gone = set(trained).difference(self._leases.settled)
+            self._rollout_of = {u: r for u, r in self._rollout_of.items() if u not in gone}
             await asyncio.to_thread(self._write)
 
-    def _leases_up_to(self, rollout_id: int) -> dict[str, list[str]]:
-        """Leases all of whose groups are of rollouts up to this one -> their prompt_uids."""
-        found: dict[str, list[str]] = {}
-        later = {h.lease_id for h in self._held.values() if h.rollout_id > rollout_id}
-        for uid, held in self._held.items():
-            if held.lease_id not in later:
-                found.setdefault(held.lease_id, []).append(uid)
-        return found
-
     async def _resume(self, rollout_id: int) -> None:
-        self._held = await asyncio.to_thread(self._read)
-        trained = {uid for uid, held in self._held.items() if held.rollout_id <= rollout_id}
-        for lease_id, uids in self._leases_up_to(rollout_id).items():
-            with contextlib.suppress(UnknownLeaseError, LeaseExpiredError, LeaseClosedError):
-                await self._pool.ack(lease_id)
-                trained.difference_update(uids)
-        n = await self._pool.release_leases(self._channel, "slime restarted")
-        # Once no lease holds them: a leased group cannot be dropped.
-        await self._drop([(uid, TRAINED) for uid in trained], self._channel)
+        found = await asyncio.to_thread(self._read)
+        held = {uid: lease_id for uid, (_, lease_id) in found.items() if lease_id}
+        trained = [uid for uid, (rollout, _) in found.items() if rollout <= rollout_id]
+        dropped = await settle_former(self._pool, by_lease(held, trained), self._channel)
+        if dropped:
+            self.dropped[TRAINED] += len(dropped)
         log.info(
-            "resumed after rollout %d: %d leases given back, %d trained groups dropped",
-            *(rollout_id, n, len(trained)),
+            "resumed after rollout %d: %d of %d trained groups had no lease any more",
+            *(rollout_id, len(dropped), len(trained)),
         )
-        self._held = {}
+        self._rollout_of = {}
         await asyncio.to_thread(self._write)
 
     async def _look(self, n_groups: int | None, channel: str) -> list[Group]:
@@ -252,25 +225,12 @@ class SlimePool:
         await self._pool.ack(lease.lease_id)
         return list(lease.groups)
 
-    async def _drop(self, groups: Iterable[tuple[Group | str, str]], channel: str) -> None:
+    async def _drop(self, groups: Iterable[tuple[Group, str]]) -> None:
         for group, reason in groups:
-            uid = group if isinstance(group, str) else group.prompt_uid
-            try:
-                await self._pool.drop_group(uid, reason, channel)
-            except (UnknownGroupError, GroupClosedError):
-                continue  # gone already
-            self.dropped[reason] += 1
-            if reason != TRAINED:
-                log.warning("group %s is dropped: %s", uid, reason)
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self._lease_s / RENEWALS)
-            for lease_id in {held.lease_id for held in self._held.values()}:
-                try:
-                    await self._pool.renew(lease_id, self._lease_s)
-                except DataPoolError as e:  # taken out by settle, or served again to this run
-                    log.warning("lease %s is not renewed: %s", lease_id, e)
+            with contextlib.suppress(UnknownGroupError, GroupClosedError):  # gone already
+                await self._pool.drop_group(group.prompt_uid, reason, self._channel)
+                self.dropped[reason] += 1
+                log.warning("group %s is dropped: %s", group.prompt_uid, reason)
 
     # -- the file ----------------------------------------------------------------------------
 
@@ -278,18 +238,20 @@ class SlimePool:
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
+        leases = self._leases.held
         rows = (
-            {"prompt_uid": uid, "rollout_id": held.rollout_id, "lease_id": held.lease_id}
-            for uid, held in self._held.items()
+            {"prompt_uid": uid, "rollout_id": rollout_id, "lease_id": leases.get(uid, "")}
+            for uid, rollout_id in self._rollout_of.items()
         )
         write_durably(self._file, b"".join(orjson.dumps(row) + b"\n" for row in rows))
 
-    def _read(self) -> dict[str, Held]:
-        found: dict[str, Held] = {}
+    def _read(self) -> dict[str, tuple[int, str]]:
+        """prompt_uid -> rollout_id, lease_id."""
+        found: dict[str, tuple[int, str]] = {}
         for path in sorted(self._sources):
             if path.exists():
                 rows = map(orjson.loads, path.read_bytes().splitlines())
-                found |= {r["prompt_uid"]: Held(r["rollout_id"], r["lease_id"]) for r in rows}
+                found |= {r["prompt_uid"]: (r["rollout_id"], r["lease_id"]) for r in rows}
         return found
 
 

@@ -22,7 +22,7 @@ from backends.verl_config import VerlConfig
 from backends.verl_feed import VerlFeed
 from backends.verl_queue import queue_rows
 from datapool import DataPoolClient, PoolConfig, start_data_pool
-from datapool.errors import DataPoolError, PoolUnavailableError
+from datapool.errors import LeaseExpiredError, PoolUnavailableError
 from datapool.types import GREEDY, Group, Lease, Step, Trajectory, VersionSpan
 from tests.backends.random_groups import random_groups, steps_of
 
@@ -446,17 +446,33 @@ async def test_a_loop_that_fails_gives_its_batches_back_at_once(pool: DataPoolCl
     assert await counts(pool) == {"ready": 2, "leased": 0, "acked": 0}
 
 
-async def test_a_lost_lease_does_not_pass_for_trained(pool: DataPoolClient) -> None:
+async def test_a_batch_whose_lease_ran_out_is_not_yielded_again(pool: DataPoolClient) -> None:
+    await fill(pool, random_groups(3))
+    async with VerlFeed(pool, Recording(), groups=1, timeout_s=0) as feed:
+        batches = aiter(feed)
+        seen = set((await anext(batches)).non_tensors["uid"])
+        await pool.release_leases()  # as if it had run out
+        seen |= set((await anext(batches)).non_tensors["uid"])
+        assert len(seen) == 2
+        await feed.ack()
+        assert await counts(pool) == {"ready": 1, "leased": 0, "acked": 2}
+        await feed.ack()
+
+
+async def test_a_batch_that_another_consumer_took_does_not_pass_for_trained(
+    pool: DataPoolClient,
+) -> None:
     await fill(pool, random_groups(2))
     async with VerlFeed(pool, Recording(), groups=1, timeout_s=0) as feed:
         batches = aiter(feed)
         await anext(batches)
         await pool.release_leases()  # as if it had run out
+        assert await pool.lease_batch() is not None  # of another process
         await anext(batches)
-        with pytest.raises(DataPoolError, match="lease"):
+        with pytest.raises(LeaseExpiredError, match="1 of 2 groups ran out, and another consumer"):
             await feed.ack()
         # The other one was acked all the same, and a second ack has nothing to complain of.
-        assert await counts(pool) == {"ready": 1, "leased": 0, "acked": 1}
+        assert await counts(pool) == {"ready": 0, "leased": 1, "acked": 1}
         await feed.ack()
 
 
@@ -481,6 +497,8 @@ class OneLease:
     async def ack(self, lease_id: str) -> None: ...
 
     async def nack(self, lease_id: str, reason: str = "") -> None: ...
+
+    async def drop_group(self, prompt_uid: str, reason: str, channel: str = "train") -> None: ...
 
 
 async def test_a_held_batch_is_renewed_while_the_loop_works_on_it() -> None:

@@ -65,7 +65,10 @@ class LocalPool:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         async def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))
-            return pickle.loads(pickle.dumps(await getattr(self._actor, name)(*args, **kwargs)))
+            answer = await getattr(self._actor, name)(*args, **kwargs)
+            if name == "lease_batch" and isinstance(answer, str):  # why there is none
+                return None
+            return pickle.loads(pickle.dumps(answer))
 
         return call
 
@@ -278,12 +281,23 @@ def small_config(folder: Path, *overrides: str, train: int = 200, val: int = 3) 
     return config.model_copy(update={"data": DataConfig.model_validate(data)})
 
 
+def pool_config(config: RunConfig) -> PoolConfig:
+    """The pool of the run, with its channels."""
+    return PoolConfig(channels={TRAIN: train_channel(config), VAL: config.pool.channel(VAL)})
+
+
 @asynccontextmanager
-async def small_run(config: RunConfig, **rollouts: Any) -> AsyncIterator[SmallRun]:
-    """Everything of a run, in this process."""
-    channels = {TRAIN: train_channel(config), VAL: config.pool.channel(VAL)}
-    pool = cast(DataPoolClient, LocalPool(PoolConfig(channels=channels)))
-    engine, backend = FakeEngine(), RecordingBackend()
+async def small_run(
+    config: RunConfig,
+    *,
+    pool: DataPoolClient | None = None,
+    backend: RecordingBackend | None = None,
+    checkpoints: CheckpointStore | None = None,
+    **rollouts: Any,
+) -> AsyncIterator[SmallRun]:
+    """Everything of a run, in this process but for a `pool` that is given."""
+    pool = pool or cast(DataPoolClient, LocalPool(pool_config(config)))
+    engine, backend = FakeEngine(), backend or RecordingBackend()
     worker = Rollouts(pool, engine, **rollouts)
     source = PromptSource(config.data.train)
     ledger = Ledger(config.run.dir / "ledger.jsonl")
@@ -307,7 +321,7 @@ async def small_run(config: RunConfig, **rollouts: Any) -> AsyncIterator[SmallRu
         critic=build_critic(config),
         engines=[engine],  # type: ignore[list-item]  # what it needs of an EngineClient
         weights=WeightStore(config.run.dir / "weights"),
-        checkpoints=CheckpointStore(config.run.dir / "checkpoints", 2),
+        checkpoints=checkpoints or CheckpointStore(config.run.dir / "checkpoints", 2),
     )
     val_tasks = PromptSource(config.data.val).all()
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_backend import TorchBackend, TorchBatch
+from datapool.lease_keeper import LeaseKeeper
 from datapool.types import TRAIN, Group, Lease, Step, Trajectory
 from trainer.config import load_config
 from trainer.errors import ConfigError
@@ -168,15 +168,15 @@ def test_bypass_without_the_engines_log_probs_is_refused(tmp_path: Path) -> None
 
 async def test_the_last_groups_are_trained_though_generation_ends_before_they_arrive() -> None:
     """The pool has served them; to ask anew would bring nothing, and they would be lost."""
-    lease = Lease("lease", TRAIN, (), 0.0)
+    last = tuple(Group(f"p{i}", ()) for i in range(8))
     asked = 0
 
     class Pool:
-        async def lease_batch(self, **_: Any) -> Lease | None:
+        async def lease_batch(self, *_: Any) -> Lease | None:
             nonlocal asked
             asked += 1
             await asyncio.sleep(0.1)
-            return lease if asked == 1 else None
+            return Lease("lease", TRAIN, last, 0.0) if asked == 1 else None
 
         async def get_statistics(self, channel: str) -> dict[str, Any]:
             return {}
@@ -184,9 +184,9 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
     trainer = Trainer.__new__(Trainer)
     trainer.config = load_config("quickstart", [])
     trainer.pool = cast(Any, Pool())
+    trainer.keeper = LeaseKeeper(trainer.pool, TRAIN, 600.0)
     trainer.producer = cast(Any, SimpleNamespace(leased=list))
-    trainer._renewed = time.monotonic()
     generation = asyncio.create_task(asyncio.sleep(0))
     await generation
-    assert await trainer._lease(generation) is lease
+    assert await trainer._lease(generation) == last
     assert await trainer._lease(generation) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from datapool import DataPoolClient, PoolConfig, Step, start_data_pool
 from trainer.config import RolloutConfig
 from trainer.data import PromptSource
 from trainer.ledger import Ledger
-from trainer.reclaim import reclaim, renew, settle
+from trainer.reclaim import reclaim
 from trainer.rollout import Producer
 
 
@@ -116,22 +115,33 @@ async def test_nothing_is_left_of_an_evaluation(pool: DataPoolClient) -> None:
     assert await live(pool, "val") == set()
 
 
-async def test_settling_takes_out_what_was_trained_even_if_its_lease_ran_out(
+async def test_groups_that_share_a_lease_with_untrained_ones_are_dropped_alone(
     pool: DataPoolClient,
 ) -> None:
     for uid in "ab":
         await group(pool, uid)
-    kept, lost = await pool.lease_batch(), await pool.lease_batch(lease_s=0.01)
-    assert kept is not None
-    assert lost is not None
-    while "b" not in {r.prompt_uid for r in (await pool.list_groups(state="ready")).items}:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    await renew(pool, kept.lease_id)
-    await renew(pool, lost.lease_id)  # too late, and no reason to end the run
+    await pool.lease_batch(batch_size=2)
+    await reclaim(pool, trained={"": ["a"]}, pending={"b": task("b")}, version=0)
+    assert await live(pool) == {"b"}
 
-    trained = {x.lease_id: [g.prompt_uid for g in x.groups] for x in (kept, lost)}
-    await settle(pool, trained)
-    assert await live(pool) == set()
+
+async def test_a_group_that_training_took_is_not_issued_again_whatever_its_lease_does(
+    pool: DataPoolClient,
+) -> None:
+    """Its lease runs out, and the pool drops it for its age and returns its prompt."""
+    ledger, source = Ledger(), Source()
+    config = RolloutConfig(agent="nobody:agent", min_n=1)
+    producer = Producer(config, cast(PromptSource, source), pool, [], ledger)
+    for uid in ("taken", "waiting"):
+        ledger.issued(uid, uid)
+        producer.in_flight[uid] = task(uid)
+    producer.leased(["taken"])
+    for uid in ("taken", "waiting"):
+        producer._dropped(uid, "stale", returned=True)
+    assert source.returned == [task("waiting")]
+    assert set(ledger.open) == {"taken"}
+    await producer._find_dropped()
+    assert source.returned == [task("waiting")]
 
 
 async def test_what_the_pool_dropped_before_it_forgot_its_events_is_issued_again(

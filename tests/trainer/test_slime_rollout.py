@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 
+import datapool.lease_keeper
 import trainer.slime_pool
 from backends.errors import BatchError
 from backends.slime_samples import SlimeSample, as_slime
@@ -302,7 +303,7 @@ def test_with_async_save_a_checkpoint_is_durable_when_the_next_one_is_begun(
 def test_leases_are_renewed_while_slime_trains(
     make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer.slime_pool, "RENEWALS", 40)
+    monkeypatch.setattr(datapool.lease_keeper, "RENEWALS", 40)
     fill(channel, "p0", "p1")
     source = make_source(stepwell_lease_s=2.0)
     generate(source, 0)

@@ -39,6 +39,7 @@ from typing import Any
 
 import psutil
 
+from datapool.lease_keeper import USED
 from trainer.bench.checks import BenchResult, Check
 from trainer.checkpoint import CheckpointStore
 from trainer.config import load_config
@@ -345,4 +346,5 @@ def _acked(folder: Path) -> int:
     finally:
         journal.close()
     groups = counts["groups"]
-    return int(groups["acked"] + groups["drop_reasons"].get(TRAINED, 0))
+    dropped = groups["drop_reasons"]
+    return int(groups["acked"] + dropped.get(TRAINED, 0) + dropped.get(USED, 0))
