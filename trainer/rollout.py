@@ -638,8 +638,8 @@ class Producer:
         if ends.get(COMPLETE, 0) >= self._min_n and reason is None:
             return  # it is served, at the latest at its deadline
         if INFRASTRUCTURE in ends:
-            await self._drop_lost(prompt_uid, TRAIN)
-            self._dropped(prompt_uid, INFRASTRUCTURE, returned=True)
+            if await self._drop_lost(prompt_uid, TRAIN):
+                self._dropped(prompt_uid, INFRASTRUCTURE, returned=True)
         else:
             self._dropped(prompt_uid, reason or TOO_FEW, returned=False)
 
@@ -659,12 +659,17 @@ class Producer:
         self.ends.update(ends)
         return ends
 
-    async def _drop_lost(self, prompt_uid: str, channel: str) -> None:
-        """Its rollouts cannot finish: nobody is to wait for the group."""
+    async def _drop_lost(self, prompt_uid: str, channel: str) -> bool:
+        """Its rollouts cannot finish: nobody is to wait for the group. False: it was whole all the
+        same (its worker died after the last rollout), and is with training."""
         try:
             await self._pool.drop_group(prompt_uid, INFRASTRUCTURE, channel=channel)
+        except GroupClosedError as leased:
+            log.info("%s is trained: %s", prompt_uid, leased)
+            return False
         except DataPoolError as gone:
             log.info("%s was already closed: %s", prompt_uid, gone)
+        return True
 
     async def _recovered(self) -> None:
         """Returns once the workers that lost a group are there again, with gateway and engine:

@@ -10,10 +10,10 @@ import ray
 
 from datapool import DataPoolClient, PoolConfig, Step, start_data_pool
 from trainer.config import RolloutConfig
-from trainer.data import PromptSource
+from trainer.data import DataExhaustedError, PromptSource
 from trainer.ledger import Ledger
 from trainer.reclaim import reclaim
-from trainer.rollout import Producer
+from trainer.rollout import Producer, WorkerHandle
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +144,30 @@ async def test_a_group_that_training_took_is_not_issued_again_whatever_its_lease
     assert source.returned == [task("waiting")]
 
 
+async def test_a_group_whose_worker_died_after_it_was_leased_is_not_issued_again(
+    pool: DataPoolClient,
+) -> None:
+    class DiesAfterwards:
+        async def run_group(self, task: Any, uid: str, n: int, *_: Any) -> dict[str, int]:
+            step = Step(
+                prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid=uid, is_last=True
+            )
+            await pool.submit_step(step)
+            assert await pool.lease_batch() is not None
+            raise ray.exceptions.RayActorError
+
+        async def ready(self) -> None: ...
+
+    source = Source(task("p"))
+    config = RolloutConfig(agent="nobody:agent", n=1, min_n=1)
+    worker = cast(WorkerHandle, DiesAfterwards())
+    producer = Producer(config, cast(PromptSource, source), pool, [worker], Ledger())
+    async with producer.running() as generation:
+        await generation
+    assert source.returned == []
+    assert len(producer.in_flight) == 1
+
+
 async def test_what_the_pool_dropped_before_it_forgot_its_events_is_issued_again(
     pool: DataPoolClient,
 ) -> None:
@@ -168,8 +192,14 @@ async def test_what_the_pool_dropped_before_it_forgot_its_events_is_issued_again
 
 
 class Source:
-    def __init__(self) -> None:
+    def __init__(self, *tasks: dict[str, str]) -> None:
+        self.tasks = list(tasks)
         self.returned: list[dict[str, str]] = []
+
+    def next(self) -> dict[str, str]:
+        if not self.tasks:
+            raise DataExhaustedError("no more")
+        return self.tasks.pop(0)
 
     def put_back(self, tasks: list[dict[str, str]], reason: str) -> None:
         self.returned += tasks
