@@ -33,6 +33,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from datapool.clock import STATE as CLOCK
 from datapool.clock import Clock
@@ -41,12 +42,15 @@ from datapool.errors import (
     DataPoolError,
     InvalidRequestError,
     JournalError,
+    JournalFullError,
     LeaseClosedError,
     LeaseExpiredError,
     PoolFullError,
     PoolUnavailableError,
 )
 from datapool.events import Events
+from datapool.incarnation import STATE as INCARNATION
+from datapool.incarnation import Incarnation, Known, check_journal, record
 from datapool.journal import FILE_NAME as JOURNAL_FILE
 from datapool.journal import Journal
 from datapool.line import LineServer
@@ -86,6 +90,8 @@ DataPoolHandle: TypeAlias = Any
 MAX_CONCURRENCY = 100_000
 
 TIMER_RETRY_S = 1.0
+NOT_IN_ORDER = (None, None)
+"""A call that was not made through a handle."""
 
 
 Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
@@ -166,6 +172,7 @@ class DataPoolActor:
         restarted = _was_restarted()
         self._shard = shard
         self._journal: Journal | None = None
+        self.incarnation: Known = None
         self._clock = Clock.start()
         if folder is None:
             # A fresh epoch: leases of a lost predecessor must not name leases of this one.
@@ -193,13 +200,25 @@ class DataPoolActor:
     def _recover(self, folder: Path) -> Journal:
         """Open the journal and make the pool what it says."""
         began = time.monotonic()
+        before = check_journal(folder, JOURNAL_FILE)
         journal = Journal(folder, "power" if self._pool.config.durability == "power" else "process")
-        with growing_heap():
+        with contextlib.ExitStack() as undo:
+            undo.callback(journal.close)
             states = journal.states()
-            n_rows = restore(self._pool, journal, journal.rows(), states, journal.read)
-        last = max(channel.now for channel in self._pool.channels.values())
-        self._clock = Clock.resume(states.get(CLOCK), last)
-        journal.put_state(CLOCK, self._clock.dump())
+            self.incarnation = here = Incarnation.after(states.get(INCARNATION))
+            if before is not None:
+                here._replace(generation=here.generation - 1).check_follows(before)
+            with growing_heap():
+                n_rows = restore(self._pool, journal, journal.rows(), states, journal.read)
+            last = max(channel.now for channel in self._pool.channels.values())
+            self._clock = Clock.resume(states.get(CLOCK), last)
+            journal.put_state(CLOCK, self._clock.dump())
+            journal.put_state(INCARNATION, self.incarnation.dump())
+            # On a full disk it goes with the first transaction, so before the first answer.
+            with contextlib.suppress(JournalFullError):
+                journal.flush()
+                record(here)
+            undo.pop_all()
         self._recovery_s = time.monotonic() - began
         if n_rows:
             logger.warning(
@@ -744,7 +763,8 @@ class DataPoolActor:
             "durability": self._pool.config.durability,
             "memory_bytes": sum(c.memory_bytes for c in self._pool.channels.values()),
         }
-        if self._journal is not None:
+        if self._journal is not None and self.incarnation is not None:
+            described["pool"], described["generation"] = self.incarnation
             described["journal"] = {
                 "folder": str(self._journal.folder),
                 "recovery_s": self._recovery_s,
@@ -752,9 +772,10 @@ class DataPoolActor:
             }
         return described
 
-    async def open_line(self) -> tuple[str, str]:
-        """(id of the node, name of a socket there) for clients on the same machine: see `line`."""
-        return ray.get_runtime_context().get_node_id(), await self._line.open()
+    async def open_line(self) -> tuple[str, str, Known]:
+        """(id of the node, name of a socket there) for clients on the same machine: see `line`.
+        And which pool this is."""
+        return ray.get_runtime_context().get_node_id(), await self._line.open(), self.incarnation
 
     async def shutdown(self, channel: str | None = None) -> None:
         """`DataPool.shutdown`; consumers wake up with None, `open_group` with an error."""
@@ -945,7 +966,18 @@ def create_actor(
     namespace: str | None,
     **options: Any,
 ) -> DataPoolHandle:
-    """The handle of a new actor, which need not be up yet."""
+    """The handle of a new actor, which need not be up yet.
+
+    With a journal it stays on one node, because a restart elsewhere would not find its journal:
+    the first shard here, the others on the next nodes. Only if the node is gone Ray tries others,
+    which may see the folder, too.
+    """
+    if folder is not None and "scheduling_strategy" not in options:
+        nodes = _nodes()
+        node = nodes[shard % len(nodes)]
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+        # Ray puts an actor that needs nothing on a random node, whatever its affinity.
+        options.setdefault("memory", 1)
     settings: dict[str, Any] = {
         "name": name,
         "namespace": namespace,
@@ -957,6 +989,14 @@ def create_actor(
     # Any: Ray's own types do not cover `.options`.
     actor_class: Any = ray.remote(_in_order(DataPoolActor))
     return actor_class.options(**settings).remote(config, folder, shard)
+
+
+def _nodes() -> list[str]:
+    """Ids of the nodes that are up, this one first, the others by address."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
+    return [node["NodeID"] for node in nodes]
 
 
 def journal_folder(config: PoolConfig) -> Path | None:
@@ -1026,16 +1066,22 @@ def _in_order(cls: type[DataPoolActor]) -> type[DataPoolActor]:
     def wrap(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         @functools.wraps(method)
         async def in_turn(
-            self: DataPoolActor, *args: Any, order: Order | None = None, **kwargs: Any
+            self: DataPoolActor,
+            *args: Any,
+            order: tuple[Order | None, Known] = NOT_IN_ORDER,
+            **kwargs: Any,
         ) -> Any:
-            await self.turns.take(order)
+            turn, known = order
+            await self.turns.take(turn)
+            if known is not None and self.incarnation is not None:
+                self.incarnation.check_follows(known)
             return await method(self, *args, **kwargs)
 
         # Ray unwraps methods and would look at the inner one; and it checks calls against the
         # signature before it sends them.
         del in_turn.__dict__["__wrapped__"]
         signature = inspect.signature(method)
-        keyword = inspect.Parameter("order", inspect.Parameter.KEYWORD_ONLY, default=None)
+        keyword = inspect.Parameter("order", inspect.Parameter.KEYWORD_ONLY, default=NOT_IN_ORDER)
         extra = {
             "__signature__": signature.replace(
                 parameters=[*signature.parameters.values(), keyword]

@@ -41,6 +41,7 @@ from datapool.errors import (
 )
 from datapool.events import Events
 from datapool.export import ExportFormat, ExportSummary
+from datapool.incarnation import Known, KnownPool
 from datapool.line import Line
 from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from datapool.outbox import PART_BYTES, Outbox, begin, call
@@ -63,16 +64,20 @@ Results: TypeAlias = list[SubmitOutcome | DataPoolError]
 
 
 class DataPoolClient:
-    """Async access to the pool of `start_data_pool`. Cheap to make; pickles as its actor handle.
+    """Async access to the pool of `start_data_pool`. Cheap to make; pickles as its actor handle and
+    the pool that it met.
 
     Args:
         actor: handle of a `DataPoolActor`.
+        met: the pool that this client follows, if it knows; any other one is refused
+            (`PoolReplacedError`), and an earlier opening of its journal.
     """
 
-    def __init__(self, actor: DataPoolHandle) -> None:
+    def __init__(self, actor: DataPoolHandle, met: Known = None) -> None:
         self.actor = actor
-        self._line = Line(actor)
-        self._outbox = Outbox(actor, self._line)
+        self._pool = KnownPool(actor, met)
+        self._line = Line(self._pool)
+        self._outbox = Outbox(self._pool, self._line)
         self._group_bytes: dict[str, int] = {}
         """How large the groups of a channel are on their way here, roughly."""
 
@@ -88,8 +93,8 @@ class DataPoolClient:
 
         return connect(name, namespace)
 
-    def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Any]]:
-        return (type(self), (self.actor,))
+    def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Any, ...]]:
+        return (type(self), (self.actor, self._pool.met))
 
     # -- producers ---------------------------------------------------------------------------
 
@@ -108,7 +113,7 @@ class DataPoolClient:
         while True:
             try:
                 outcome: SubmitOutcome = await call(
-                    self.actor.open_group,
+                    self._pool.open_group,
                     prompt_uid,
                     n_rollouts,
                     deadline_s,
@@ -225,7 +230,7 @@ class DataPoolClient:
         """
         while True:
             try:
-                await call(self.actor.wait_for_room, channel, wait.next_slice())
+                await call(self._pool.wait_for_room, channel, wait.next_slice())
                 return
             except PoolFullError:
                 if wait.is_over():
@@ -269,7 +274,7 @@ class DataPoolClient:
 
     async def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN) -> None:
         """`DataPool.drop_group`."""
-        await call(self.actor.drop_group, prompt_uid, reason, channel)
+        await call(self._pool.drop_group, prompt_uid, reason, channel)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -339,14 +344,14 @@ class DataPoolClient:
         arguments = (n_rollouts, channel, batch_size, *rest)
         answer: Lease | Unserved
         if ask is call and self._line.connection() is not None:
-            answer = await begin(self._line, self.actor, "lease_batch", *arguments).answer()
+            answer = await begin(self._line, self._pool, "lease_batch", *arguments).answer()
             return answer
         n_bytes = self._group_bytes.get(channel, 0) * batch_size
         n_parts = min(batch_size, MAX_PARTS, 1 + n_bytes // PART_BYTES)
         if n_parts == 1:
-            answer = await ask(self.actor.lease_batch, *arguments)
+            answer = await ask(self._pool.lease_batch, *arguments)
         else:
-            method = self.actor.lease_parts.options(num_returns=n_parts)
+            method = self._pool.lease_parts.options(num_returns=n_parts)
             parts = await ask(method, n_parts, *arguments)
             answer = parts[0]
             if isinstance(answer, Lease):
@@ -365,12 +370,12 @@ class DataPoolClient:
 
     async def renew(self, lease_id: str, lease_s: float | None = None) -> float:
         """`DataPool.renew`."""
-        expires_at: float = await call(self.actor.renew, lease_id, lease_s)
+        expires_at: float = await call(self._pool.renew, lease_id, lease_s)
         return expires_at
 
     async def release_leases(self, channel: str = TRAIN, reason: str = "released") -> int:
         """`DataPool.release_leases`."""
-        n: int = await call(self.actor.release_leases, channel, reason)
+        n: int = await call(self._pool.release_leases, channel, reason)
         return n
 
     # -- people and sources ------------------------------------------------------------------
@@ -384,7 +389,7 @@ class DataPoolClient:
     ) -> SubmitOutcome:
         """`DataPool.set_reward`."""
         outcome: SubmitOutcome = await call(
-            self.actor.set_reward, trajectory_uid, reward, step_index, channel
+            self._pool.set_reward, trajectory_uid, reward, step_index, channel
         )
         return outcome
 
@@ -396,12 +401,12 @@ class DataPoolClient:
         **marks: Any,
     ) -> Marks:
         """`DataPool.mark`."""
-        result: Marks = await call(self.actor.mark, prompt_uid, trajectory_uid, channel, marks)
+        result: Marks = await call(self._pool.mark, prompt_uid, trajectory_uid, channel, marks)
         return result
 
     async def advance_version(self, version: int, channel: str = TRAIN) -> None:
         """`DataPool.advance_version`."""
-        await call(self.actor.advance_version, version, channel)
+        await call(self._pool.advance_version, version, channel)
 
     async def dry_run(
         self,
@@ -410,7 +415,7 @@ class DataPoolClient:
         batch_size: int = 1,
     ) -> DryRun:
         """`DataPool.dry_run`."""
-        result: DryRun = await call(self.actor.dry_run, selection, channel, batch_size)
+        result: DryRun = await call(self._pool.dry_run, selection, channel, batch_size)
         return result
 
     async def get_events(
@@ -425,7 +430,7 @@ class DataPoolClient:
         wait = _Wait(timeout_s)
         while True:
             page: Events = await call(
-                self.actor.get_events, cursor, channel, kinds, limit, wait.next_slice()
+                self._pool.get_events, cursor, channel, kinds, limit, wait.next_slice()
             )
             if page.events or wait.is_over():
                 return page
@@ -436,7 +441,7 @@ class DataPoolClient:
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> Page[GroupRow]:
         """`DataPool.list_groups`."""
-        page: Page[GroupRow] = await call(self.actor.list_groups, channel, cursor, limit, filters)
+        page: Page[GroupRow] = await call(self._pool.list_groups, channel, cursor, limit, filters)
         return page
 
     async def list_trajectories(
@@ -444,7 +449,7 @@ class DataPoolClient:
     ) -> Page[TrajectoryRow]:
         """`DataPool.list_trajectories`."""
         page: Page[TrajectoryRow] = await call(
-            self.actor.list_trajectories, channel, cursor, limit, filters
+            self._pool.list_trajectories, channel, cursor, limit, filters
         )
         return page
 
@@ -458,7 +463,7 @@ class DataPoolClient:
     ) -> Page[StepRow]:
         """`DataPool.list_steps`."""
         page: Page[StepRow] = await call(
-            self.actor.list_steps, channel, cursor, limit, include_tokens, filters
+            self._pool.list_steps, channel, cursor, limit, include_tokens, filters
         )
         return page
 
@@ -495,7 +500,7 @@ class DataPoolClient:
         self, channel: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
     ) -> ExportedPage:
         page: ExportedPage = await call(
-            self.actor.read_trajectories, channel, cursor, limit, filters
+            self._pool.read_trajectories, channel, cursor, limit, filters
         )
         return page
 
@@ -540,18 +545,18 @@ class DataPoolClient:
     async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
         """`DataPool.get_statistics`."""
         await self._outbox.settled()
-        stats: dict[str, Any] = await call(self.actor.get_statistics, channel)
+        stats: dict[str, Any] = await call(self._pool.get_statistics, channel)
         return stats
 
     async def describe(self) -> dict[str, Any]:
         """`DataPoolActor.describe`."""
-        described: dict[str, Any] = await call(self.actor.describe)
+        described: dict[str, Any] = await call(self._pool.describe)
         return described
 
     async def shutdown(self, channel: str | None = None) -> None:
         """`DataPoolActor.shutdown`: wakes up whoever waits. The actor itself goes on."""
         await self._outbox.settled()
-        await call(self.actor.shutdown, channel)
+        await call(self._pool.shutdown, channel)
 
 
 def _n_bytes(group: Group) -> int:

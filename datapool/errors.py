@@ -28,7 +28,8 @@ and also subclasses the matching built-in::
     │   ├── JournalVersionError(OSError)        another version wrote it
     │   └── JournalLockedError(OSError)         another process has it open
     ├── ReplayError(ValueError)               the journal's rows contradict each other
-    └── PoolUnavailableError(ConnectionError) the actor cannot be reached
+    ├── PoolUnavailableError(ConnectionError) the actor cannot be reached
+    └── PoolReplacedError(ConnectionError)    the pool is another one than before, or its journal is
 
 What is merely late (a step for a group that was served meanwhile) is no error: it is the outcome
 "late", because a producer can do nothing about it.
@@ -143,3 +144,7 @@ class ReplayError(DataPoolError, ValueError):
 
 class PoolUnavailableError(DataPoolError, ConnectionError):
     """The pool's actor is dead, restarting or was never started."""
+
+
+class PoolReplacedError(DataPoolError, ConnectionError):
+    """The pool has another journal than before, or an older copy of it."""

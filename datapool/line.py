@@ -32,6 +32,8 @@ from typing import Any, TypeAlias
 import ray
 from ray import cloudpickle
 
+from datapool.incarnation import Known, KnownPool
+
 logger = logging.getLogger(__name__)
 
 Methods: TypeAlias = Mapping[str, Callable[..., Awaitable[Any]]]
@@ -157,6 +159,8 @@ class _Connection(_Frames):
         super().__init__()
         self.loop = loop
         self.is_up = False
+        self.met: Known = None
+        """The pool at the other end."""
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._n_calls = 0
 
@@ -233,8 +237,8 @@ class LineCall:
 class Line:
     """The client's end. Gets a line when it is first wanted, and again when it broke."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, pool: KnownPool) -> None:
+        self._pool = pool
         self._connection: _Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._again_at = 0.0
@@ -244,7 +248,9 @@ class Line:
         loop = asyncio.get_running_loop()
         here = self._connection
         if here is not None and here.is_up and here.loop is loop:
-            return here
+            if here.met == self._pool.met:
+                return here
+            here.transport.close()  # to a former process, which somebody else has followed
         busy = self._connecting is not None and not self._connecting.done()
         if not busy and loop.time() >= self._again_at:
             self._again_at = loop.time() + RECONNECT_S
@@ -254,10 +260,13 @@ class Line:
     async def _connect(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                node, name = await self._actor.open_line.remote()
+                node, name = await self._pool.greet()
+                met = self._pool.met
                 if node != ray.get_runtime_context().get_node_id():
                     self._again_at = float("inf")
                     return
-                self._connection = await connect(name)
+                connection = await connect(name)
+                connection.met = met
+                self._connection = connection
         except Exception as e:  # noqa: BLE001 - without a line all goes through Ray, at no loss
             logger.debug("no line to the pool: %s", e)

@@ -23,8 +23,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from datapool.actor import APPLY_STEPS, DataPoolHandle, Operation, unavailable
+from datapool.actor import APPLY_STEPS, Operation, unavailable
 from datapool.errors import DataPoolError, UnknownBaseError
+from datapool.incarnation import KnownPool
 from datapool.line import Line, LineCall
 from datapool.payload import PackedStep, as_bytes, pack
 from datapool.types import Step
@@ -163,8 +164,8 @@ class Outbox:
     """Operations on their way. What is about the same trajectory goes in order, one after the
     other; of the rest, two calls may be under way, so that the next one is packed meanwhile."""
 
-    def __init__(self, actor: DataPoolHandle, line: Line) -> None:
-        self._actor = actor
+    def __init__(self, pool: KnownPool, line: Line) -> None:
+        self._pool = pool
         self._line = line
         self._tips = _Tips()
         self._waiting: deque[_Letter] = deque()
@@ -211,7 +212,7 @@ class Outbox:
             letters, subjects = self._collect()
             if not letters:
                 return
-            batch = _Batch(letters, self._actor, self._line, self._tips)
+            batch = _Batch(letters, self._pool, self._line, self._tips)
             self._away[batch] = subjects
             batch.delivery = asyncio.create_task(self._deliver(batch))
 
@@ -254,7 +255,7 @@ class Outbox:
                 # pickled, say). It must not take the others down; what was applied is a
                 # duplicate now.
                 for letter in batch.letters:
-                    await self._hand_out(_Batch([letter], self._actor, self._line, self._tips))
+                    await self._hand_out(_Batch([letter], self._pool, self._line, self._tips))
                 return
             results = [e] * len(batch.letters)
         for letter, result in zip(batch.letters, results, strict=True):
@@ -265,12 +266,10 @@ class _Batch:
     """Letters that travel together: packed and sent when this is made, so that not even one turn
     of a busy event loop is lost."""
 
-    def __init__(
-        self, letters: list[_Letter], actor: DataPoolHandle, line: Line, tips: _Tips
-    ) -> None:
+    def __init__(self, letters: list[_Letter], pool: KnownPool, line: Line, tips: _Tips) -> None:
         self.letters = letters
         self.delivery: asyncio.Task[None] | None = None
-        self._actor = actor
+        self._pool = pool
         self._line = line
         self._tips = tips
         self._parcels = [_Parcel(letter.operation) for letter in letters]
@@ -293,7 +292,7 @@ class _Batch:
 
     def _send(self, operations: list[Operation]) -> Call | LineCall:
         parts, self._n_pieces = _in_parts(operations)
-        return begin(self._line, self._actor, "apply", *parts)
+        return begin(self._line, self._pool, "apply", *parts)
 
     async def _receive(self, parcels: list[_Parcel]) -> None:
         if isinstance(self._sent, Exception):
@@ -377,6 +376,7 @@ class Call:
                 if time.monotonic() > self._give_up:
                     raise unavailable(e) from e
                 await asyncio.sleep(RETRY_S)
+                self._method.pool.greet_later()
                 self._reference = self._method.remote(*self._arguments)
 
 
@@ -401,12 +401,12 @@ async def received(reference: Any) -> Any:
         raise unavailable(e) from e
 
 
-def begin(line: Line, actor: DataPoolHandle, name: str, *arguments: Any) -> Call | LineCall:
+def begin(line: Line, pool: KnownPool, name: str, *arguments: Any) -> Call | LineCall:
     """A call on its way, by the line if it is up. It may be made twice."""
     connection = line.connection()
     if connection is None:
-        return Call(getattr(actor, name), *arguments)
-    return LineCall(connection, name, arguments, lambda: Call(getattr(actor, name), *arguments))
+        return Call(getattr(pool, name), *arguments)
+    return LineCall(connection, name, arguments, lambda: Call(getattr(pool, name), *arguments))
 
 
 async def call(method: Any, *arguments: Any) -> Any:

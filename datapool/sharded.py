@@ -63,6 +63,7 @@ from datapool.errors import (
     UnknownTrajectoryError,
 )
 from datapool.events import Event, Events
+from datapool.incarnation import Known, KnownPool
 from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from datapool.outbox import RESTART_S, call, received
 from datapool.pool import Credit, check_lease_request
@@ -122,12 +123,12 @@ class _Watch(Generic[A]):
     def __init__(
         self,
         client: ShardedDataPoolClient,
-        ask: Callable[[DataPoolHandle, A | None, float, str], ObjectRef[A]],
+        ask: Callable[[KnownPool, A | None, float, str], ObjectRef[A]],
     ) -> None:
         self.latest: dict[int, A] = {}
         """Without the shards that are down."""
         self._client = client
-        self._actors = client.actors
+        self._pools = client.pools
         self._ask = ask
         self._name = uuid.uuid4().hex
         self._followers: list[asyncio.Task[None]] = []
@@ -149,7 +150,7 @@ class _Watch(Generic[A]):
         if not self._followers:
             self._answered_at = time.monotonic()
             self._followers = [
-                asyncio.create_task(self._follow(k)) for k in range(len(self._actors))
+                asyncio.create_task(self._follow(k)) for k in range(len(self._pools))
             ]
         self._changed.clear()
         change = asyncio.create_task(self._changed.wait())
@@ -169,11 +170,11 @@ class _Watch(Generic[A]):
         """Leave no long poll behind."""
         if self._followers:
             self._stop()
-            for actor in self._actors:
-                self._ask(actor, None, 0, self._name)
+            for pool in self._pools:
+                self._ask(pool, None, 0, self._name)
 
     async def _look_at(self, k: int) -> A:
-        answer: A = await received(self._ask(self._actors[k], None, 0, self._name))
+        answer: A = await received(self._ask(self._pools[k], None, 0, self._name))
         return answer
 
     async def _follow(self, k: int) -> None:
@@ -182,7 +183,7 @@ class _Watch(Generic[A]):
             if seen is None or seen.shut_down:
                 await asyncio.sleep(DOWN_S)  # it would answer at once
             try:
-                answer = await received(self._ask(self._actors[k], seen, SLICE_S, self._name))
+                answer = await received(self._ask(self._pools[k], seen, SLICE_S, self._name))
             except ActorUnavailableError as e:
                 self.latest.pop(k, None)
                 if not self.latest and time.monotonic() - self._answered_at > RESTART_S:
@@ -234,12 +235,17 @@ class ShardedDataPoolClient(DataPoolClient):
 
     Args:
         actors: what `start_shards` returned, in that order.
+        met: as of `DataPoolClient`, for each.
     """
 
-    def __init__(self, actors: Sequence[DataPoolHandle]) -> None:
+    def __init__(
+        self, actors: Sequence[DataPoolHandle], met: Sequence[Known] | None = None
+    ) -> None:
         # Not the base's: there is no actor for a method that is not overridden to go to.
         self.actors = tuple(actors)
-        self.shards = [DataPoolClient(actor) for actor in self.actors]
+        known = [None] * len(self.actors) if met is None else met
+        self.shards = [DataPoolClient(*each) for each in zip(self.actors, known, strict=True)]
+        self.pools = [shard._pool for shard in self.shards]
         self._homes: OrderedDict[tuple[str, str], int] = OrderedDict()
         """(channel, trajectory_uid) -> its shard"""
         self._lines: dict[str, _Line] = {}
@@ -249,8 +255,8 @@ class ShardedDataPoolClient(DataPoolClient):
         """Shards that owe an answer. A call to an actor that Ray restarts waits until it is up."""
         self._n_leases = random.randrange(len(self.shards))
 
-    def __reduce__(self) -> tuple[type[ShardedDataPoolClient], tuple[Any]]:
-        return (type(self), (self.actors,))
+    def __reduce__(self) -> tuple[type[ShardedDataPoolClient], tuple[Any, ...]]:
+        return (type(self), (self.actors, [pool.met for pool in self.pools]))
 
     def shard_of(self, prompt_uid: str) -> int:
         """Number of the shard that holds this group."""
@@ -286,7 +292,7 @@ class ShardedDataPoolClient(DataPoolClient):
         if line.is_unlimited:
             return await open_()
         if line.full is not None:
-            credit: Credit = await call(self.actors[home].wait_credit, prompt_uid, channel)
+            credit: Credit = await call(self.pools[home].wait_credit, prompt_uid, channel)
             if credit.is_known:
                 return await open_()
         try:
@@ -315,12 +321,12 @@ class ShardedDataPoolClient(DataPoolClient):
         """Return once the whole pool has credit for one group more."""
 
         def ask(
-            actor: DataPoolHandle, before: Credit | None, timeout_s: float, name: str
+            pool: KnownPool, before: Credit | None, timeout_s: float, name: str
         ) -> ObjectRef[Credit]:
             used = None if before is None else before.used
             return cast(
                 "ObjectRef[Credit]",
-                actor.wait_credit.remote(prompt_uid, channel, used, timeout_s, name),
+                pool.wait_credit.remote(prompt_uid, channel, used, timeout_s, name),
             )
 
         watch = _Watch(self, ask)
@@ -493,12 +499,12 @@ class ShardedDataPoolClient(DataPoolClient):
         tries = 0
 
         def ask(
-            actor: DataPoolHandle, before: Available | None, timeout_s: float, name: str
+            pool: KnownPool, before: Available | None, timeout_s: float, name: str
         ) -> ObjectRef[Available]:
             more_than = -1 if before is None else before.n_groups
             return cast(
                 "ObjectRef[Available]",
-                actor.wait_available.remote(n_rollouts, channel, more_than, timeout_s, name),
+                pool.wait_available.remote(n_rollouts, channel, more_than, timeout_s, name),
             )
 
         watch = _Watch(self, ask)
@@ -584,7 +590,7 @@ class ShardedDataPoolClient(DataPoolClient):
     def _return(self, held: Mapping[str, int]) -> list[asyncio.Task[Any]]:
         """Nack the leases that were given for these requests, also if the answer was lost."""
         return [
-            self._later(call(self.actors[k].release_request, request_id, INCOMPLETE))
+            self._later(call(self.pools[k].release_request, request_id, INCOMPLETE))
             for request_id, k in held.items()
         ]
 
@@ -698,7 +704,7 @@ class ShardedDataPoolClient(DataPoolClient):
 
         async def ask(k: int) -> Events:
             page: Events = await once(
-                self.actors[k].get_events, cursors[k], channel, kinds, limit, wait
+                self.pools[k].get_events, cursors[k], channel, kinds, limit, wait
             )
             return page
 

@@ -84,8 +84,9 @@ def start_shards(
     Args:
         name, namespace: `DataPoolClient.connect` finds all of them by this name. The actors are
             `name`, `name/1`, `name/2`, ….
-        options: further Ray actor options. By default several shards are spread over the nodes;
-            then `journal_dir` must be storage that every node sees.
+        options: further Ray actor options. By default several shards are spread over the nodes,
+            and each stays on its node. `journal_dir` must then be storage that every node sees, or
+            the nodes must be the same ones whenever a pool is started from it.
 
     Raises:
         PoolUnavailableError: one cannot start; the message says why. None is left running.
@@ -96,7 +97,8 @@ def start_shards(
     root = journal_folder(config)
     if n > 1:
         config = share(config)
-        options.setdefault("scheduling_strategy", "SPREAD")
+        if root is None:
+            options.setdefault("scheduling_strategy", "SPREAD")
     handles: dict[int, DataPoolHandle] = {}
     try:
         # The first one last: who finds it finds the others.

@@ -38,7 +38,8 @@ class Numbering:
     """Calling side: a Ray invocation decorator, shared by the methods of one handle.
 
     A copy of the handle, in this process or another one, is another caller: its decorator
-    unpickles with an identity and numbers of its own.
+    unpickles with an identity and numbers of its own. A client's `known=`, which pool it means,
+    goes along.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,10 @@ class Numbering:
     def __call__(self, invocation: Invocation) -> Invocation:
         def numbered(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             with self._lock:
-                reference = invocation(args, {**kwargs, "order": (self._caller, self._number)})
+                # One keyword for both, because Ray pickles each by itself.
+                order = (self._caller, self._number), kwargs.get("known")
+                rest = {name: value for name, value in kwargs.items() if name != "known"}
+                reference = invocation(args, {**rest, "order": order})
                 # Only now: a call that could not be sent must not leave a hole.
                 self._number += 1
                 return reference

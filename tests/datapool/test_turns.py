@@ -83,7 +83,7 @@ def test_a_call_that_could_not_be_sent_uses_up_no_number():
     def send(args, kwargs):
         if "bad" in kwargs:
             raise TypeError("cannot pickle")
-        sent.append(kwargs["order"][1])
+        sent.append(kwargs["order"][0][1])
 
     call = Numbering()(send)
     call([], {})
@@ -99,6 +99,6 @@ def test_a_copied_handle_is_another_caller():
     both = pickle.loads(pickle.dumps({"a": numbering, "b": numbering}))
     assert both["a"] is both["b"], "the methods of one handle share their numbers"
     for n in (numbering, both["a"]):
-        n(lambda args, kwargs: orders.append(kwargs["order"]))([], {})
+        n(lambda args, kwargs: orders.append(kwargs["order"][0]))([], {})
     assert orders[0][0] != orders[1][0]
     assert [number for _, number in orders] == [0, 0]

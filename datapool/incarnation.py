@@ -1,0 +1,164 @@
+"""This module names each opening of a pool's journal so that no other pool, and no earlier opening,
+is taken for it.
+
+    journal            (pool, generation); each opening counts one generation more
+    cluster            the last one of each actor, in Ray's key-value store: an actor that is
+                       restarted and finds no journal, another one or an older copy does not start
+    every client       the last one that it met; its calls say so, and a pool that is another one,
+                       or of a lower generation, refuses them
+
+Pool and actor are apart: a run that is resumed opens the same journal, so the same pool, with
+another actor. Without a journal there is nothing to name: that pool begins empty with every start,
+as `durability: none` says. Does not keep a former process from writing; the journal does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import pickle
+import socket
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+from datapool.errors import PoolReplacedError
+
+logger = logging.getLogger(__name__)
+
+STATE = "incarnation"
+"""Its name among the journal's states."""
+_NAMESPACE = b"stepwell-pool"
+
+Known: TypeAlias = "Incarnation | None"
+
+
+class Incarnation(NamedTuple):
+    """One opening of one journal."""
+
+    pool: str
+    """Made with the journal."""
+    generation: int
+    """How often the journal has been opened."""
+
+    @classmethod
+    def after(cls, state: bytes | None) -> Incarnation:
+        """The one that follows what the journal says; the first if it says nothing."""
+        if state is None:
+            return cls(uuid.uuid4().hex, 1)
+        pool, generation = pickle.loads(state)
+        return cls(pool, generation + 1)
+
+    def dump(self) -> bytes:
+        return pickle.dumps(tuple(self))
+
+    def __str__(self) -> str:
+        return f"{self.pool} (generation {self.generation})"
+
+    def check_follows(self, met: Incarnation) -> None:
+        """
+        Raises:
+            PoolReplacedError: who met `met` must not go on with this one.
+        """
+        if self.pool == met.pool and self.generation >= met.generation:
+            return
+        what = "another journal" if self.pool != met.pool else "an older copy of its journal"
+        raise PoolReplacedError(
+            f"this is DataPool {self}, but DataPool {met} was here before: the pool was started "
+            f"from {what}, and what it acknowledged since is not in there. Put the journal of "
+            f"{met.pool} back into data_pool.journal_dir and start the run again"
+        )
+
+
+def check_journal(folder: Path, file_name: str) -> Known:
+    """What this actor's pool was before it was restarted; None in its first start or without Ray.
+
+    Raises:
+        PoolReplacedError: it had a journal, and there is none in `folder`. None is made.
+    """
+    key = _key()
+    value = None if key is None else _internal_kv_get(key, namespace=_NAMESPACE)
+    if value is None:
+        return None
+    pool, generation, host = json.loads(value)
+    before = Incarnation(pool, generation)
+    if not (folder / file_name).exists():
+        raise PoolReplacedError(
+            f"DataPool {before} had its journal in {folder} on {host}, and on "
+            f"{socket.gethostname()} there is none: what it acknowledged would be missing. Put the "
+            "folder back, or make it reachable from this node, and start the run again"
+        )
+    return before
+
+
+def record(incarnation: Incarnation) -> None:
+    """Let the cluster know what this actor's pool is now."""
+    if (key := _key()) is not None:
+        value = json.dumps([*incarnation, socket.gethostname()]).encode()
+        _internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
+
+
+def _key() -> bytes | None:
+    """Of this actor, whatever process it is in."""
+    if not ray.is_initialized():
+        return None
+    actor_id = ray.get_runtime_context().get_actor_id()
+    return None if actor_id is None else actor_id.encode()
+
+
+class KnownPool:
+    """A pool's actor as one client knows it: a handle whose calls say which pool they mean."""
+
+    def __init__(self, actor: Any, met: Known = None) -> None:
+        self.met = met
+        self._actor = actor
+        self._greeting: asyncio.Task[Any] | None = None
+
+    def __getattr__(self, name: str) -> _Method:
+        return _Method(self, getattr(self._actor, name))
+
+    async def greet(self) -> tuple[str, str]:
+        """Learn which pool this is, and its `DataPoolActor.open_line`.
+
+        Raises:
+            PoolReplacedError: not the one that was met before.
+        """
+        node, line, incarnation = await self._actor.open_line.remote()
+        if incarnation is not None:
+            if self.met is not None:
+                incarnation.check_follows(self.met)
+            self.met = incarnation
+        return node, line
+
+    def greet_later(self) -> None:
+        """The same, after a restart; what calls need not wait for."""
+
+        async def greet() -> None:
+            # The next call meets the same error, and has somebody to tell.
+            with contextlib.suppress(RayError, PoolReplacedError):
+                await self.greet()
+
+        if self._greeting is None or self._greeting.done():
+            self._greeting = asyncio.ensure_future(greet())
+
+
+class _Method:
+    """`remote` and `options` as of a Ray handle's method."""
+
+    __slots__ = ("_method", "pool")
+
+    def __init__(self, pool: KnownPool, method: Any) -> None:
+        self.pool = pool
+        self._method = method
+
+    def remote(self, *arguments: Any) -> Any:
+        return self._method.remote(*arguments, known=self.pool.met)
+
+    def options(self, **options: Any) -> _Method:
+        return _Method(self.pool, self._method.options(**options))
