@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import json
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="kept; default: a temporary one")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left then, either
     print(f"seed {args.seed}", file=sys.stderr, flush=True)
     folder = args.folder or Path(tempfile.mkdtemp(prefix="stepwell-chaos-"))
     results = {
