@@ -23,6 +23,7 @@ import aiohttp
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -35,6 +36,7 @@ from gateway.dialects.openai_responses import OpenAIResponses
 from gateway.dialects.registry import DIALECTS, error_response
 from gateway.engine import EngineClient
 from gateway.errors import GatewayError, PathError, RequestError
+from gateway.hosts import Hosts
 from gateway.identity import Identities
 from gateway.keys import KeyRing
 from gateway.limits import CallLimits
@@ -68,10 +70,12 @@ class Gateway:
         threads: ThreadPoolExecutor,
         reward: RewardFunction | None,
         keys: KeyRing,
+        hosts: Hosts,
     ) -> None:
         self.config = config
         self._started_at = time.monotonic()
         self.keys = keys
+        self.hosts = hosts
         self.limits = CallLimits(config)
         self.pool = pool
         self.tokenizer = tokenizer
@@ -183,6 +187,7 @@ def create_app(
     reward = load_reward_function(config.reward_fn) if config.reward_fn else None
     load_generator(config)
     keys = KeyRing(config.admin_keys, config.agent_keys)
+    hosts = Hosts(config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -195,7 +200,9 @@ def create_app(
                 timeout=aiohttp.ClientTimeout(total=None),
                 read_bufsize=2**20,
             ) as session:
-                gateway = Gateway(config, pool, chat_tokenizer, session, threads, reward, keys)
+                gateway = Gateway(
+                    config, pool, chat_tokenizer, session, threads, reward, keys, hosts
+                )
                 app.state.gateway = gateway
                 await gateway.start()
                 try:
@@ -204,11 +211,18 @@ def create_app(
                     await gateway.close()
 
     def guarded(routes: ASGIApp) -> ASGIApp:
-        return Protection(
+        protected = Protection(
             Shortcut(routes),
             keys=keys,
+            hosts=hosts,
             max_body_bytes=config.max_body_bytes,
             body_timeout_s=config.body_timeout_s,
+        )
+        if not config.allowed_origins:
+            return protected
+        # Browsers ask before they send JSON, and need leave to read the answer.
+        return CORSMiddleware(
+            protected, config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
         )
 
     app = _App(guarded, title="Stepwell gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -236,17 +250,7 @@ def _pool_error(request: Request, e: Exception) -> Response:
 def _validation_error(request: Request, e: Exception) -> Response:
     if not isinstance(e, RequestValidationError):
         raise e
-    content_type = request.headers.get("content-type", "")
-    if "json" not in content_type:
-        # Not read as JSON on purpose: a web page could send a form to a server on loopback.
-        refused = RequestError(
-            f"the body came as {content_type or 'nothing'!r}; send it with the header "
-            "content-type: application/json (curl --json does)",
-            None,
-        )
-    else:
-        refused = invalid_body(e.errors())
-    return error_response(request.url.path, refused)
+    return error_response(request.url.path, invalid_body(e.errors()))
 
 
 def _http_error(request: Request, e: Exception) -> Response:

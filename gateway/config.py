@@ -154,6 +154,17 @@ class GatewayConfig(BaseModel):
     keepalive_s: float = Field(default=15.0, gt=0)
     """A stream without a token for this long carries an SSE comment, so that no proxy cuts it."""
 
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names that requests may have in their Host header, beside IP addresses, localhost and
+    the host of `public_url`. On loopback others are refused (DNS rebinding)."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages that may send requests from a browser, as `https://name:port`; others may not."""
+    max_header_bytes: int = Field(default=64 * 1024, ge=1024)
+    """Larger request headers are refused with 431."""
+    header_timeout_s: float = Field(default=10.0, gt=0)
+    """A request's headers must arrive within this; then 408."""
+    max_unauthenticated_connections: int = Field(default=1024, ge=1)
+    """Connections of one address on which no request was authorised yet; more are refused."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused with 413."""
     body_timeout_s: float = Field(default=60.0, gt=0)
@@ -200,10 +211,28 @@ class GatewayConfig(BaseModel):
     @classmethod
     def _is_address(cls, host: str) -> str:
         try:
-            _is_loopback(host)
+            is_loopback(host)
         except ValueError as e:
             raise ValueError(f"host is {host!r}; give an IP address or localhost") from e
         return host
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for host in hosts:
+            if not re.fullmatch(r"[\w.-]+", host):
+                raise ValueError(f"allowed_hosts holds {host!r}; write a name without a port")
+        return tuple(host.lower().rstrip(".") for host in hosts)
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if not re.fullmatch(r"[\w+.-]+://[\w.:\[\]-]+", origin):
+                raise ValueError(
+                    f"allowed_origins holds {origin!r}; write https://name:port, with no path"
+                )
+        return tuple(origin.lower() for origin in origins)
 
     @field_validator("admin_keys", "agent_keys", mode="before")
     @classmethod
@@ -262,7 +291,7 @@ class GatewayConfig(BaseModel):
 
     @model_validator(mode="after")
     def _others_need_keys(self) -> GatewayConfig:
-        if not _is_loopback(self.host) and not self.admin_keys and not self.agent_keys:
+        if not is_loopback(self.host) and not self.admin_keys and not self.agent_keys:
             raise ValueError(
                 f"host is {self.host!r}, which other machines reach, but there are no keys yet; "
                 "set admin_keys, e.g. to ${oc.env:STEPWELL_ADMIN_KEY}, or listen on 127.0.0.1"
@@ -302,7 +331,7 @@ class GatewayConfig(BaseModel):
         return self
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     return host == "localhost" or ipaddress.ip_address(host).is_loopback
 
 

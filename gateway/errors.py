@@ -10,12 +10,18 @@ pickling (they cross Ray) and subclass the matching built-in::
     │   ├── ContextLengthError                        400   the prompt does not fit
     │   ├── TrajectoryLimitError                      400   no turns or tokens left
     │   ├── BodyTooLargeError                         413
+    │   ├── MediaTypeError                            415   the body is not said to be JSON
+    │   ├── HeaderTooLargeError                       431
     │   ├── PreviousResponseError                     400   `previous_response_id` is not stored
     │   └── UnknownItemError                          404   nor is this response or item
     ├── AuthenticationError(PermissionError)          401   no key, or none that is known
     ├── PermissionDeniedError(PermissionError)        403   the key is not for this
+    │   ├── HostError                                 403   the request is for another host
+    │   └── OriginError                               403   it comes from another site's page
     ├── PathError(LookupError)                        404   (or 405)
     ├── BodyTimeoutError(TimeoutError)                408   the request's body did not arrive
+    ├── HeaderTimeoutError(TimeoutError)              408   nor did its headers
+    ├── TooManyConnectionsError(RuntimeError)         503   of this peer, without a key
     ├── TrajectoryConflictError(RuntimeError)         409   the trajectory is registered otherwise
     ├── TrajectoryClosedError(RuntimeError)           410   complete, aborted, or dropped
     ├── RateLimitedError(RuntimeError)                429   no room within the time to queue
@@ -107,6 +113,19 @@ class BodyTooLargeError(RequestError):
     status = 413
 
 
+class MediaTypeError(RequestError):
+    """The request's body is not said to be JSON. Not read as such on purpose: a web page could send
+    a form to a server on loopback."""
+
+    status = 415
+
+
+class HeaderTooLargeError(RequestError):
+    """The request's headers exceed `gateway.max_header_bytes`."""
+
+    status = 431
+
+
 class PreviousResponseError(RequestError):
     """`previous_response_id` names no response that is stored here."""
 
@@ -138,6 +157,18 @@ class PermissionDeniedError(GatewayError, PermissionError):
     code = "permission_denied"
 
 
+class HostError(PermissionDeniedError):
+    """The request's Host is no name of this gateway."""
+
+    code = "host_not_allowed"
+
+
+class OriginError(PermissionDeniedError):
+    """The request's Origin is another site's page."""
+
+    code = "origin_not_allowed"
+
+
 class PathError(GatewayError, LookupError):
     """No such path, or not with this method."""
 
@@ -155,6 +186,24 @@ class BodyTimeoutError(GatewayError, TimeoutError):
     def headers(self) -> dict[str, str]:
         # What still comes of the body is not read.
         return {"connection": "close"}
+
+
+class HeaderTimeoutError(GatewayError, TimeoutError):
+    """The request's headers did not arrive within `gateway.header_timeout_s`."""
+
+    status = 408
+    kind = "invalid_request_error"
+    code = "request_timeout"
+
+
+class TooManyConnectionsError(GatewayError, RuntimeError):
+    """A peer has `gateway.max_unauthenticated_connections`."""
+
+    status = 503
+    code = "too_many_connections"
+
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": "1"}
 
 
 class TrajectoryConflictError(GatewayError, RuntimeError):

@@ -150,8 +150,8 @@ class Identities:
         uid = unquote(uid)
         prompt_uid = unquote(headers.get(PROMPT_HEADER) or f"prompt-{uid}")
         for header, value in ((TRAJECTORY_HEADER, uid), (PROMPT_HEADER, prompt_uid)):
-            if not value or "/" in value:
-                raise RequestError(f"{header} is {value!r}; send an id without slashes", header)
+            if not value:
+                raise RequestError(f"{header} is empty; send an id, percent-encoded", header)
         return uid, prompt_uid
 
     def note_turn(self, trajectory: LiveTrajectory, key: Key, text_length: int | None) -> None:

@@ -32,6 +32,7 @@ from pydantic import SecretStr
 from starlette.datastructures import Headers
 
 from gateway.errors import AuthenticationError, PermissionDeniedError
+from gateway.paths import uid_of
 
 Access: TypeAlias = Literal["open", "agent", "admin"]
 Named: TypeAlias = tuple[str, str]
@@ -51,12 +52,16 @@ class Principal(NamedTuple):
 
 
 def needed_by(method: str, path: str) -> tuple[Access, Named | None]:
-    """What a request needs, and the trajectory that its URL names. Unknown paths need the most."""
+    """What a request needs, and the trajectory that its URL names. Unknown paths need the most.
+
+    Args:
+        path: as `paths.routing_path` gives it.
+    """
     if path == "/health":
         return "open", None
     parts = path.split("/", 4)[1:]
     if len(parts) == 4 and parts[0] and parts[1] and parts[2] == "v1":
-        return "agent", (parts[0], parts[1])
+        return "agent", (uid_of(parts[0]), uid_of(parts[1]))
     if path == "/ready" or path.startswith("/v1/"):
         return "agent", None
     # Some clients look whether the base URL can be reached before they send their key.
@@ -162,8 +167,8 @@ class KeyRing:
             named = _decoded(parts[1]), _decoded(parts[2])
         except ValueError:
             return None
-        # Base64 has many spellings of the same; only ours counts. No id is empty or has a slash.
-        is_ours = _name(*named) == name and all(named) and "/" not in f"{named[0]}{named[1]}"
+        # Base64 has many spellings of the same; only ours counts. No id is empty.
+        is_ours = _name(*named) == name and all(named)
         return named if is_ours else None
 
     def _access_of(self, key: str) -> Access:

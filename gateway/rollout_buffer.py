@@ -119,7 +119,8 @@ async def _body(request: Request) -> dict[str, Any]:
 @router.post("/start_rollout")
 async def start_rollout(request: Request) -> Response:
     buffer = _buffer(request)
-    buffer.start(await _body(request), str(request.base_url))
+    gateway: Gateway = request.app.state.gateway
+    buffer.start(await _body(request), gateway.hosts.origin(request.scope))
     return OrjsonResponse({"message": "Rollout started"})
 
 

@@ -10,7 +10,6 @@ import uuid
 from collections import Counter
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, cast
-from urllib.parse import quote
 
 import numpy as np
 from fastapi import APIRouter
@@ -30,6 +29,7 @@ from gateway.dialects.registry import DIALECTS, error_response
 from gateway.dialects.response_items import StoredResponse
 from gateway.errors import GatewayError, RequestError, TrajectoryConflictError
 from gateway.exchange import refuse_builtin_tools, serve
+from gateway.paths import Uid, quoted, uid_of
 from gateway.pool_port import ask
 from gateway.rewards import compute_reward
 from gateway.web import (
@@ -79,6 +79,12 @@ class AbortTrajectory(Body):
     will_retry: bool = False
 
 
+def _uid(request: Request) -> str | None:
+    """Of the trajectory in the request's URL, if that names one."""
+    segment: str | None = request.path_params.get("trajectory_uid")
+    return None if segment is None else uid_of(segment)
+
+
 def _gateway(request: Request) -> Gateway:
     return cast("Gateway", request.app.state.gateway)
 
@@ -93,10 +99,9 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
     for name, value in (("trajectory_uid", uid), ("prompt_uid", prompt_uid)):
-        if "/" in value or value in (".", ".."):
+        if value in (".", ".."):
             raise RequestError(
-                f"{name} is {value!r:.80}; it is part of a URL, so use no slash and no bare dots",
-                name,
+                f"{name} is {value!r}; it is part of a URL, so use no bare dots", name
             )
     replica = await gateway.replicas.place(body.trajectory_uid)
     if replica is not None and gateway.trajectories.known(uid) is not None:
@@ -107,29 +112,24 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
         trajectory = gateway.trajectories.elsewhere(uid, prompt_uid)
     await trajectory.open(channel=body.channel, attempt=body.attempt, metadata=body.metadata)
     if replica is None:
-        origin = gateway.config.public_url or str(request.base_url)
+        origin = gateway.config.public_url or gateway.hosts.origin(request.scope)
     else:
         origin = gateway.replicas.origin(replica)
     return OrjsonResponse(
         {
             "trajectory_uid": uid,
             "prompt_uid": prompt_uid,
-            "base_url": f"{origin.rstrip('/')}/{_quoted(uid)}/{_quoted(prompt_uid)}",
+            "base_url": f"{origin.rstrip('/')}/{quoted(uid)}/{quoted(prompt_uid)}",
             "api_key": gateway.keys.issue(uid, prompt_uid),
         }
     )
 
 
-def _quoted(uid: str) -> str:
-    """As a part of a URL's path; what may stand there stays as it is (RFC 3986)."""
-    return quote(uid, safe="!$&'()*+,;=:@")
-
-
 @router.post(f"{_UNDER}/register_trajectory")
 async def register_trajectory(
     request: Request,
-    trajectory_uid: str,
-    prompt_uid: str,
+    trajectory_uid: Uid,
+    prompt_uid: Uid,
     body: RegisterTrajectory | None = None,
 ) -> Response:
     body = body or RegisterTrajectory()
@@ -147,8 +147,8 @@ async def register_trajectory(
 @router.post(f"{_UNDER}/complete_trajectory")
 async def complete_trajectory(
     request: Request,
-    trajectory_uid: str,
-    prompt_uid: str,
+    trajectory_uid: Uid,
+    prompt_uid: Uid,
     body: CompleteTrajectory | None = None,
 ) -> Response:
     gateway = _gateway(request)
@@ -165,7 +165,7 @@ async def complete(
 
 @router.post(f"{_UNDER}/abort_trajectory")
 async def abort_trajectory(
-    request: Request, trajectory_uid: str, prompt_uid: str, body: AbortTrajectory
+    request: Request, trajectory_uid: Uid, prompt_uid: Uid, body: AbortTrajectory
 ) -> Response:
     trajectory = _gateway(request).trajectories.find(trajectory_uid, prompt_uid)
     outcome = await trajectory.abort(body.reason, will_retry=body.will_retry)
@@ -179,7 +179,7 @@ def _speak(path: str) -> None:
     """Serve a dialect below trajectory URLs and without one."""
 
     @router.post(f"{_UNDER}/{path}", name=path)
-    async def call(request: Request, trajectory_uid: str, prompt_uid: str) -> Response:
+    async def call(request: Request, trajectory_uid: Uid, prompt_uid: Uid) -> Response:
         gateway = _gateway(request)
         return await serve(gateway, gateway.dialects[path], request, trajectory_uid, prompt_uid)
 
@@ -202,7 +202,7 @@ async def count_tokens(request: Request) -> Response:
     parsed = AnthropicMessages().parse_count(body)
     refuse_builtin_tools(gateway, parsed)
     call = gateway.calls.normalised(parsed.call)
-    uid = request.path_params.get("trajectory_uid")
+    uid = _uid(request)
     if uid is None:
         trajectory = gateway.identities.known(request.headers, call)
     else:
@@ -233,21 +233,21 @@ async def response_input_items(request: Request, response_id: str) -> Response:
 
 @router.get(f"{_UNDER}/responses/{{response_id}}")
 async def trajectory_stored_response(
-    request: Request, trajectory_uid: str, prompt_uid: str, response_id: str
+    request: Request, trajectory_uid: Uid, prompt_uid: Uid, response_id: str
 ) -> Response:
     return await stored_response(request, response_id)
 
 
 @router.delete(f"{_UNDER}/responses/{{response_id}}")
 async def trajectory_delete_response(
-    request: Request, trajectory_uid: str, prompt_uid: str, response_id: str
+    request: Request, trajectory_uid: Uid, prompt_uid: Uid, response_id: str
 ) -> Response:
     return await delete_response(request, response_id)
 
 
 @router.get(f"{_UNDER}/responses/{{response_id}}/input_items")
 async def trajectory_response_input_items(
-    request: Request, trajectory_uid: str, prompt_uid: str, response_id: str
+    request: Request, trajectory_uid: Uid, prompt_uid: Uid, response_id: str
 ) -> Response:
     return await response_input_items(request, response_id)
 
@@ -255,14 +255,14 @@ async def trajectory_response_input_items(
 def _stored(request: Request, response_id: str) -> tuple[OpenAIResponses, StoredResponse]:
     """A remembered answer; below a trajectory's URL, or with its key, one of its own."""
     responses = _gateway(request).responses
-    uid = request.path_params.get("trajectory_uid")
+    uid = _uid(request)
     if uid is None and (named := request.state.principal.trajectory) is not None:
         uid = named[0]
     return responses, responses.stored(response_id, uid)
 
 
 @router.get(f"{_UNDER}/models")
-async def trajectory_models(request: Request, trajectory_uid: str, prompt_uid: str) -> Response:
+async def trajectory_models(request: Request, trajectory_uid: Uid, prompt_uid: Uid) -> Response:
     return await models(request)
 
 

@@ -4,7 +4,7 @@
     GatewayServer  the same inside a Ray actor                (several: `replicas.py`)
 
 The socket is bound before anything else starts, so that a taken port is one clear line and port 0
-is known. Does not own: the application (`app.py`).
+is known. Does not own: the application (`app.py`), a connection (`http_protocol.py`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import logging
 import os
 import socket
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from datapool.process import settle_heap
 from gateway.config import GatewayConfig
 from gateway.errors import GatewayError, PortInUseError
+from gateway.http_protocol import ConnectionLimits, HttpProtocol
 from gateway.pool_port import PoolPort
-from gateway.web import CONNECTION, Connection
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -62,56 +62,9 @@ def bind(host: str, port: int) -> socket.socket:
     return listening
 
 
-class _OneWrite:
-    """A transport that sends the head of an answer with what follows it: uvicorn writes them apart,
-    and each write is a system call here and a wake-up there."""
-
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        if self._head or not data.startswith(b"HTTP/"):
-            head, self._head = self._head, b""
-            self._transport.write(head + data)
-        else:
-            self._head = data
-            self._loop.call_soon(self._flush)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def _flush(self) -> None:
-        if self._head:
-            self.write(b"")
-
-
-class _Http(HttpToolsProtocol):
-    """uvicorn's, with `_OneWrite`, and a `Connection` in every request's scope: to wait for the end
-    of one in `receive` takes a task for each call."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(_OneWrite(transport, self.loop))  # type: ignore[arg-type]
-        self._connection = Connection()
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._connection.has_body = False
-        extensions: dict[str, Any] = {CONNECTION: self._connection}
-        self.scope["extensions"] = extensions
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._connection.has_body = True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._connection.lost()
+def http_protocol(config: GatewayConfig) -> Any:
+    """What uvicorn is to make of each connection: `Config(http=…)`."""
+    return partial(HttpProtocol, limits=ConnectionLimits(config))
 
 
 class _Server(uvicorn.Server):
@@ -162,7 +115,7 @@ class HttpServer:
                 self._app,
                 log_level=config.log_level,
                 access_log=False,
-                http=_Http,
+                http=http_protocol(config),
                 ws="none",
                 lifespan="on",
                 timeout_keep_alive=75,

@@ -26,6 +26,7 @@ from datapool.errors import DataPoolError
 from gateway.dialects.registry import DIALECTS, error_response
 from gateway.errors import GatewayError, RequestError
 from gateway.exchange import serve
+from gateway.paths import uid_of
 from gateway.routes import CompleteTrajectory, complete
 from gateway.web import invalid_body, read_body
 
@@ -49,11 +50,10 @@ class Shortcut:
             return
         url_path: str = scope["path"]
         before, _, path = url_path.partition("/v1/")
-        uids = before.split("/")[1:]
+        uids = [uid_of(segment) for segment in before.split("/")[1:]]
         request = Request(scope, receive)
         has_url = len(uids) == 2 and all(uids)
-        is_json = request.headers.get("content-type") == "application/json"
-        completes = path == "complete_trajectory" and has_url and is_json
+        completes = path == "complete_trajectory" and has_url
         if not completes and (path not in DIALECTS or (uids and not has_url)):
             await self._app(scope, receive, send)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -114,9 +114,17 @@ class Connection:
         """The last request has arrived to its end; those before it have, too."""
         self.listeners: set[Closing] = set()
         """Closed when the connection is lost."""
+        self.on_authenticated: Callable[[], None] | None = None
+        """Called once, when a request on it was authorised."""
+
+    def authenticated(self) -> None:
+        if self.on_authenticated is not None:
+            self.on_authenticated()
+            self.on_authenticated = None
 
     def lost(self) -> None:
         self.is_lost = True
+        self.on_authenticated = None
         for listener in tuple(self.listeners):
             listener.close()
 

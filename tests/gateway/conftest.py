@@ -23,13 +23,12 @@ from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-import gateway.server
 from datapool.config import PoolConfig
 from datapool.pool import DataPool
 from datapool.types import Step
 from gateway.app import create_app
 from gateway.config import GatewayConfig
-from gateway.server import bind
+from gateway.server import bind, http_protocol
 from gateway.tokenization import ChatTokenizer
 
 # -- templates -------------------------------------------------------------------------------
@@ -369,7 +368,7 @@ class ScriptedEngine:
         )
 
 
-SERVED_BY: dict[str, Any] = {"ours": gateway.server._Http, "another": "auto"}
+SERVED_BY: dict[str, Any] = {"ours": http_protocol(GatewayConfig()), "another": "auto"}
 """The protocol that `gateway.server` runs, and uvicorn's own."""
 
 
@@ -603,7 +602,8 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 **{"engine_urls": [e.url for e in made], "retry_backoff_s": 0.01, **options},
             )
             app = create_app(config, pool, tokenizer)
-            url = await stack.enter_async_context(serving(app, http=SERVED_BY[served_by]))
+            http = http_protocol(config) if served_by == "ours" else SERVED_BY[served_by]
+            url = await stack.enter_async_context(serving(app, http=http))
             clients = await stack.enter_async_context(AsyncExitStack())
             world = World(url, made[0], pool, tokenizer, app, clients)
             world.engines = made  # type: ignore[attr-defined]  # only the failover tests look

@@ -279,7 +279,8 @@ async def test_a_body_that_does_not_arrive_is_answered_408_and_the_connection_cl
 ) -> None:
     world = await worlds(body_timeout_s=0.05, served_by=served_by)
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\n"
+        "content-type: application/json\r\ncontent-length: 1000"
     )
     status, got = await raw(world.url, head, b'{"model": ')
     assert status == 408
@@ -299,7 +300,8 @@ async def test_bodies_in_pieces_and_requests_behind_one_another_are_read_whole(
     ]
     bodies[1] += b" " * 300_000
     requests = [
-        b"POST /t/p/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /t/p/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%s" % (len(body), body)
         for body in bodies
     ]
@@ -329,7 +331,8 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_begins_no_call(
     world = await worlds(body_timeout_s=10, served_by=served_by)
     _, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
     writer.write(
-        b"POST /t/p/v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /t/p/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: application/json\r\n"
         b'content-length: 1000\r\n\r\n{"model": '
     )
     await writer.drain()

@@ -450,7 +450,7 @@ async def disconnecting(world: Any, path: str) -> Callable[[], None]:
     """Sends a request and returns what drops the connection."""
     at = urlsplit(world.url)
     _, writer = await asyncio.open_connection(at.hostname, at.port)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: 2\r\n\r\n{{}}".encode())
     await writer.drain()
     return writer.transport.abort

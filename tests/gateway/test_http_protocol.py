@@ -1,0 +1,190 @@
+"""What a connection may cost before anybody knows whose it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+import pytest
+
+KEY = "an-admin-key-of-32-characters-00"
+AUTHORISED = f"authorization: Bearer {KEY}\r\n"
+HEAD = "GET /statistics HTTP/1.1\r\nhost: localhost\r\n"
+
+
+class Wire:
+    """A connection on which anything may be written."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, world: Any) -> Wire:
+        host, _, port = world.url.removeprefix("http://").partition(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    async def send(self, text: str | bytes, times: int = 1) -> int:
+        """How often it could be sent before the other side closed."""
+        data = text.encode() if isinstance(text, str) else text
+        for n in range(times):
+            try:
+                self.writer.write(data)
+                await self.writer.drain()
+            except ConnectionError:
+                return n
+            await asyncio.sleep(0)
+        return times
+
+    async def answer(self) -> str:
+        """Everything up to the end of the connection."""
+        async with asyncio.timeout(20):
+            try:
+                return (await self.reader.read()).decode()
+            except ConnectionError:
+                return ""
+
+    async def one(self) -> tuple[int, str]:
+        """Status and body of one answer on a connection that stays."""
+        async with asyncio.timeout(20):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
+            length = int(head.lower().partition("content-length: ")[2].split()[0])
+            return int(head.split()[1]), (await self.reader.readexactly(length)).decode()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        HEAD + "x-long: ",
+        HEAD,
+        "GET /",
+        # Trailers are headers, too, and come behind a body that was refused already.
+        "POST /generate HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+        "1\r\nx\r\n0\r\nx-long: ",
+        # The name of a chunk's extension never ends.
+        "POST /generate HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1;x=",
+    ],
+)
+async def test_a_header_without_end_is_cut_off(worlds: Any, begin: str) -> None:
+    world = await worlds(max_header_bytes=4096, admin_keys=[KEY])
+    wire = await Wire.to(world)
+    piece = "x: y\r\n" * 100 if begin == HEAD else "x" * 600
+    await wire.send(begin)
+    assert await wire.send(piece, 100_000) < 100_000  # 60 MB
+    answer = await wire.answer()
+    assert "431" in answer or "401" in answer or not answer
+    async with aiohttp.ClientSession() as session, session.get(f"{world.url}/health") as response:
+        assert response.status == 200
+
+
+async def test_a_header_is_refused_just_beyond_the_limit(worlds: Any) -> None:
+    world = await worlds(max_header_bytes=4096)
+    for n, status in ((3900, "200"), (4200, "431")):
+        wire = await Wire.to(world)
+        await wire.send(f"{HEAD}x: {'y' * n}\r\nconnection: close\r\n\r\n")
+        answer = await wire.answer()
+        assert answer.split()[1] == status
+        assert status == "200" or "gateway.max_header_bytes" in answer
+
+
+async def test_long_bodies_and_many_requests_are_no_headers(worlds: Any) -> None:
+    world = await worlds(max_header_bytes=1024)
+    wire = await Wire.to(world)
+    body = b'{"metadata": {"text": "' + b"x" * 300_000 + b'"}}'
+    request = (
+        b"POST /init_trajectory HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
+    pieces = (
+        b"POST /init_trajectory HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    )
+    pieces += b"transfer-encoding: chunked\r\n\r\n"
+    pieces += b"".join(b"1\r\n%c\r\n" % c for c in b"{" + b" " * 20_000 + b"}") + b"0\r\n\r\n"
+    for sent in (request, pieces, request):
+        await wire.send(sent)
+        assert (await wire.one())[0] == 200
+    wire.writer.close()
+
+
+@pytest.mark.parametrize("begin", ["", "GET /hea", HEAD + "x: y"])
+async def test_a_header_that_does_not_arrive_in_time_is_given_up(worlds: Any, begin: str) -> None:
+    world = await worlds(header_timeout_s=0.2)
+    wire = await Wire.to(world)
+    await wire.send(begin)
+    answer = await wire.answer()
+    if begin:
+        assert answer.startswith("HTTP/1.1 408 Request Timeout")
+        assert "gateway.header_timeout_s" in answer
+    else:
+        assert answer == ""
+
+
+async def test_a_connection_that_was_used_waits_for_the_next_request(worlds: Any) -> None:
+    world = await worlds(header_timeout_s=0.2)
+    wire = await Wire.to(world)
+    for _ in range(3):
+        await wire.send(HEAD + "\r\n")
+        assert (await wire.one())[0] == 200
+        await asyncio.sleep(0.3)
+    await wire.send("GET /hea")
+    assert (await wire.answer()).startswith("HTTP/1.1 408")
+
+
+async def test_the_rest_of_a_refused_body_is_not_waited_for_for_ever(worlds: Any) -> None:
+    world = await worlds(header_timeout_s=0.2, admin_keys=[KEY])
+    wire = await Wire.to(world)
+    await wire.send("POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000\r\n\r\n")
+    assert (await wire.one())[0] == 401
+    assert await wire.send("x", 1) == 1
+    assert await wire.answer() == ""
+    # One that does arrive leaves a connection that goes on.
+    wire = await Wire.to(world)
+    await wire.send("POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n")
+    assert (await wire.one())[0] == 401
+    await wire.send("x" * 4)
+    await asyncio.sleep(0.05)
+    await wire.send("x" * 5)
+    await asyncio.sleep(0.3)
+    await wire.send(HEAD + AUTHORISED + "\r\n")
+    assert (await wire.one())[0] == 200
+    wire.writer.close()
+
+
+async def test_a_peer_without_a_key_has_so_many_connections_and_one_with_a_key_more(
+    worlds: Any,
+) -> None:
+    world = await worlds(max_unauthenticated_connections=2, admin_keys=[KEY])
+    known = []
+    for _ in range(5):
+        wire = await Wire.to(world)
+        await wire.send(HEAD + AUTHORISED + "\r\n")
+        assert (await wire.one())[0] == 200
+        known.append(wire)
+    strangers = [await Wire.to(world) for _ in range(2)]
+    for wire in strangers:  # neither an open path nor a refusal makes them known
+        await wire.send("GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await wire.one())[0] == 200
+        await wire.send(HEAD + "\r\n")
+        assert (await wire.one())[0] == 401
+    refused = await Wire.to(world)
+    answer = await refused.answer()
+    assert answer.startswith("HTTP/1.1 503")
+    assert "gateway.max_unauthenticated_connections" in answer
+    await known[0].send(HEAD + AUTHORISED + "\r\n")
+    assert (await known[0].one())[0] == 200
+    strangers[0].writer.close()
+    await asyncio.sleep(0.05)
+    again = await Wire.to(world)
+    await again.send(HEAD + AUTHORISED + "\r\n")
+    assert (await again.one())[0] == 200
+    for wire in (*known, *strangers, again):
+        wire.writer.close()
+
+
+async def test_no_byte_of_a_body_is_kept_for_a_stranger(worlds: Any) -> None:
+    world = await worlds(admin_keys=[KEY], max_body_bytes=10_000_000)
+    wire = await Wire.to(world)
+    await wire.send("POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000000\r\n\r\n")
+    # The answer comes before the body does.
+    assert (await wire.one())[0] == 401
+    wire.writer.close()
