@@ -97,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
         "--only", nargs="+", metavar="SECTION", default=absent, help="these parts of it"
     )
     bench.add_argument("--kills", type=int, metavar="N", default=absent, help="of bench resume")
+    text = "of bench gateway's soak (default 10)"
+    bench.add_argument("--minutes", type=float, metavar="N", default=absent, help=text)
     bench.set_defaults(run=_bench)
     text = "list training backends and engines, built in and of installed packages"
     commands.add_parser("backends", help=text, description=text).set_defaults(run=_backends)
@@ -162,7 +164,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    known = ("quick", "only", "kills")
+    known = ("quick", "only", "kills", "minutes")
     options = {key: getattr(args, key) for key in known if hasattr(args, key)}
     return asyncio.run(_interruptible(run_bench(args.name, form=args.form or "table", **options)))
 

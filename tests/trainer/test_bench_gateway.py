@@ -114,6 +114,9 @@ def test_a_slow_engine_streams_long_conversations_and_waves_are_measured(
     assert all(row["p50_ms"] >= 50 for row in figures["engine_of_50_ms"])
     assert [row["system"] for row in figures["streams_of_an_event_every_5_ms"]] == _installed()
     assert figures["turns_of_3200_tokens"][-1]["turn"] == LONG_TURNS
+    assert all(row["p50_ms"] >= 50 for row in figures["open_trajectories_of_one_process"])
+    assert figures["live_trajectory"]["tokens"] > 3 * 3_000
+    assert figures["held_by_bound"] < 1
     waves = figures[f"waves_of_{QUICK.agents}_agents"]
     assert [row["errors"] for row in waves] == [0] * WAVES
 
@@ -129,6 +132,10 @@ def test_a_quick_run_reports_what_a_full_one_bounds(quick: BenchResult) -> None:
         "chunks_seen_before_the_next",
         "loop_delay_p99_ms",
         "rss_of_later_waves",
+        "p99_of_open_trajectories",
+        "longest_stall_ms_of_open_trajectories",
+        "held_by_bound",
+        "resident_by_bound",
     ):
         assert quick.figures[name] is not None
     assert json.loads(json.dumps(quick.as_json("gateway")))["bench"] == "gateway"
@@ -144,6 +151,19 @@ def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> No
     with pytest.raises(ConfigError, match=r"streams.*choose from throughput"):
         asyncio.run(run(quick=True, only=["streams"]))
     assert "stream" in SECTIONS
+
+
+def test_a_soak_of_no_time_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="minutes is 0"):
+        asyncio.run(run(only=["soak"], minutes=0))
+
+
+def test_a_soak_runs_as_long_as_it_is_told_and_only_if_it_is_named(quick: BenchResult) -> None:
+    assert not any("soak" in name for name in quick.figures)
+    soaked = asyncio.run(run(quick=True, only=["soak"], minutes=0.05)).figures
+    assert soaked["soak_errors"] == 0
+    assert soaked[f"soak_of_{QUICK.agents}_agents"]["requests"] > QUICK.agents
+    assert soaked["soak_mb_per_minute"] is not None
 
 
 # -- what is sent ----------------------------------------------------------------------------
@@ -216,6 +236,20 @@ async def test_the_client_sends_every_turn_of_every_rollout(engine: Engine, clie
     result = await client.run(_job(engine))
     assert len(result.latencies_s) == 2 * 4 * 2
     assert all(0 < latency <= result.ended - result.began for latency in result.latencies_s)
+
+
+async def test_the_client_ends_when_its_time_is_over(engine: Engine, client: Client) -> None:
+    result = await client.run(_job(engine, prompts=1_000_000, turns=1_000, duration_s=0.2))
+    assert 3 <= len(result.latencies_s) < 1_000_000
+    assert result.ended - result.began >= 0.2
+
+
+async def test_connections_begin_one_after_the_other_if_they_are_staggered(
+    engine: Engine, client: Client
+) -> None:
+    result = await client.run(_job(engine, connections=4, prompts=1, stagger_s=0.05))
+    assert len(result.latencies_s) == 8
+    assert result.ended - result.began >= 0.15
 
 
 async def test_the_client_sees_each_event_of_a_stream_as_it_is_written(

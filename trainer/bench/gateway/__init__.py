@@ -1,10 +1,13 @@
 """`stepwell bench gateway`: the gateway beside its engine, rllm-model-gateway and sglang-router.
 
     throughput   requests/s, latency and CPU at 1, 16 and 64 connections      measure.py
-    delayed      the same at 64 connections with an engine that takes 50 ms    measure.py
+    delayed      the same at 64 connections with an engine that takes 50 ms, and with
+                 trajectories that stay open: stalls of the event loop         measure.py
     long         gateway CPU of each turn of a 64,000-token conversation       shapes.py
     stream       first token, and whether any chunk waits for the next         shapes.py
     many         512 agents with long prompts at once                          shapes.py
+    memory       bytes of a live trajectory of 64,000 tokens                   memory.py
+    soak         how fast memory grows with 512 live trajectories, some minutes; only if named
 
 Everything runs on the cores of this machine: the client (`client.py`) and the engine (`engine.py`)
 in processes of their own, made to cost next to nothing, the gateway in its Ray actor, and the
@@ -22,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainer.bench.checks import BenchResult, Check
 from trainer.bench.gateway.measure import (
     CONNECTIONS,
@@ -32,6 +37,7 @@ from trainer.bench.gateway.measure import (
     table,
     throughput,
 )
+from trainer.bench.gateway.memory import live_trajectories, soak
 from trainer.bench.gateway.process import Client, Engine
 from trainer.bench.gateway.shapes import long_conversations, streams, wave
 from trainer.bench.gateway.systems import (
@@ -44,12 +50,15 @@ from trainer.bench.gateway.systems import (
     System,
     is_installed,
 )
-from trainer.bench.gateway.workload import TURNS, make_workload
+from trainer.bench.gateway.workload import LONG_TURNS, TURNS, make_workload
 from trainer.bench.pool.cluster import bench_cluster
 from trainer.errors import ConfigError
 
 WAVES = 6
-SECTIONS = ("throughput", "delayed", "long", "stream", "many")
+SOAK_MINUTES, MOST_MINUTES = 10.0, 600.0
+SECTIONS = ("throughput", "delayed", "long", "stream", "many", "memory", "soak")
+ON_DEMAND = ("soak",)
+"""Sections that only run if they are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,8 @@ class _Size:
     conversations: int
     stream_rounds: int
     agents: int
+    live_prompts: int
+    live_turns: int
 
 
 FULL = _Size(
@@ -77,6 +88,8 @@ FULL = _Size(
     conversations=7,
     stream_rounds=5,
     agents=512,
+    live_prompts=8,
+    live_turns=LONG_TURNS,
 )
 QUICK = _Size(
     rounds=1,
@@ -87,6 +100,8 @@ QUICK = _Size(
     conversations=1,
     stream_rounds=1,
     agents=16,
+    live_prompts=1,
+    live_turns=3,
 )
 
 
@@ -96,17 +111,26 @@ class _Report:
     checks: dict[str, Check] = field(default_factory=dict)
 
 
-async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
-    """All sections, or those named in `only`.
+async def run(
+    *, quick: bool = False, only: Sequence[str] = (), minutes: float = SOAK_MINUTES
+) -> BenchResult:
+    """All sections but the soak, or those named in `only`.
+
+    Args:
+        minutes: that the soak takes.
 
     Raises:
-        ConfigError: `only` names no section.
+        ConfigError: `only` names no section, or `minutes` is none.
         RuntimeError: a system failed to answer, or stored other content than the engine's.
     """
     for name in only:
         if name not in SECTIONS:
             raise ConfigError(f"only is {name!r}; choose from {', '.join(SECTIONS)}")
+    if not 0 < minutes <= MOST_MINUTES:
+        raise ConfigError(f"minutes is {minutes:g}; give a number in (0, {MOST_MINUTES:g}]")
     wanted = set(only or SECTIONS)
+    if not only:
+        wanted -= set(ON_DEMAND)
     size = QUICK if quick else FULL
     report = _Report()
     async with _running() as (bench, ours):
@@ -120,6 +144,10 @@ async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
             await _stream(bench, ours, size, report)
         if "many" in wanted:
             await _many(bench, ours, size, report)
+        if "memory" in wanted:
+            await _memory(bench, ours, size, report)
+        if "soak" in wanted:
+            await _soak(bench, ours, size, minutes, report)
     for other in (Rllm, SglangRouter):
         if not is_installed(other):
             report.figures[f"{other.package}, not installed"] = INSTALL
@@ -180,8 +208,27 @@ def _by_rllm(samples: Samples, system: System | type[System], connections: int) 
 
 async def _delayed(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
     most = max(size.connections)
-    samples = await delayed(bench, most, rounds=size.delayed_rounds, groups=size.delayed_groups)
+    samples, left_open, stalls = await delayed(
+        bench, ours, most, rounds=size.delayed_rounds, groups=size.delayed_groups
+    )
     report.figures["engine_of_50_ms"] = table(samples, Direct.name)
+    report.figures["open_trajectories_of_one_process"] = [
+        {
+            "round": k + 1,
+            "requests_per_s": each.requests_per_s,
+            "p50_ms": each.p50_ms,
+            "p99_ms": each.p99_ms,
+            "cpu_ms": each.cpu_ms,
+            "loop_delay_max_ms": stall.loop_max_ms,
+            "collections": stall.collections,
+            "collection_max_ms": stall.collection_max_ms,
+        }
+        for k, (each, stall) in enumerate(zip(left_open, stalls, strict=True))
+    ]
+    ratio = paired(left_open, samples[ours.name, most], lambda a, b: a.p99_ms / b.p99_ms)
+    report.checks["p99_of_open_trajectories"] = Check(ratio, 1.15)
+    longest = statistics.median(stall.loop_max_ms for stall in stalls)
+    report.checks["longest_stall_ms_of_open_trajectories"] = Check(longest, 20.0)
     if (Rllm.name, most) in samples:
         by_rllm = _by_rllm(samples, StepwellReplicas, most)
         report.figures[f"requests_by_rllm_at_{most}_of_50_ms"] = by_rllm
@@ -257,3 +304,31 @@ async def _many(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> N
     half = WAVES // 2
     grown = max(w.rss_mb for w in waves[half:]) / max(w.rss_mb for w in waves[:half])
     report.checks["rss_of_later_waves"] = Check(grown, 1.03)
+
+
+async def _memory(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+    live = await live_trajectories(bench, ours, size.live_prompts, size.live_turns)
+    report.figures["live_trajectory"] = {
+        "tokens": live.n_tokens,
+        "text_bytes": live.n_text_bytes,
+        "bound_bytes": live.bound_bytes,
+        "held_bytes": live.held_bytes,
+        "resident_bytes": live.resident_bytes,
+    }
+    report.checks["held_by_bound"] = Check(live.held_bytes / live.bound_bytes, 1.0)
+    report.checks["resident_by_bound"] = Check(live.resident_bytes / live.bound_bytes, 1.0)
+
+
+async def _soak(bench: Bench, ours: Stepwell, size: _Size, minutes: float, report: _Report) -> None:
+    measured = await soak(bench, ours, size.agents, minutes)
+    report.figures[f"soak_of_{size.agents}_agents"] = {
+        "minutes": minutes,
+        "requests": measured.requests,
+        "gateway_rss_mb_by_tenths": [
+            round(float(part[-1])) for part in np.array_split(measured.rss_mb, 10) if len(part)
+        ],
+    }
+    if measured.errors:
+        report.figures["first_error"] = measured.errors[0]
+    report.checks["soak_errors"] = Check(len(measured.errors), 0)
+    report.checks["soak_mb_per_minute"] = Check(measured.slope_mb_per_minute, 5.0)

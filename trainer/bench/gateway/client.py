@@ -30,9 +30,7 @@ import httptools
 import orjson
 import uvloop
 
-COMPLETE = b'{"reward":1.0}'
-JOB_S = 240.0
-"""No job lasts longer."""
+COMPLETE = '{"reward":1.0}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,7 @@ class Job:
     path: str
     """With {trajectory} and {prompt}."""
     complete_path: str | None
+    """None: trajectories stay open."""
     name: str
     """Trajectories and prompts are named after it."""
     connections: int
@@ -80,6 +79,13 @@ class Job:
     """Between two turns."""
     first_prompt: int = 0
     """So that jobs of the same kind send other prompts."""
+    complete_body: str = COMPLETE
+    stagger_s: float = 0.0
+    """Between the first requests of two connections."""
+    duration_s: float | None = None
+    """Then connections end after the turn that they are in; None: they run all rollouts."""
+    limit_s: float = 240.0
+    """No job lasts longer."""
 
 
 class Rollout(NamedTuple):
@@ -117,6 +123,7 @@ class Load:
             Rollout, itertools.product(range(job.prompts), range(job.rollouts))
         )
         self.running = job.connections
+        self.connections = 0
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_done(self) -> None:
@@ -148,7 +155,12 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._next_rollout()
+        wait_s = self._load.connections * self._job.stagger_s
+        self._load.connections += 1
+        if wait_s:
+            asyncio.get_running_loop().call_later(wait_s, self._next_rollout)
+        else:
+            self._next_rollout()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._done:
@@ -166,7 +178,7 @@ class Connection(asyncio.Protocol):
 
     def _next_rollout(self) -> None:
         rollout = next(self._load.left, None)
-        if rollout is None:
+        if rollout is None or self._is_late() or self._done:
             self._finish()
             return
         self._rollout, self._turn = rollout, 0
@@ -248,13 +260,17 @@ class Connection(asyncio.Protocol):
             before, self._cpu = self._cpu, cpu_seconds(self._job.cpu_pid)
             self._load.result.cpu_s[-1].append(self._cpu - before)
         self._turn += 1
-        if self._turn < self._job.turns:
+        if self._turn < self._job.turns and not self._is_late():
             self._send_turn()
         elif self._job.complete_path is not None:
             self._completing = True
-            self._send(self._job.complete_path, COMPLETE)
+            self._send(self._job.complete_path, self._job.complete_body.encode())
         else:
             self._next_rollout()
+
+    def _is_late(self) -> bool:
+        duration_s = self._job.duration_s
+        return duration_s is not None and time.perf_counter() > self._load.result.began + duration_s
 
     def _read_events(self, data: bytes) -> None:
         now = time.perf_counter()
@@ -290,9 +306,9 @@ async def run(job: Job, conversations: Conversations) -> Result:
             load.fail(f"no connection: {failure!r}")
             load.connection_done()
     try:
-        await asyncio.wait_for(load.ended, JOB_S)
+        await asyncio.wait_for(load.ended, job.limit_s)
     except TimeoutError:
-        load.fail(f"{load.running} connections were still waiting after {JOB_S:g} s")
+        load.fail(f"{load.running} connections were still waiting after {job.limit_s:g} s")
     load.result.ended = time.perf_counter()
     return load.result
 

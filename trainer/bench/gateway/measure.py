@@ -13,12 +13,13 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from trainer.bench.gateway.client import Job, cpu_seconds
 from trainer.bench.gateway.process import Client, Engine, resident_bytes
-from trainer.bench.gateway.systems import System
+from trainer.bench.gateway.systems import Stepwell, System
 from trainer.bench.gateway.workload import ROLLOUTS, TURNS, Workload
 
 CONNECTIONS = (1, 16, 64)
@@ -53,23 +54,38 @@ class Bench:
     systems: Sequence[System]
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
-    def job(self, system: System, kind: str, **options: int | float | bool | None) -> Job:
+    def job(self, system: System, kind: str, **options: int | float | bool | str | None) -> Job:
         """A job for `system` with a name of its own."""
-        return Job(
-            kind=kind,
-            ports=system.ports,
-            path=system.path,
-            complete_path=system.complete_path,
-            name=f"{kind}-{next(self._names)}",
-            **options,  # type: ignore[arg-type]  # Job's own fields
-        )
+        fields: dict[str, Any] = {
+            "kind": kind,
+            "ports": system.ports,
+            "path": system.path,
+            "complete_path": system.complete_path,
+            "name": f"{kind}-{next(self._names)}",
+            **options,
+        }
+        return Job(**fields)
 
 
 async def sample(
     bench: Bench, system: System, connections: int, prompts: int, first_prompt: int = 0
 ) -> Sample:
     """One measurement; what was stored is checked afterwards."""
-    job = bench.job(
+    job = _job(bench, system, connections, prompts, first_prompt)
+    measured = await _measured(bench, system, job)
+    await system.settle([job])
+    return measured
+
+
+def _job(
+    bench: Bench,
+    system: System,
+    connections: int,
+    prompts: int,
+    first_prompt: int,
+    **options: float | None,
+) -> Job:
+    return bench.job(
         system,
         "chat",
         connections=connections,
@@ -77,15 +93,18 @@ async def sample(
         rollouts=ROLLOUTS,
         turns=TURNS,
         first_prompt=first_prompt,
+        **options,
     )
+
+
+async def _measured(bench: Bench, system: System, job: Job) -> Sample:
     cpu, pool_cpu = _cpu(*system.pids), _cpu(system.pool_pid)
     result = await bench.client.run(job)
     cpu, pool_cpu = _cpu(*system.pids) - cpu, _cpu(system.pool_pid) - pool_cpu
     rss = sum(map(resident_bytes, system.pids))
-    await system.settle([job])
-    n = len(result.latencies_s)
-    if n != prompts * ROLLOUTS * TURNS:
-        raise RuntimeError(f"{system.name} answered {n} of {prompts * ROLLOUTS * TURNS} requests")
+    n, asked = len(result.latencies_s), job.prompts * job.rollouts * job.turns
+    if n != asked:
+        raise RuntimeError(f"{system.name} answered {n} of {asked} requests")
     p50, p99, most = np.percentile(result.latencies_s, (50, 99, 100)) * 1e3
     return Sample(
         requests_per_s=n / (result.ended - result.began),
@@ -120,18 +139,57 @@ async def throughput(
     return samples
 
 
-async def delayed(bench: Bench, connections: int, *, rounds: int, groups: int) -> Samples:
-    """The same with an engine that takes 50 ms."""
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """What the gateway's event loop and garbage collector did during a job."""
+
+    loop_max_ms: float
+    """The longest that a task in the loop woke up too late."""
+    collections: int
+    collection_max_ms: float
+
+
+async def delayed(
+    bench: Bench, ours: Stepwell, connections: int, *, rounds: int, groups: int
+) -> tuple[Samples, list[Sample], list[Stalls]]:
+    """The same with an engine that takes 50 ms; and, of one process of ours, once more with
+    trajectories that stay open and begin one after the other."""
     samples: Samples = {}
+    left_open: list[Sample] = []
+    stalls: list[Stalls] = []
     await bench.engine.control(delay_s=DELAY_S)
     try:
         for turn in range(rounds):
             for system in bench.systems:
                 measured = await sample(bench, system, connections, groups, turn * groups)
                 samples.setdefault((system.name, connections), []).append(measured)
+            with_stalls = await _open_trajectories(bench, ours, connections, groups, turn * groups)
+            left_open.append(with_stalls[0])
+            stalls.append(with_stalls[1])
     finally:
         await bench.engine.control()
-    return samples
+    return samples, left_open, stalls
+
+
+async def _open_trajectories(
+    bench: Bench, system: Stepwell, connections: int, prompts: int, first_prompt: int
+) -> tuple[Sample, Stalls]:
+    job = _job(
+        bench,
+        system,
+        connections,
+        prompts,
+        first_prompt,
+        complete_path=None,
+        stagger_s=DELAY_S / ROLLOUTS,
+    )
+    await system.actors[0].watch.remote()
+    measured = await _measured(bench, system, job)
+    late_s, collections_s = await system.actors[0].stalls.remote()
+    await system.actors[0].complete_all.remote()
+    await system.settle([job])
+    stalls = Stalls(1e3 * max(late_s), len(collections_s), 1e3 * max(collections_s, default=0.0))
+    return measured, stalls
 
 
 def table(samples: Samples, reference: str) -> list[dict[str, str | int | float]]:

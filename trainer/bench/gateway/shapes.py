@@ -139,7 +139,7 @@ async def wave(bench: Bench, system: Stepwell, agents: int) -> Wave:
     )
     await system.actors[0].watch.remote()
     result = await bench.client.attempt(job)
-    late = await system.actors[0].late_s.remote()
+    late, _ = await system.actors[0].stalls.remote()
     rss = sum(map(resident_bytes, system.pids))
     if not result.errors:
         await system.settle([job])

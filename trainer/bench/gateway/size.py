@@ -63,7 +63,7 @@ def trajectory_size(gateway: Any, uid: str) -> int:
     return deep_size(trajectory, [gateway, *vars(gateway).values()])
 
 
-def bound(n_tokens: int, n_text_bytes: int) -> float:
+def bound(n_tokens: float, n_text_bytes: float) -> float:
     """The most bytes that a live trajectory may hold.
 
     Args:

@@ -9,14 +9,16 @@ proxy and keeps nothing.
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import os
 import sys
 import tempfile
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import ray
@@ -26,13 +28,16 @@ from datapool.client import DataPoolClient
 from datapool.config import PoolConfig
 from datapool.types import Step
 from gateway.config import GatewayConfig
+from gateway.graph import join
 from gateway.replicas import start_replicas
 from gateway.server import GatewayServer
 from trainer.bench.gateway.client import Job
 from trainer.bench.gateway.process import Engine, Process, free_port, wait_until_served
+from trainer.bench.gateway.size import trajectory_size
 from trainer.bench.gateway.workload import Workload
 from trainer.bench.pool.systems import pid_of
 
+T = TypeVar("T")
 CHAT = {"model": "bench", "messages": [{"role": "user", "content": "."}], "max_tokens": 64}
 
 
@@ -85,19 +90,64 @@ class WatchedGateway(GatewayServer):
         super().__init__(config, pool)
         self._watching = False
         self._late_s: list[float] = []
+        self._collections_s: list[float] = []
+        self._collecting = 0.0
 
     async def watch(self) -> None:
-        """Begin to record how late a task that sleeps 5 ms wakes up."""
-        loop = self._http._loop
-        if loop is None:
-            raise RuntimeError("the gateway does not serve yet")
-        self._watching, self._late_s = True, []
-        asyncio.run_coroutine_threadsafe(self._watch(), loop)
+        """Begin to record how late a task that sleeps 5 ms wakes up, and how long garbage
+        collections take."""
+        self._watching, self._late_s, self._collections_s = True, [], []
+        gc.callbacks.append(self._collects)
+        asyncio.run_coroutine_threadsafe(self._watch(), self._loop())
 
-    async def late_s(self) -> list[float]:
-        """End it; the seconds of each turn."""
+    async def stalls(self) -> tuple[list[float], list[float]]:
+        """End it; the seconds of each turn and of each collection."""
         self._watching = False
-        return self._late_s
+        gc.callbacks.remove(self._collects)
+        return self._late_s, self._collections_s
+
+    async def held(self) -> list[tuple[int, int, int]]:
+        """Of each open trajectory: bytes that it holds, its tokens, bytes of their text."""
+        return await self._in_loop(self._held())
+
+    async def complete_all(self) -> None:
+        """Complete all open trajectories, as their agents would."""
+        await self._in_loop(self._complete_all())
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        if self._http._loop is None:
+            raise RuntimeError("the gateway does not serve yet")
+        return self._http._loop
+
+    async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop()))
+
+    @property
+    def _gateway(self) -> Any:
+        if self._http._app is None:
+            raise RuntimeError("the gateway does not serve yet")
+        return self._http._app.state.gateway
+
+    async def _held(self) -> list[tuple[int, int, int]]:
+        gateway = self._gateway
+        gc.collect()
+        held = []
+        for trajectory in gateway.trajectories:
+            last = trajectory.graph.turn(trajectory.steps - 1)
+            text = gateway.tokenizer.decode(join(last.arrays()).tolist())
+            size = trajectory_size(gateway, trajectory.uid)
+            held.append((size, trajectory.graph.n_tokens, len(text.encode())))
+        return held
+
+    async def _complete_all(self) -> None:
+        for trajectory in self._gateway.trajectories:
+            await trajectory.complete(1.0, None)
+
+    def _collects(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.perf_counter()
+        else:
+            self._collections_s.append(time.perf_counter() - self._collecting)
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -113,6 +163,7 @@ class Stepwell(System):
     name = "Stepwell"
     path = "/{trajectory}/{prompt}/v1/chat/completions"
     complete_path = "/{trajectory}/{prompt}/v1/complete_trajectory"
+    abort_path = "/{trajectory}/{prompt}/v1/abort_trajectory"
     scale = 2
 
     async def start(self, engine: Engine, workload: Workload) -> None:
