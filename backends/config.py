@@ -54,8 +54,11 @@ class EngineConfig(BaseModel):
     """From launch to the first answer of `/health`, loading included."""
     stop_timeout_s: float = Field(default=5.0, gt=0)
     """From SIGTERM to SIGKILL when it is stopped."""
+    hang_timeout_s: float = Field(default=120.0, gt=0)
+    """An engine that is up and answers no request for so long is restarted; not one that is
+    paused or loads weights. Longer than its longest step on a busy machine."""
     max_restarts: int = Field(default=5, ge=0)
-    """Restarts in a row after a crash; a minute of health starts the count anew."""
+    """Restarts in a row after a crash or a hang; a minute of health starts the count anew."""
     python: str | None = None
     """Interpreter to run it with, e.g. of SGLang's own environment; null = this one."""
     extra_args: tuple[str, ...] = ()

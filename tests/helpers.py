@@ -26,6 +26,18 @@ async def serving_posts(path: str, answer: Handler) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+def actor_processes(name: str) -> list[psutil.Process]:
+    """Processes of the Ray actors of this class, on a cluster that this process started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(f"ray::{name}"):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
 async def gone(pid: int) -> bool:
     """Whether the process ended, by now or within some seconds."""
     for _ in range(1000):

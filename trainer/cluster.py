@@ -22,8 +22,8 @@ import ray
 from backends.config import EngineConfig
 from backends.engines.client import EngineClient
 from backends.engines.nodes import start_engine_group
-from backends.engines.router import start_router
-from backends.engines.server import start_engine
+from backends.engines.router import start_router, started_router
+from backends.engines.server import start_engine, started
 from backends.weights.transports import ADAPTER_NAME
 from datapool.client import DataPoolClient
 from datapool.process import settle_heap
@@ -129,7 +129,7 @@ async def _start_engines(
         )
     for server in servers:
         stack.push_async_callback(_stop, server)
-    urls: list[list[str]] = await asyncio.gather(*(server.start.remote() for server in servers))
+    urls = await asyncio.gather(*(started(server) for server in servers))
     return [url for of_server in urls for url in of_server]
 
 
@@ -142,8 +142,7 @@ async def _start_router(
     folder = config.run.dir.absolute()
     router = start_router(engine, log_dir=folder / "logs", weights_dir=folder / WEIGHTS)
     stack.push_async_callback(_stop, router)
-    url: str = await router.start.remote(urls)
-    return url
+    return await started_router(router, urls)
 
 
 async def _start_gateways(config: GatewayConfig, stack: AsyncExitStack) -> tuple[str, ...]:

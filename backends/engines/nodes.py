@@ -6,6 +6,9 @@
 
 The parts of a server cannot go on without each other, so a part is never restarted alone. The
 server keeps its url over restarts: its head takes the same ports again, the others take new ones.
+`EngineNode` actors that die are restarted by Ray, an `EngineGroupServer` too: it makes new nodes
+(the old ones die with their owner) and brings the server up at its url.
+
 All parts must load the same version: the store's lock is held until the last has read it, so that
 no publication commits in between.
 
@@ -21,6 +24,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import ray
 
@@ -33,6 +37,7 @@ from backends.engines.addresses import (
     node_ip,
     node_launches,
 )
+from backends.engines.server import KEPT
 from backends.engines.supervisor import HEALTHY_FOR_S, Supervisor
 from backends.errors import EngineStartError
 from backends.weights import StoreLock
@@ -41,6 +46,8 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Between two looks at the parts."""
+ANSWER_S = 60.0
+"""How long a part may take to answer; that of a node that is lost never does."""
 _KEPT_PORTS_S = 60.0
 """How long the head of a server that ended waits for its own ports to be free again."""
 
@@ -135,6 +142,7 @@ class EngineGroup:
         self._url = ""
         self._error: EngineStartError | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
 
     async def start(self) -> list[str]:
         """The server's url, once all its parts are healthy.
@@ -147,8 +155,18 @@ class EngineGroup:
             self._keeper = asyncio.create_task(self._keep())
         return [self._url]
 
+    async def serve(self, urls: Sequence[str]) -> None:
+        """Keep the server at its url, as `start` returned it, until `stop`."""
+        if self._keeper is None:  # `start` was called in the actor before this one
+            (self._url,) = urls
+            url = urlsplit(self._url)
+            self._head = Host(str(url.hostname), int(url.port or 0))
+            self._keeper = asyncio.create_task(self._keep())
+        await self._stopped.wait()
+
     async def stop(self) -> None:
         """End all parts. Idempotent."""
+        self._stopped.set()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -256,7 +274,7 @@ class _RemoteNode:
         self._actor = actor
 
     async def reserve(self, first_port: int | None = None) -> Host:
-        host: Host = await self._actor.reserve.remote(first_port)
+        host: Host = await asyncio.wait_for(self._actor.reserve.remote(first_port), ANSWER_S)
         return host
 
     async def launch(self, launch: NodeLaunch) -> str:
@@ -264,11 +282,11 @@ class _RemoteNode:
         return url
 
     async def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = await self._actor.status.remote()
+        status: dict[str, Any] = await asyncio.wait_for(self._actor.status.remote(), ANSWER_S)
         return status
 
     async def stop(self) -> None:
-        await self._actor.stop.remote()
+        await asyncio.wait_for(self._actor.stop.remote(), ANSWER_S)
 
 
 class EngineGroupServer(EngineGroup):
@@ -284,7 +302,7 @@ class EngineGroupServer(EngineGroup):
         kind = ray.remote(EngineNode)
         nodes = [
             _RemoteNode(
-                kind.options(**{"num_cpus": 0, **each}).remote(
+                kind.options(**{**KEPT, **each}).remote(
                     config, os.path.join(log_dir, f"node_{rank}"), weights_dir
                 )
             )
@@ -301,5 +319,5 @@ def start_engine_group(
     options: Sequence[dict[str, Any]],
 ) -> Any:
     """A handle of a new group, as of `start_engine`; `options` are Ray's, of each node's actor."""
-    actor = ray.remote(EngineGroupServer).options(num_cpus=0)
+    actor = ray.remote(EngineGroupServer).options(**KEPT)
     return actor.remote(config, log_dir, weights_dir, list(options))

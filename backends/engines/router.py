@@ -39,6 +39,7 @@ import ray
 from backends.config import EngineConfig
 from backends.engines.addresses import free_port, reachable
 from backends.engines.client import EngineClient
+from backends.engines.server import KEPT
 from backends.errors import EngineError, EngineStartError, EngineTimeoutError
 from backends.weights import read_current
 
@@ -125,6 +126,7 @@ class RouterServer:
         self._late: Counter[str] = Counter()
         self._router: RouterClient | None = None
         self._following: asyncio.Task[None] | None = None
+        self._stopped = asyncio.Event()
 
     @property
     def _is_ours(self) -> bool:
@@ -136,13 +138,13 @@ class RouterServer:
         Raises:
             EngineStartError: it did not within `engine.startup_timeout_s`; the message says why.
         """
-        self._workers = [EngineClient(url, timeout_s=ANSWER_S) for url in worker_urls]
         if self._is_ours:
             self._check()
             port = free_port(self._config.host)
             self._url = f"http://{reachable(self._config.host)}:{port}"
+        self._look_after(self._url, worker_urls)
+        if self._is_ours:
             self._launch()
-        self._router = RouterClient(self._url)
         deadline, why = time.monotonic() + self._config.startup_timeout_s, "it does not answer"
         while True:
             try:
@@ -165,8 +167,22 @@ class RouterServer:
         self._following = asyncio.create_task(self._follow())
         return self._url
 
+    async def serve(self, url: str, worker_urls: Sequence[str]) -> None:
+        """Keep the router at `url`, as `start` returned it, until `stop`. An actor that Ray
+        restarted launches it again there."""
+        if self._following is None:
+            self._look_after(url, worker_urls)
+            self._following = asyncio.create_task(self._follow())
+        await self._stopped.wait()
+
+    def _look_after(self, url: str, worker_urls: Sequence[str]) -> None:
+        self._url = url
+        self._router = RouterClient(url)
+        self._workers = [EngineClient(url, timeout_s=ANSWER_S) for url in worker_urls]
+
     async def stop(self) -> None:
         """Stop a router that was launched; take the workers out of one that was not. Idempotent."""
+        self._stopped.set()
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -284,6 +300,17 @@ class RouterServer:
         return EngineStartError(f"{who} {what}{where}")
 
 
+async def started_router(router: Any, worker_urls: Sequence[str]) -> str:
+    """The url of a new `RouterServer`'s router, which is kept there.
+
+    Raises:
+        EngineStartError: it did not come up.
+    """
+    url: str = await router.start.remote(worker_urls)
+    router.serve.remote(url, worker_urls)
+    return url
+
+
 def start_router(
     config: EngineConfig,
     *,
@@ -291,7 +318,6 @@ def start_router(
     weights_dir: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Any:
-    """A handle of a new `RouterServer` actor; call `start.remote(worker_urls)` next. `options` are
-    Ray's."""
+    """A handle of a new `RouterServer` actor; await `started_router` next. `options` are Ray's."""
     actor = ray.remote(RouterServer)
-    return actor.options(**{"num_cpus": 0, **options}).remote(config, log_dir, weights_dir)
+    return actor.options(**{**KEPT, **options}).remote(config, log_dir, weights_dir)

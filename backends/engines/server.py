@@ -1,12 +1,15 @@
 """`EngineServer`: the Ray actor that supervises one engine, or attaches to running ones.
 
     server = start_engine(config, log_dir=run_dir / "logs", weights_dir=run_dir / "weights")
-    urls = await server.start.remote()      # healthy
-    ...                                     # crashes are restarted at the committed weights
+    urls = await started(server)            # healthy
+    ...                                     # restarted at the committed weights after a crash or
+                                            # hang, of the engine or of the actor
     await server.stop.remote()
 
-The engine dies with the actor's process, however that ends. A thin shell: `supervisor.py` has the
-logic. Requests and weight updates go to the urls directly, never through the actor.
+The engine dies with the actor's process, however that ends. Ray restarts the actor and makes the
+calls again that were under way: `serve` always is, so the new actor is told the urls of the old one
+and starts the engine again there. A thin shell: `supervisor.py` has the logic. Requests and weight
+updates go to the urls directly, never through the actor.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 
@@ -23,6 +28,10 @@ from backends.engines.addresses import node_ip
 from backends.engines.client import EngineClient
 from backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
 from backends.errors import EngineStartError
+
+KEPT: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+"""Ray's options of an actor that is restarted, and its calls made again, until it is killed by its
+handle."""
 
 
 class EngineServer:
@@ -38,6 +47,7 @@ class EngineServer:
         self._supervisor = (
             None if config.kind == "attach" else Supervisor(config, log_dir, weights_dir)
         )
+        self._stopped = asyncio.Event()
 
     async def start(self) -> list[str]:
         """Urls of the healthy engine(s). Idempotent.
@@ -53,8 +63,15 @@ class EngineServer:
         await asyncio.gather(*(self._await_health(url) for url in self._config.urls))
         return list(self._config.urls)
 
+    async def serve(self, urls: Sequence[str]) -> None:
+        """Keep the engine at `urls`, as `start` returned them, until `stop`."""
+        if self._supervisor is not None:
+            self._supervisor.go_on(int(urlsplit(urls[0]).port or 0))
+        await self._stopped.wait()
+
     async def stop(self) -> None:
         """Stop the launched engine; attached ones are left alone. Idempotent."""
+        self._stopped.set()
         if self._supervisor is not None:
             await asyncio.to_thread(self._supervisor.stop)
 
@@ -77,6 +94,17 @@ class EngineServer:
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
 
+async def started(server: Any) -> list[str]:
+    """Urls of the engine of a new `EngineServer` or `EngineGroupServer`, which is kept there.
+
+    Raises:
+        EngineStartError: it did not come up.
+    """
+    urls: list[str] = await server.start.remote()
+    server.serve.remote(urls)
+    return urls
+
+
 def start_engine(
     config: EngineConfig,
     *,
@@ -85,7 +113,7 @@ def start_engine(
     name: str | None = None,
     **options: Any,
 ) -> Any:
-    """A handle of a new `EngineServer` actor; call `start.remote()` next.
+    """A handle of a new `EngineServer` actor; await `started` next.
 
     `options` are Ray's (`num_gpus`, `scheduling_strategy`, …). It is given no CPU by default: the
     engine's threads are bounded by `config.threads`, not by Ray.
@@ -93,4 +121,4 @@ def start_engine(
     actor = ray.remote(EngineServer)
     if name is not None:
         options["name"] = name
-    return actor.options(**{"num_cpus": 0, **options}).remote(config, log_dir, weights_dir)
+    return actor.options(**{**KEPT, **options}).remote(config, log_dir, weights_dir)

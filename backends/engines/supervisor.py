@@ -1,8 +1,8 @@
 """Runs one engine process and keeps it running, at the current weights.
 
-    starting ──healthy──► up ──dies──► restarting ──healthy, at current.json, lock held──► up
-       │                   │               └──more than max_restarts in a row──► failed
-       └─dies, too slow──► failed          stop() ──► stopped, from any state
+    starting ──healthy──► up ──dies, hangs──► restarting ──healthy, at current.json, lock held──► up
+       │                   │                      ▲  └──more than max_restarts in a row──► failed
+       └─dies, too slow──► failed    go_on(port) ─┘        stop() ──► stopped, from any state
 
 One thread starts the process, waits for its end and restarts it, so the fork's thread lives as
 long as the engine may: when the supervisor's process dies, by whatever cause, so does the engine
@@ -10,6 +10,17 @@ long as the engine may: when the supervisor's process dies, by whatever cause, s
 launch and again when healthy, then under the store's lock: a publication may have committed
 meanwhile, or be about to. Until then it is paused: it serves nothing that was replaced. The
 embedded engine starts paused; another is paused as soon as it is healthy.
+
+A process that hangs (stopped, deadlocked) does not end by itself. While it is up it is asked every
+`PROBE_EVERY_S`::
+
+    GET /model_info         its HTTP side answers, whatever the engine does
+    GET /health_generate    it generates: any token of any request will do. Not asked while a
+                            publication holds the store's lock or its memory is lent (it may be
+                            paused, and new requests then wait)
+
+One that gave no answer to one of the two for `engine.hang_timeout_s` is killed and restarted. Only
+time spent asking counts, so a machine that was suspended kills nothing when it wakes up.
 
 Synchronous, no Ray; `server.py` is the Ray actor around it. Does not publish weights or route
 requests.
@@ -45,6 +56,12 @@ State = Literal["new", "starting", "up", "restarting", "failed", "stopped"]
 
 LOG_TAIL_LINES = 20
 PROBE_INTERVAL_S = 0.05
+"""Between two looks at a process that starts."""
+PROBE_EVERY_S = 5.0
+"""Between two looks at one that is up."""
+PROBE_TIMEOUT_S = 25.0
+"""Of one probe; the servers give themselves 20 s to generate a token for theirs."""
+_NOT_FOUND = (404, 405, 501)
 HEALTHY_FOR_S = 60.0
 """After this long up, earlier crashes no longer count against `max_restarts`."""
 _WRAPPER = Path(__file__).with_name("die_with_parent.py")
@@ -75,6 +92,7 @@ class Supervisor:
         self._weights_dir = weights_dir
         self._error: EngineStartError | None = None
         self._crashes_in_a_row = 0
+        self._goes_on = False
         self._stop = threading.Event()
         self._settled = threading.Event()
         """Set at the first time up, failed or stopped."""
@@ -102,6 +120,14 @@ class Supervisor:
         if self._error is not None:
             raise self._error
         return self.url
+
+    def go_on(self, port: int) -> None:
+        """Run the engine of a supervisor that died, at its port; does not wait for it. Idempotent.
+        A failure of this first start is one of a restart."""
+        with self._lock:
+            if self.state == "new":
+                self.port, self.state, self._goes_on = port, "restarting", True
+                self._thread.start()
 
     def stop(self) -> None:
         """Stop the engine: SIGTERM, after `stop_timeout_s` SIGKILL. Idempotent."""
@@ -158,8 +184,9 @@ class Supervisor:
                 try:
                     self._wait_healthy(started + self.config.startup_timeout_s)
                 except EngineStartError:
-                    if not self._settled.is_set() and not self._port_was_taken():
-                        raise  # the first start: a configuration that cannot work
+                    is_first = not self._settled.is_set() and not self._goes_on
+                    if is_first and not self._port_was_taken():
+                        raise  # a configuration that cannot work
                 else:
                     if self._stop.is_set():
                         break
@@ -312,8 +339,46 @@ class Supervisor:
         return taken
 
     def _await_end(self) -> None:
-        if self._process is not None:
-            self._process.wait()
+        """Returns when the process has ended; one that hangs is killed."""
+        process = self._process
+        if process is None:
+            return
+        # A later node of a server has no such endpoint: its first node speaks for all.
+        limit_s = min(PROBE_TIMEOUT_S, self.config.hang_timeout_s)
+        answers = _status(f"{self.url}/model_info", limit_s) not in _NOT_FOUND
+        silent_s = ailing_s = 0.0
+        while True:
+            try:
+                process.wait(PROBE_EVERY_S)
+                return
+            except subprocess.TimeoutExpired:
+                if not answers:
+                    continue
+            asked = time.monotonic()
+            answered = _status(f"{self.url}/model_info", limit_s) is not None
+            generates = answered and self._generates(limit_s)
+            took_s = PROBE_EVERY_S + min(time.monotonic() - asked, 2 * limit_s)
+            silent_s = 0.0 if answered else silent_s + took_s
+            ailing_s = 0.0 if generates else ailing_s + took_s
+            if max(silent_s, ailing_s) > self.config.hang_timeout_s and process.poll() is None:
+                log.error(
+                    "%s hangs: no %s for engine.hang_timeout_s=%g; it is restarted",
+                    self.url,
+                    "token" if answered else "answer",
+                    self.config.hang_timeout_s,
+                )
+                self._signal_kill()
+
+    def _generates(self, limit_s: float) -> bool:
+        """It generated a token, or need not: it may be paused, or have no such endpoint."""
+        if self.config.release_memory and self.config.kind != "embedded":
+            return True  # SGLang may be asked for no token while its memory is lent
+        if self._weights_dir is not None:
+            with StoreLock(self._weights_dir).tried() as mine:
+                if not mine:
+                    return True
+        status = _status(f"{self.url}/health_generate", limit_s)
+        return status == 200 or status in _NOT_FOUND
 
     def _note_crash(self, lived_s: float) -> None:
         code = self._process.returncode if self._process is not None else None
@@ -392,6 +457,17 @@ def _get(url: str, timeout: float) -> bytes | None:
             body: bytes = response.read()
             return body if response.status == 200 else None
     except (OSError, urllib.error.URLError):
+        return None
+
+
+def _status(url: str, timeout: float) -> int | None:
+    """The status of the answer; None: there is none in time."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as e:
+        return e.code
+    except OSError:  # urllib's own among them
         return None
 
 

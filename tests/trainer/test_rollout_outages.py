@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
-import psutil
 import pytest
 import ray
 import uvicorn
@@ -27,6 +26,7 @@ from gateway.config import GatewayConfig
 from gateway.server import bind
 from tests.gateway.conftest import make_tokenizer
 from tests.gateway.test_engine import Machine
+from tests.helpers import actor_processes
 from trainer.config import RolloutConfig
 from trainer.data import PromptSource
 from trainer.data_config import JsonlSource
@@ -322,9 +322,7 @@ async def test_prompts_outlast_the_death_of_a_rollout_worker(rig: Rig) -> None:
 
     async def dies() -> None:
         await drawn(producer, 4)
-        [worker] = [
-            p for p in psutil.Process().children(recursive=True) if "RolloutWorker" in _name(p)
-        ]
+        [worker] = actor_processes("RolloutWorker")
         worker.kill()
 
     await asyncio.gather(rig.generate(producer), dies())
@@ -333,10 +331,3 @@ async def test_prompts_outlast_the_death_of_a_rollout_worker(rig: Rig) -> None:
     assert told.draws == tuple(f"p{i}" for i in range(4))
     assert told.dropped == {INFRASTRUCTURE: 4}
     assert told.returned == 4
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -29,11 +29,13 @@ from backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
 from backends.engines.embedded.memory import add_memory_routes
 from backends.engines.embedded.parsers import parse_tool_calls, separate_reasoning
 from backends.engines.embedded.reply import Reply, parse_generate
-from backends.engines.embedded.request import InvalidRequestError, Request, SamplingParams
+from backends.engines.embedded.request import InvalidRequestError, Request
+from backends.engines.embedded.scheduler import Scheduler
 from backends.engines.embedded.updates import add_update_routes
 
 VERSION = "stepwell-embedded"
 HEALTH_TIMEOUT_S = 20.0
+HEALTH_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,24 +189,21 @@ class Server:
         yield b"data: [DONE]\n\n"
 
     async def health_generate(self) -> Response:
-        """Generate one token; while paused, only the loop's answer is asked for."""
+        """200 as soon as a token of any request is computed, or the loop says that none has to be:
+        nothing waits, or it is paused. Generates none itself, which would draw from the seed."""
+        scheduler = self.loop.scheduler
+
+        def computed() -> int:
+            return scheduler.generated_tokens + scheduler.prefilled_tokens
+
+        before = computed()
 
         async def probe() -> None:
-            if await self.loop.call(lambda s: s.paused or bool(s.released)):
-                return
-            done = asyncio.Event()
-            request = Request(
-                rid=f"HEALTH_CHECK_{time.monotonic_ns()}",
-                prompt_ids=[0],
-                params=SamplingParams(max_new_tokens=1),
-                on_update=done.set,
-            )
-            self.loop.scheduler.validate(request)
-            self.loop.submit(request)
-            try:
-                await done.wait()
-            finally:
-                self.loop.cancel(request)
+            def waits(_: Scheduler) -> bool:
+                return scheduler.has_work and computed() == before
+
+            while await self.loop.call(waits):  # noqa: ASYNC110 - another thread's counters
+                await asyncio.sleep(HEALTH_LOOK_S)
 
         try:
             await asyncio.wait_for(probe(), HEALTH_TIMEOUT_S)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ import ray
 from backends.config import EngineConfig
 from backends.engines.addresses import Host, NodeLaunch
 from backends.engines.client import EngineClient
-from backends.engines.nodes import EngineGroup, EngineNode
+from backends.engines.nodes import EngineGroup, EngineNode, start_engine_group
+from backends.engines.server import started
 from backends.errors import EngineStartError
 from backends.weights import WeightStore
+from tests.helpers import actor_processes
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
 
@@ -116,6 +118,36 @@ async def test_a_part_that_cannot_start_stops_the_others(
         with pytest.raises(EngineStartError, match=r"model_path is '.*nowhere'"):
             await server.start()
         assert await pids(server) == [None, None]
+
+
+@pytest.fixture
+def own_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("own_ray")
+@pytest.mark.parametrize("victim", ["EngineGroupServer", "EngineNode"])
+async def test_a_server_outlasts_the_death_of_its_actors(
+    config: EngineConfig, tmp_path: Path, eventually: Any, victim: str
+) -> None:
+    server = start_engine_group(config, log_dir=tmp_path, options=[{}, {}])
+    (url,) = await started(server)
+    before = [node["pid"] for node in (await server.status.remote())["nodes"]]
+    async with EngineClient(url) as client:
+        actor_processes(victim)[-1].kill()
+
+        async def is_back() -> bool:
+            status = await server.status.remote()
+            up = [node["state"] == "up" for node in status["nodes"]]
+            return all(up) and await client.health() and not any(map(is_running, before))
+
+        await eventually(is_back, 120.0)
+    status = await server.status.remote()
+    assert status["url"] == url
+    await server.stop.remote()
+    assert not any(is_running(node["pid"]) for node in status["nodes"])
 
 
 class Part:

@@ -12,15 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from aiohttp import web
 from pydantic import ValidationError
 
 from backends.config import EngineConfig
 from backends.engines.addresses import free_port
 from backends.engines.client import EngineClient
-from backends.engines.router import RouterClient, RouterServer, router_argv
+from backends.engines.router import (
+    RouterClient,
+    RouterServer,
+    router_argv,
+    start_router,
+    started_router,
+)
 from backends.errors import EngineRequestError, EngineStartError, EngineUnavailableError
 from backends.weights import WeightStore
+from tests.helpers import actor_processes, gone
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 GREEDY = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}
@@ -236,6 +244,33 @@ async def test_the_list_holds_who_answers_and_has_the_committed_weights(
 
         await eventually(lambda: _restarted(server))
         await eventually(is_back)
+
+
+@pytest.fixture
+def own_ray() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("own_ray")
+async def test_a_router_whose_actor_is_killed_comes_back_at_its_address_and_is_filled_again(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    async with Worker() as worker:
+        server = start_router(router_config(startup_timeout_s=120), log_dir=tmp_path)
+        url = await started_router(server, [worker.url])
+        async with RouterClient(url, timeout_s=30) as router:
+            before = (await server.status.remote())["pid"]
+            actor_processes("RouterServer")[0].kill()
+            assert await gone(before)
+
+            async def is_back() -> bool:
+                return await router.health(1.0) and await lists(router, worker)
+
+            await eventually(is_back)
+        await server.stop.remote()
+        ray.kill(server)
 
 
 async def _restarted(server: RouterServer) -> bool:

@@ -13,8 +13,10 @@ import ray
 
 from backends.config import EngineConfig
 from backends.engines.client import EngineClient
-from backends.engines.server import start_engine
+from backends.engines.server import start_engine, started
 from backends.errors import EngineStartError
+from backends.weights import WeightStore
+from tests.helpers import actor_processes
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,39 @@ async def test_the_actor_starts_an_engine_and_killing_it_leaves_none(
     ray.kill(attached)
     status = await server.status.remote()
     assert status["state"] == "up"
+    ray.kill(server)
+    assert gone(status["pid"])
+
+
+@pytest.mark.usefixtures("_ray")
+async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_committed_weights(
+    model_dirs: Any,
+    make_engine_config: Callable[..., EngineConfig],
+    tmp_path: Path,
+    eventually: Callable[..., Any],
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    config = make_engine_config("embedded", model_dirs.base)
+    server = start_engine(config, log_dir=tmp_path, weights_dir=store.folder)
+    [url] = await started(server)
+    before = (await server.status.remote())["pid"]
+    store.commit(5, model_dirs.new)
+    async with EngineClient(url) as client:
+        assert await client.weight_version() == 0
+        [actor] = actor_processes("EngineServer")
+        actor.kill()
+        assert gone(before)
+
+        async def is_back() -> bool:
+            return await client.health()
+
+        await eventually(is_back, 120.0)
+        answer = await client.generate([40, 41], {"max_new_tokens": 1})
+    assert answer["meta_info"]["weight_version"] == "5"
+    status = await server.status.remote()
+    assert status["state"] == "up"
+    assert status["url"] == url
+    await server.stop.remote()
     ray.kill(server)
     assert gone(status["pid"])
 

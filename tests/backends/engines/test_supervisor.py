@@ -110,8 +110,11 @@ if not first and os.environ["STUB"] == "crashes at its start":
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        stuck = first and os.environ["STUB"] == "does not continue"
-        self.send_response(500 if stuck and self.path == "/continue_generation" else 200)
+        stuck_at = {
+            "does not continue": "/continue_generation",
+            "generates nothing": "/health_generate",
+        }.get(os.environ["STUB"])
+        self.send_response(500 if first and self.path == stuck_at else 200)
         self.end_headers()
         self.wfile.write(b'{"model_path": "m", "weight_version": "0"}')
 
@@ -122,7 +125,9 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
-def stub(folder: Path, behaviour: str, weights_dir: Path | None = None) -> Supervisor:
+def stub(
+    folder: Path, behaviour: str, weights_dir: Path | None = None, **fields: Any
+) -> Supervisor:
     """Of a process that answers as an engine does."""
     python = folder / "python"
     (folder / "stub.py").write_text(STUB)
@@ -135,6 +140,7 @@ def stub(folder: Path, behaviour: str, weights_dir: Path | None = None) -> Super
         python=str(python),
         max_restarts=2,
         env={"STUB": behaviour, "CUDA_VISIBLE_DEVICES": ""},
+        **fields,
     )
     return Supervisor(config, folder / "logs", weights_dir)
 
@@ -164,6 +170,68 @@ def test_an_engine_that_does_not_continue_is_restarted(tmp_path: Path) -> None:
     try:
         supervisor.start()
         assert (supervisor.state, supervisor.restarts) == ("up", 1)
+    finally:
+        supervisor.stop()
+
+
+async def test_an_engine_that_hangs_comes_back_at_its_address_with_the_committed_weights(
+    launch: Launch,
+    model_dirs: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Callable[..., Any],
+) -> None:
+    monkeypatch.setattr("backends.engines.supervisor.PROBE_EVERY_S", 0.1)
+    store = WeightStore(tmp_path / "weights")
+    supervisor = launch(store.folder, hang_timeout_s=5.0)
+    url = supervisor.start()
+    store.commit(5, model_dirs.new)
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGSTOP)
+
+    async def back() -> bool:
+        return supervisor.restarts > 0 and supervisor.state == "up"
+
+    await eventually(back, 120.0)
+    assert supervisor.url == url
+    async with EngineClient(url) as client:
+        assert await client.weight_version() == 5
+
+
+async def test_an_engine_that_is_paused_or_busy_does_not_hang(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backends.engines.supervisor.PROBE_EVERY_S", 0.1)
+    supervisor = launch(hang_timeout_s=5.0, max_running_requests=1)
+    async with EngineClient(supervisor.start()) as client:
+        long = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True}
+        calls = [asyncio.create_task(client.generate([40, 41], long)) for _ in range(6)]
+        await asyncio.sleep(2)
+        await client.pause("retract")
+        await asyncio.sleep(12)
+        await client.continue_()
+        await asyncio.gather(*calls)
+    assert (supervisor.state, supervisor.restarts) == ("up", 0)
+
+
+def test_an_engine_that_generates_nothing_hangs_but_not_during_a_publication(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backends.engines.supervisor.PROBE_EVERY_S", 0.05)
+    store = WeightStore(tmp_path / "weights")
+    supervisor = stub(tmp_path, "generates nothing", store.folder, hang_timeout_s=0.5)
+    try:
+        supervisor.start()
+        with store.lock.tried() as mine:
+            assert mine
+            time.sleep(1.5)
+            assert supervisor.restarts == 0
+        deadline = time.monotonic() + 30
+        while (supervisor.state, supervisor.restarts) != ("up", 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(1.0)  # the second launch generates
+        assert supervisor.restarts == 1
     finally:
         supervisor.stop()
 
