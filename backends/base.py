@@ -146,7 +146,9 @@ class TrainingBackend(ABC):
     def train_step(
         self, batch: Any, loss_fn: LossFn, indices: Sequence[int] | None = None
     ) -> dict[str, float]:
-        """One optimizer step over the steps `indices` of the batch (all if None); its metrics."""
+        """One optimizer step over the steps `indices` of the batch (all if None); its metrics.
+        `skipped` is 1 among them if the step was not taken (a gradient that is not finite): it
+        makes no data staler."""
         raise self._unsupported("train_step")
 
     def save_weights(self, path: str | Path) -> None:

@@ -224,7 +224,7 @@ class TorchBackend(TrainingBackend):
         Returns:
             The means that `loss_fn` reports, and `loss`, `grad_norm` (before clipping), `lr`,
             `tokens` (trained), `padded_tokens` (computed), `rows`, `micro_batches`, `seconds`,
-            `skipped_updates` (so far).
+            `skipped` (1: this update was not applied), `skipped_updates` (so far).
 
         Raises:
             BatchError: `indices` is empty or not within the batch.
@@ -259,6 +259,7 @@ class TorchBackend(TrainingBackend):
                 torch.nn.utils.clip_grad_norm_(self._masters.parameters, self._config.max_grad_norm)
             )
         )
+        before = self._updates
         lr = self._apply(loss, grad_norm)
         # A mean over no token is 0/0; it is left out rather than reported as 0.
         metrics = {k: float(m.total) / float(m.count) for k, m in means.items() if m.count > 0}
@@ -268,6 +269,7 @@ class TorchBackend(TrainingBackend):
             "lr": lr,
             "rows": float(len(rows)),
             **{name: float(number) for name, number in count.items()},
+            "skipped": float(self._updates == before),
             "skipped_updates": float(self._skipped_updates),
             "seconds": time.perf_counter() - start,
         }

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import math
 import time
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -78,6 +79,13 @@ class Progress:
     kl_coef: float | None = None
     """Coefficient of the KL to the reference, once it has been adapted."""
     evaluations: list[Evaluation] = field(default_factory=list)
+    unapplied: list[int] = field(default_factory=list)
+    """Of `updates`, by number, those that left the policy as it was: a gradient that was not
+    finite, the critic's warm-up."""
+
+    def applied(self, updates: int) -> int:
+        """Of so many updates, those that changed the policy: what lag is counted in."""
+        return updates - bisect_right(self.unapplied, updates)
 
 
 class Trainer:
@@ -182,7 +190,6 @@ class Trainer:
             with self._phases("train"):
                 update = await self._compute(self._optimize, batch, indices)
             await self._return_memory()
-            self.progress.updates += 1
             if self.progress.updates % self.config.async_training.trigger_parameter_sync_step == 0:
                 with self._phases("publish"):
                     await self.publish()
@@ -217,6 +224,7 @@ class Trainer:
             columns["rollout_log_probs"],
             self.config.algorithm.off_policy,
         )
+        gap = self._log_prob_gap(batch, prox)
         if not self.config.async_training.use_rollout_log_probs:
             columns["rollout_log_probs"] = prox
         columns["prox_log_probs"] = prox
@@ -237,8 +245,9 @@ class Trainer:
             batch.lengths,
             lags(
                 [s.policy_version for s in steps],
-                self.progress.published,
-                updates_now=self.progress.updates,
+                # A copy: a publication may end meanwhile, in the event loop's thread.
+                {v: self.progress.applied(u) for v, u in self.progress.published.copy().items()},
+                updates_now=self.progress.applied(self.progress.updates),
                 updates_per_sync=self.config.async_training.trigger_parameter_sync_step,
             ),
             staleness_threshold=self.config.async_training.staleness_threshold,
@@ -253,7 +262,7 @@ class Trainer:
             mini_batches=mini_of_step,
             seed=self.config.run.seed + self.progress.updates,
         )
-        if (gap := self._log_prob_gap(batch)) is not None:
+        if gap is not None:
             metrics["log_prob_gap"] = gap
         mini_batches = [
             [i for i, m in enumerate(mini_of_step) if m == number] for number in range(len(parts))
@@ -261,13 +270,21 @@ class Trainer:
         return batch, [m for m in mini_batches if m], metrics
 
     def _optimize(self, batch: TokenBatch, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer step; runs in the compute thread."""
+        """One optimizer step, and its count. Runs in the compute thread, like everything that reads
+        both: a publication may be written as soon as this returns."""
+        update = self._update(batch, indices)
+        self.progress.updates += 1
+        if update.get("skipped"):
+            self.progress.unapplied.append(self.progress.updates)
+        return update
+
+    def _update(self, batch: TokenBatch, indices: Sequence[int]) -> dict[str, float]:
         loss_fn = replace(self._loss_fn, kl_coef=self._kl_coef)
         update: dict[str, float] = {}
         if self._critic is not None:
             update |= self._critic.update(batch, indices)
             if not self._critic.warm:
-                return update
+                return update | {"skipped": 1.0}
         update |= self._backend.train_step(batch, loss_fn, indices)
         if self.config.algorithm.kl.place == "loss":
             update["kl/coef"] = self._kl_coef
@@ -316,18 +333,20 @@ class Trainer:
 
     @property
     def _kl_coef(self) -> float:
-        return self.progress.kl_coef or self.config.algorithm.kl.coef
+        adapted = self.progress.kl_coef
+        return self.config.algorithm.kl.coef if adapted is None else adapted
 
     def _adapt_kl(self, measured: float, trajectories: int) -> None:
         kl = self.config.algorithm.kl
         if kl.target is not None:
             self.progress.kl_coef = next_coef(self._kl_coef, measured, trajectories, kl)
 
-    def _log_prob_gap(self, batch: TokenBatch) -> float | None:
+    def _log_prob_gap(self, batch: TokenBatch, prox: Tensor) -> float | None:
         """max |log π - log μ| over tokens that the very weights being trained sampled: how exactly
-        engine and trainer agree. None if the batch has no such token."""
+        engine and trainer agree, μ as the engine said. None if the batch has no such token."""
         progress = self.progress
-        if progress.published[progress.version] != progress.updates:
+        published = progress.published[progress.version]
+        if progress.applied(published) != progress.applied(progress.updates):
             return None
         if self.config.algorithm.off_policy.proximal == "rollout":
             return None  # nothing was recomputed to compare with
@@ -337,7 +356,7 @@ class Trainer:
                 for s in batch.steps
             ]
         ).bool()
-        gap = (batch.columns["prox_log_probs"] - batch.columns["rollout_log_probs"])[fresh].abs()
+        gap = (prox - batch.columns["rollout_log_probs"])[fresh].abs()
         gap = gap[torch.isfinite(gap)]
         return float(gap.max()) if len(gap) else None
 
@@ -359,12 +378,10 @@ class Trainer:
             await self.published()
             self._overdue = False
             version = self.progress.version + 1
-            lora = self.config.engine.weight_transport == "lora"
-            save = self._backend.save_adapters if lora else self._backend.save_weights
-            path = await self._compute(self._weights.write, version, save)
+            path, updates = await self._compute(self._write_weights, version)
             # Before the first engine has them: their steps must find their version in the table.
             self.progress.version = version
-            self.progress.published[version] = self.progress.updates
+            self.progress.published[version] = updates
             await self.pool.advance_version(version)
             partial = self.config.async_training.partial_rollout
             mode: PublishMode = "retract" if partial else "drain"
@@ -372,6 +389,12 @@ class Trainer:
         if windows:
             await self.published()
             self.producer.open_window()
+
+    def _write_weights(self, version: int) -> tuple[Path, int]:
+        """Where they are, and how many updates they contain; runs in the compute thread."""
+        lora = self.config.engine.weight_transport == "lora"
+        save = self._backend.save_adapters if lora else self._backend.save_weights
+        return self._weights.write(version, save), self.progress.updates
 
     async def published(self) -> None:
         """Returns once every engine serves the version that was published last.

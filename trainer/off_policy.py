@@ -1,7 +1,8 @@
 """Staleness-aware importance weighting: what a step is worth that an older policy sampled.
 
     lag d    = (updates now - updates when the step's oldest version was published)
-               / updates per publication
+               / updates per publication      updates that were applied: a skipped one, or one of
+                                              the critic alone, leaves the policy what it was
     off-policy   d > staleness_threshold
     ρ_t      = π_prox(t) / μ(t)        fp32; π_prox recomputed once per batch, μ as sampled
     weight   off-policy: min(cap, ρ) · decay^(d - staleness_threshold), and 0 where masked:
@@ -64,7 +65,7 @@ def lags(
 
     Args:
         policy_versions: the oldest version of each step.
-        published_at: version -> optimizer updates done when it was published. A version older
+        published_at: version -> updates applied when it was published. A version older
             than all of them (published before a resume) counts one sync per version further back.
 
     Raises:

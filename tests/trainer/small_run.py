@@ -101,6 +101,12 @@ class FakeEngine:
     async def continue_(self) -> None:
         self.calls.append("continue")
 
+    async def release_memory(self) -> None:
+        self.calls.append("release")
+
+    async def resume_memory(self) -> None:
+        self.calls.append("resume")
+
     async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
         self.path, self.version = path, int(version)
         self.calls.append(f"load {version}")

@@ -19,6 +19,7 @@ from datapool.types import TRAIN, Group, Lease, Step, Trajectory
 from trainer.config import load_config
 from trainer.errors import ConfigError
 from trainer.loop import Trainer
+from trainer.run import build_critic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +53,7 @@ def trainer_of(tmp_path: Path, *overrides: str) -> Iterator[Trainer]:
         engines=[],
         weights=absent,
         checkpoints=absent,
+        critic=build_critic(config),
     )
     try:
         yield trainer
@@ -164,6 +166,47 @@ def test_bypass_without_the_engines_log_probs_is_refused(tmp_path: Path) -> None
         trainer_of(tmp_path, *options),
     ):
         pass
+
+
+def test_the_gap_to_the_engine_is_measured_also_when_its_log_probs_are_not_used(
+    tmp_path: Path,
+) -> None:
+    with trainer_of(tmp_path) as used:
+        _, _, expected = used._prepare(groups())
+    with trainer_of(tmp_path, "async_training.use_rollout_log_probs=false") as unused:
+        batch, _, metrics = unused._prepare(groups())
+    assert torch.equal(batch.columns["rollout_log_probs"], batch.columns["prox_log_probs"])
+    assert metrics["log_prob_gap"] == expected["log_prob_gap"] > 0.1  # the steps say -1.5
+
+
+def test_a_coefficient_that_was_adapted_to_0_stays_0(tmp_path: Path) -> None:
+    options = ("algorithm.kl.place=reward", "algorithm.kl.coef=0.5")
+    with trainer_of(tmp_path, *options, "algorithm.kl.target=1.0") as trainer:
+        trainer.progress.kl_coef = 0.0
+        _, metrics = train(trainer)
+        assert metrics["kl/coef"] == 0.0
+        assert trainer.progress.kl_coef == 0.0
+
+
+def test_an_update_that_is_not_applied_makes_no_step_staler(tmp_path: Path) -> None:
+    with trainer_of(tmp_path, "async_training.trigger_parameter_sync_step=1") as trainer:
+        batch, mini_batches, _ = trainer._prepare(groups())
+        batch.columns["advantages"].fill_(torch.inf)
+        assert trainer._optimize(batch, mini_batches[0])["skipped_updates"] == 1
+        assert trainer.progress.updates == 1
+        _, metrics = train(trainer)
+        assert metrics["staleness/mean"] == 0
+        assert "log_prob_gap" in metrics  # the engines still have these weights
+        _, _, metrics = trainer._prepare(groups())
+        assert metrics["staleness/mean"] == 1
+
+
+def test_an_update_of_the_critic_alone_makes_no_step_staler(tmp_path: Path) -> None:
+    options = ("algorithm.advantage.name=gae", "algorithm.critic.warmup_updates=1")
+    sync = "async_training.trigger_parameter_sync_step=1"
+    with trainer_of(tmp_path, *options, sync) as trainer:
+        staleness = [train(trainer)[1]["staleness/mean"] for _ in range(3)]
+    assert staleness == [0, 0, 1]
 
 
 async def test_the_last_groups_are_trained_though_generation_ends_before_they_arrive() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datapool.types import VAL, Group, Step, Trajectory
-from tests.trainer.small_run import small_config, small_run
+from tests.trainer.small_run import RecordingBackend, small_config, small_run
 from trainer.errors import ConfigError, StarvedError
 from trainer.validation import (
     COLUMNS,
@@ -220,6 +221,43 @@ async def test_figures_of_an_evaluation_come_with_the_next_record(tmp_path: Path
     table = read_samples(samples_path(tmp_path, 2))
     assert [r["question"] for r in table[::2]] == ["val 0?", "val 1?", "val 2?"]
     assert {r["version"] for r in table} == {2}
+
+
+class Gated(RecordingBackend):
+    """Its fourth update takes until the publication that waited for an evaluation waits for it."""
+
+    def __init__(self, validation: Validation) -> None:
+        super().__init__()
+        self._validation = validation
+        self._loop = asyncio.get_running_loop()
+        self.saved: list[int] = []
+        """Updates in the weights of each version."""
+
+    def save_weights(self, path: str | Path) -> None:
+        self.saved.append(self.updates)
+        super().save_weights(path)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if self.updates == 3:
+            self._loop.call_soon_threadsafe(self._validation.may_end.set)
+            time.sleep(0.5)  # the evaluation ends, and the publication queues for this thread
+        return super().train_step(*args, **kwargs)
+
+
+async def test_a_version_that_is_published_during_an_update_is_of_the_updates_it_contains(
+    tmp_path: Path,
+) -> None:
+    """Also while the engines' memory is lent: then the trainer goes on only after the write."""
+    lends = ("engine.release_memory=true", "cluster.placement=colocated")
+    pauses = ("async_training.partial_rollout=true",)
+    validation = Validation()
+    config = small_config(tmp_path, *EVERY_2, *lends, *pauses)
+    backend = Gated(validation)
+    async with small_run(config, hold=validation.hold, backend=backend) as run:
+        await run.train(6)
+        published = run.trainer.progress.published
+    assert list(published.values()) == [0, *backend.saved]
+    assert published[3] == 4
 
 
 async def test_with_pin_drop_weights_are_published_on_time_and_mixed_rollouts_are_left_out(
