@@ -71,9 +71,15 @@ class PromptSource:
         self.given_up: Counter[str] = Counter()
         """Returned tasks that will not be handed out again in their epoch, by cause."""
         if not any(self._wanted(task) for task in self._tasks):
+            if not exclude:
+                raise DataError(
+                    f"{describe(config)} has no tasks left: all {len(self._tasks)} are in "
+                    "skip_instance_ids; skip fewer"
+                )
             raise DataError(
-                f"{describe(config)} has no tasks left: all {len(self._tasks)} are excluded; "
-                "use other data for evaluation, or skip fewer"
+                f"data.train ({describe(config)}) has no tasks left: all {len(self._tasks)} are "
+                "also in data.val (or in skip_instance_ids), and prompts of data.val are never "
+                "trained; name other data in data.train or data.val"
             )
 
     def __len__(self) -> int:

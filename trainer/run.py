@@ -47,6 +47,7 @@ async def train(config: RunConfig) -> dict[str, Any]:
     if config.trainer.load_debug_rollout_data is not None:
         backend = build_backend(config.trainer.backend, config.backend, config.model.path)
         return await replay(config, backend, build_critic(config))
+    source = training_prompts(config)  # a mistake in the data costs no start, and removes no run
     folder = config.run.dir
     display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
     if config.run.resume == "never":
@@ -66,7 +67,7 @@ async def train(config: RunConfig) -> dict[str, Any]:
             display.status(f"gateway at {cluster.gateway_url}")
             with (
                 MetricsWriter(folder, config) as metrics,
-                build_trainer(config, cluster) as trainer,
+                build_trainer(config, cluster, source) as trainer,
             ):
                 try:
                     return await _train(config, trainer, metrics, display, memory)
@@ -76,11 +77,19 @@ async def train(config: RunConfig) -> dict[str, Any]:
                     await trainer.scorer.aclose()
 
 
-@contextmanager
-def build_trainer(config: RunConfig, cluster: Cluster) -> Iterator[Trainer]:
-    """A trainer over the running parts of `cluster`; closed on leaving."""
+def training_prompts(config: RunConfig) -> PromptSource:
+    """The prompts of `data.train` that `data.val` does not hold out.
+
+    Raises:
+        DataError: they cannot be read, or there is none.
+    """
     held_out = PromptSource(config.data.val, tokenizer_path=config.model.path).prompts()
-    source = PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
+    return PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
+
+
+@contextmanager
+def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> Iterator[Trainer]:
+    """A trainer on `source` over the running parts of `cluster`; closed on leaving."""
     folder = config.run.dir / CHECKPOINTS
     ledger = Ledger(folder / LEDGER)
     producer = Producer(

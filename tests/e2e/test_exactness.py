@@ -16,7 +16,7 @@ from datapool.types import Lease, Step, VersionSpan
 from tests.e2e.conftest import ROOT, EngineRecorder, engine, small_config
 from trainer.cluster import start_cluster
 from trainer.config import RunConfig
-from trainer.run import build_trainer
+from trainer.run import build_trainer, training_prompts
 
 pytestmark = pytest.mark.e2e
 
@@ -67,7 +67,7 @@ async def recorded_run(folder: Path) -> Run:
             f"engine.urls=[{recorder.url}]",
         )
         async with start_cluster(config) as cluster:
-            with build_trainer(config, cluster) as trainer:
+            with build_trainer(config, cluster, training_prompts(config)) as trainer:
                 pool = RecordingPool(cluster.pool)
                 trainer.pool = pool
                 async with trainer.producer.running() as generation:

@@ -22,7 +22,7 @@ from trainer.bench.checks import BenchResult, Check
 from trainer.cluster import start_cluster
 from trainer.config import load_config
 from trainer.loop import Trainer
-from trainer.run import build_trainer
+from trainer.run import build_trainer, training_prompts
 
 BATCHES = 32
 BOUND = 0.75
@@ -37,7 +37,7 @@ async def run() -> BenchResult:
             [f"run.dir={folder}", "backend.lr=1e-12", "trainer.checkpoint_every=1000"],
         )
         async with start_cluster(config) as cluster:
-            with build_trainer(config, cluster) as trainer:
+            with build_trainer(config, cluster, training_prompts(config)) as trainer:
                 await _both(trainer, 2)  # warm up: first batches pay for imports and allocations
                 generate_s = await _generate(trainer, BATCHES)
                 train_s = await _train(trainer, BATCHES)

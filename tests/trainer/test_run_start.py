@@ -1,0 +1,27 @@
+"""A run that cannot be is refused before it starts a process or removes a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+from trainer.config import load_config
+from trainer.errors import DataError
+from trainer.run import train
+
+
+async def test_training_prompts_that_are_all_held_out_are_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    options = ["logging.console=quiet", "run.resume=never", f"run.dir={folder}"]
+    config = load_config("quickstart", options)
+    shared = config.data.model_copy(update={"val": config.data.train})
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("of the run before\n")
+    with pytest.raises(DataError, match=r"data\.train .* also in data\.val .* name other data"):
+        await train(config.model_copy(update={"data": shared}))
+    assert not ray.is_initialized()
+    assert (folder / "metrics.jsonl").exists()
