@@ -13,7 +13,7 @@ canonical form, under the same tools and template arguments) it begins with. A r
 to none starts a branch, and the cause says why. Pure: no I/O, no tokenizer, no lock.
 
 A turn is kept as a row, a plain tuple of numbers, bytes and arrays. The garbage collector stops
-tracking such a tuple at its first look, so collections take no longer with many turns in memory.
+tracking such a tuple after a look or two, so collections take no longer with many turns in memory.
 With objects instead, a collection walked through all turns of all trajectories and stopped every
 call in flight for 55 to 90 ms. `Turn` is a row as it is read.
 """

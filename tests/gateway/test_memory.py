@@ -18,7 +18,7 @@ from gateway.app import create_app
 from gateway.config import GatewayConfig
 from gateway.retries import pack, unpack
 from tests.gateway.conftest import World, serving
-from trainer.bench.gateway.size import bound, trajectory_size
+from trainer.bench.gateway.size import bound, objects_of, trajectory_size
 
 RETRY = {"x-stainless-retry-count": "1"}
 TOOLS: list[Any] = [
@@ -90,6 +90,21 @@ async def test_streamed_calls_hold_no_more(world: World) -> None:
     n_tokens, n_text = await converse(world, 20, 400, stream=True)
     gc.collect()
     assert trajectory_size(world.gateway, "t1") <= bound(n_tokens, n_text)
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": TOOLS}], ids=["plain", "tools"])
+async def test_turns_leave_nothing_that_the_garbage_collector_walks_through(
+    worlds: Any, options: dict[str, Any]
+) -> None:
+    tracked = []
+    for turns in (4, 24):
+        world: World = await worlds()
+        await converse(world, turns, 100, stream=False, **options)
+        for _ in range(3):  # a tuple is let go of after the tuples in it
+            gc.collect()
+        tracked.append(sum(map(gc.is_tracked, objects_of(world.gateway, "t1"))))
+    few, many = tracked
+    assert many <= few + 2
 
 
 # -- a finished call is recalled from its ids -------------------------------------------------
@@ -228,10 +243,11 @@ async def test_a_gateway_that_takes_a_trajectory_over_holds_no_more(worlds: Any)
 
 
 async def test_a_call_that_failed_keeps_nothing_of_its_request(world: World) -> None:
+    world.engine.context_length = 1_000_000
     client = await world.client()
     for turn in range(8):
         world.say("", close=False)  # no token at all: the engine is at fault
-        asked = {"role": "user", "content": _text(world, turn, 2_000)}
+        asked = {"role": "user", "content": _text(world, turn, 30_000)}
         with pytest.raises(openai.APIStatusError):
             await client.chat.completions.create(model="m", messages=[asked])
     gc.collect()

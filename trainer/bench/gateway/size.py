@@ -1,6 +1,6 @@
 """This module counts the bytes that live objects hold, so that a trajectory's memory has a bound.
 
-`deep_size` follows references from one object. It counts every object once and stops at objects
+`reachable` follows references from one object. It yields every object once and stops at objects
 that are shared: modules, classes, functions, event loops and whatever the caller names.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -29,30 +29,28 @@ _SHARED = (
 )
 
 
-def deep_size(root: object, shared: Iterable[object] = ()) -> int:
-    """Bytes of `root` and of all that it refers to.
+def reachable(root: object, shared: Iterable[object] = ()) -> Iterator[object]:
+    """`root` and all that it refers to, each once.
 
     Args:
-        shared: objects that are neither counted nor followed.
+        shared: objects that are left out, with what only they refer to.
     """
     seen = {id(each) for each in shared}
     left: list[Any] = [root]
-    total = 0
     while left:
         here = left.pop()
         if id(here) in seen or isinstance(here, _SHARED):
             continue
         seen.add(id(here))
-        total += sys.getsizeof(here)
+        yield here
         if isinstance(here, np.ndarray):
             left.append(here.base)  # getsizeof leaves out what an array does not own
         else:
             left += gc.get_referents(here)
-    return total
 
 
-def trajectory_size(gateway: Any, uid: str) -> int:
-    """Bytes of an open trajectory.
+def objects_of(gateway: Any, uid: str) -> Iterator[object]:
+    """The objects of an open trajectory.
 
     Args:
         gateway: the application's `state.gateway`; what it holds is shared by all trajectories.
@@ -60,7 +58,12 @@ def trajectory_size(gateway: Any, uid: str) -> int:
     trajectory = gateway.trajectories.known(uid)
     if trajectory is None:
         raise KeyError(f"trajectory {uid!r} is not open in this gateway")
-    return deep_size(trajectory, [gateway, *vars(gateway).values()])
+    return reachable(trajectory, [gateway, *vars(gateway).values()])
+
+
+def trajectory_size(gateway: Any, uid: str) -> int:
+    """Bytes of an open trajectory."""
+    return sum(map(sys.getsizeof, objects_of(gateway, uid)))
 
 
 def bound(n_tokens: float, n_text_bytes: float) -> float:
