@@ -24,7 +24,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,9 @@ from datapool.errors import InvalidStepError
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 LogProbs: TypeAlias = npt.NDArray[np.float32]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
+_FINISH_REASONS = (None, *get_args(FinishReason))
+_MOST = 2**63
+"""Integers that the journal and every export can hold are below."""
 
 TRAIN = "train"
 VAL = "val"
@@ -210,14 +213,18 @@ class Step:
             and self.trajectory_uid
             and self.prompt_uid
             and type(self.step_index) is type(self.policy_version) is int
-            and self.step_index >= 0 <= self.policy_version
+            and 0 <= self.step_index < _MOST > self.policy_version >= 0
             and type(self.metadata) is dict
+            and type(self.is_last) is bool
+            and self.finish_reason in _FINISH_REASONS
         ):
             self._check_fields()
-        if self.parent_index is not None and not 0 <= self.parent_index < self.step_index:
+        if (parent := self.parent_index) is not None and (
+            type(parent) is not int or not 0 <= parent < self.step_index
+        ):
             raise InvalidStepError(
-                f"{self._name}: parent_index is {self.parent_index}; "
-                f"it lies in [0, {self.step_index})"
+                f"{self._name}: parent_index is {parent!r:.80}; "
+                f"pass an integer in [0, {self.step_index}), or None"
             )
         if type(self.version_spans) is not tuple or self.version_spans:
             self._check_spans()
@@ -231,8 +238,19 @@ class Step:
                 )
         for name in ("step_index", "policy_version"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InvalidStepError(f"{self._name}: {name} is {value!r}; pass an integer >= 0")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _MOST:
+                raise InvalidStepError(
+                    f"{self._name}: {name} is {value!r:.80}; pass an integer in [0, 2**63)"
+                )
+        if not isinstance(self.is_last, bool):
+            raise InvalidStepError(
+                f"{self._name}: is_last is {self.is_last!r:.80}; pass True or False"
+            )
+        if self.finish_reason not in _FINISH_REASONS:
+            raise InvalidStepError(
+                f"{self._name}: finish_reason is {self.finish_reason!r:.80}; pass "
+                f"{', '.join(map(repr, get_args(FinishReason)))} or None"
+            )
         if not isinstance(self.metadata, Mapping):
             raise InvalidStepError(
                 f"{self._name}: metadata is {self.metadata!r:.80}; pass a mapping"
@@ -248,6 +266,9 @@ class Step:
         object.__setattr__(self, "version_spans", spans)
         if not spans:
             return
+        for s in spans:
+            if not (type(s.version) is type(s.start) is type(s.end) is int and s.version >= 0):
+                raise InvalidStepError(f"{owner}: version_spans holds {s}; pass integers >= 0")
         edges = [0, *(s.end for s in spans)]
         if [s.start for s in spans] != edges[:-1] or edges[-1] != len(self.response_ids):
             raise InvalidStepError(

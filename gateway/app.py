@@ -79,7 +79,7 @@ class Gateway:
         self.limits = CallLimits(config)
         self.pool = pool
         self.tokenizer = tokenizer
-        self.engine = EngineClient(session, config)
+        self.engine = EngineClient(session, config, tokenizer.vocabulary)
         renderer = ChatRenderer(
             tokenizer, thinking=config.thinking, cache_tokens=config.prompt_cache_tokens
         )

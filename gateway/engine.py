@@ -63,6 +63,9 @@ _ADDRESSES = re.compile(
     r"\w+://[^\s\"']+|(?<![\w/])(?:/[\w.@+-]+){2,}|\b\d+(?:\.\d+){3}(?::\d+)?\b"
 )
 """URLs, files and IP addresses in an engine's own words."""
+MOST_TOKENS = 2**31
+LEAST_LOG_PROB = -3e38
+"""What float32 holds."""
 _EMPTY_ABORTS = 1000
 """Aborts in a row without one token before an engine counts as broken."""
 
@@ -144,6 +147,10 @@ class Generation:
 class _Part:
     """One request's share of a call."""
 
+    most: int = MOST_TOKENS
+    """Tokens that the engine may return."""
+    vocabulary: int = MOST_TOKENS
+    """Ids lie in [0, this)."""
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     tops: list[TopLogProbs] = field(default_factory=list)
@@ -180,9 +187,16 @@ class _BusyError(_LostError):
 class EngineClient:
     """All engines of one gateway. Owned by the app's lifespan; `session` is not closed here."""
 
-    def __init__(self, session: aiohttp.ClientSession, config: GatewayConfig) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        config: GatewayConfig,
+        vocabulary: int = MOST_TOKENS,
+    ) -> None:
+        """`vocabulary`: of the served model; the engines' token ids lie in [0, this)."""
         self._session = session
         self._config = config
+        self._vocabulary = vocabulary
         self._fleet = Fleet(
             circuit_failures=config.engine_circuit_failures,
             circuit_open_s=config.engine_circuit_open_s,
@@ -272,7 +286,7 @@ class EngineClient:
         tried: set[Engine] = set()
         deadline = _now() + self._config.request_timeout_s
         while True:
-            part = _Part()
+            part = _Part(sampling.max_new_tokens - len(whole.ids), self._vocabulary)
             try:
                 if _now() >= deadline:
                     raise self._too_late()
@@ -525,7 +539,12 @@ def _read(part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
     meta, ids = chunk["meta_info"], chunk["output_ids"]
     entries = meta.get("output_token_logprobs") or []
     have = 0 if incremental else len(part.ids)
-    part.ids += ids[have:]
+    new = ids[have:]
+    _check_ids(new, part.vocabulary)
+    n = len(part.ids) + len(new)
+    if n > part.most:
+        raise EngineError(f"the engine returned {n} tokens for max_new_tokens {part.most}")
+    part.ids += new
     _note_version(part, meta.get("weight_version"))
     # Events of an incremental stream may carry log-probs of all tokens or of the new ones.
     entries = entries[have:] if len(entries) == len(ids) else entries[len(part.log_probs) :]
@@ -535,10 +554,15 @@ def _read(part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
             "honoured?"
         )
     n_before = len(part.log_probs)
-    part.log_probs += [e[0] for e in entries]
+    log_probs = [e[0] for e in entries]
+    _check_log_probs(log_probs)
+    part.log_probs += log_probs
     if tops := meta.get("output_top_logprobs"):
         tops = tops[n_before:] if len(tops) == len(part.ids) else tops[len(tops) - len(entries) :]
-        part.tops += [tuple((e[1], e[0]) for e in top or ()) for top in tops]
+        for top in tops:
+            _check_ids([e[1] for e in top or ()], part.vocabulary)
+            _check_log_probs([e[0] for e in top or ()])
+            part.tops.append(tuple((e[1], e[0]) for e in top or ()))
     finish = meta.get("finish_reason")
     if finish is None:
         return
@@ -546,7 +570,31 @@ def _read(part: _Part, chunk: Mapping[str, Any], *, incremental: bool) -> None:
         _raise_for(status, "aborted the call", f"{finish.get('message')!s:.300}")
     part.finish = finish
     part.cached_tokens = meta.get("cached_tokens") or 0
+    if type(part.cached_tokens) is not int:
+        raise EngineError("the engine's cached_tokens is no count", f"{part.cached_tokens!r:.200}")
     part.spans = _spans(meta, len(part.ids))
+
+
+def _check_ids(ids: list[Any], vocabulary: int) -> None:
+    if {*map(type, ids)} <= {int} and (not ids or (min(ids) >= 0 and max(ids) < vocabulary)):
+        return
+    bad = next(i for i in ids if type(i) is not int or not 0 <= i < vocabulary)
+    raise EngineError(
+        f"the engine returned a token id that is no integer in [0, {vocabulary}), the vocabulary "
+        "of gateway.tokenizer_path; does it serve that model?",
+        f"It is {bad!r:.200}.",
+    )
+
+
+def _check_log_probs(log_probs: list[Any]) -> None:
+    """Numbers, as a Step takes them."""
+    if {*map(type, log_probs)} <= {float, int} and (
+        not log_probs or (min(log_probs) > LEAST_LOG_PROB and max(log_probs) <= 1e-3)
+    ):
+        return
+    raise EngineError(
+        "the engine returned a log-prob that is no number <= 0", f"{log_probs!r:.200}"
+    )
 
 
 def _note_version(part: _Part, reported: Any) -> None:
@@ -567,7 +615,12 @@ def _spans(meta: Mapping[str, Any], n: int) -> list[VersionSpan]:
     if reported:
         spans = [VersionSpan(_version(s["version"]), s["start"], s["end"]) for s in reported]
         spans = [s for s in spans if s.end > s.start]
-        if [s.start for s in spans] != [0, *(s.end for s in spans[:-1])] or spans[-1].end != n:
+        edges = {type(edge) for s in spans for edge in (s.start, s.end)}
+        if (
+            edges != {int}
+            or [s.start for s in spans] != [0, *(s.end for s in spans[:-1])]
+            or spans[-1].end != n
+        ):
             raise EngineError(
                 f"the engine's weight_versions do not cover its {n} tokens",
                 f"but {reported!r:.200}",
@@ -599,12 +652,8 @@ def _generation(whole: _Part, finish: Mapping[str, Any], resumes: int) -> Genera
             spans[-1] = VersionSpan(s.version, spans[-1].start, s.end)
         else:
             spans.append(s)
-    try:
-        ids = np.asarray(whole.ids, np.int32)
-        log_probs = np.asarray(whole.log_probs, np.float32)
-    except (OverflowError, TypeError, ValueError) as e:
-        log.warning("an engine's tokens and log-probs are no numbers: %.200s", e)
-        raise EngineError("the engine's tokens and log-probs are no numbers") from e
+    ids = np.asarray(whole.ids, np.int32)
+    log_probs = np.asarray(whole.log_probs, np.float32)
     for array in (ids, log_probs):
         array.flags.writeable = False
     return Generation(

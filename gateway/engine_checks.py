@@ -305,7 +305,12 @@ def version_number(version: Any) -> int:
     Raises:
         ValueError: neither.
     """
-    return 0 if version == "default" else int(version)
+    if version == "default":
+        return 0
+    number = int(version) if isinstance(version, str) and version.isdecimal() else version
+    if type(number) is not int or not 0 <= number < 2**63:
+        raise ValueError(f"weight_version is {version!r:.80}; publish decimal integers")
+    return number
 
 
 def _words(e: BaseException) -> str:

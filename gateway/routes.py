@@ -61,7 +61,7 @@ class InitTrajectory(Body):
     """null: made here. Given, a repeated request is the same trajectory."""
     channel: str | None = Field(default=None, min_length=1)
     metadata: dict[str, Any] = {}
-    attempt: int = Field(default=0, ge=0)
+    attempt: int = Field(default=0, ge=0, lt=2**31, strict=True)
 
 
 class RegisterTrajectory(Body):

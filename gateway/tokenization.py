@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,10 @@ class ChatTokenizer:
     its shared state on every call, which threads must not do to one another.
     """
 
-    def __init__(self, hf_tokenizer: Any, *, sanitize: bool = True) -> None:
+    def __init__(
+        self, hf_tokenizer: Any, *, sanitize: bool = True, vocabulary: int | None = None
+    ) -> None:
+        """`vocabulary`: ids of the model, which may have more than its tokenizer; None: as many."""
         backend = getattr(hf_tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise GatewayConfigError(
@@ -64,6 +68,12 @@ class ChatTokenizer:
             f"{self._open}({any_special}){self._shut}|{self._open}|{self._shut}"
         )
         self._sanitize = sanitize and bool(self.special)
+        self.vocabulary = max(
+            self._encoder.get_vocab_size(with_added_tokens=True),
+            1 + max(added, default=0),
+            vocabulary or 0,
+        )
+        """Token ids lie in [0, this)."""
         self._added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items()}
         self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec["decoder"]) else None
         self._longest = _longest_token(json.loads(backend.to_str()), backend.get_vocab())
@@ -87,7 +97,7 @@ class ChatTokenizer:
                 f"gateway.tokenizer_path is {path!r}, from which no tokenizer can be loaded "
                 f"({e!s:.200}); give the folder of the served model's tokenizer"
             ) from e
-        return cls(hf_tokenizer, sanitize=sanitize)
+        return cls(hf_tokenizer, sanitize=sanitize, vocabulary=_model_vocabulary(path))
 
     def render(
         self,
@@ -200,6 +210,16 @@ class ChatTokenizer:
             return message
         marked = self._special_re.sub(f"{self._open}\\g<0>{self._shut}", content)
         return {**message, "content": marked}
+
+
+def _model_vocabulary(path: str) -> int | None:
+    """`vocab_size` of the model in this folder; None: no model is there. Models pad it."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    sizes = [c.get("vocab_size") for c in (config, config.get("text_config") or {})]
+    return next((n for n in sizes if isinstance(n, int)), None)
 
 
 class TokenStream:

@@ -688,10 +688,13 @@ def test_an_answer_of_another_shape_is_the_engines_failure(data: Any, other: Any
     for key in path:
         inner = inner[key]
     inner[last] = other
-    part = _Part()
+    part = _Part(most=2, vocabulary=9)
     try:
         _take(part, answer, incremental=False)
         generation = _generation(part, part.finish or {}, 0)
     except EngineError:
         return
+    assert generation.response_ids.tolist() == answer["output_ids"]
+    assert all(type(i) is int and i < 9 for i in answer["output_ids"])
+    assert all(type(e[0]) is not str for e in answer["meta_info"]["output_token_logprobs"])
     assert len(generation.response_ids) == len(generation.log_probs) == generation.spans[-1].end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -13,7 +14,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from gateway.web import retry_key
-from tests.gateway.conftest import SERVED_BY
+from tests.gateway.conftest import SERVED_BY, Sampled, log_prob
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
@@ -680,3 +681,78 @@ async def test_log_probs_of_other_tokens_are_refused(
         with pytest.raises(openai.APIError, match="other tokens than output_ids"):
             await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
     assert world.pool.stored() == []
+
+
+# -- an engine that answers nonsense -----------------------------------------------------------
+
+
+@dataclass
+class Nonsense(Sampled):
+    """An answer with one thing changed, by its place."""
+
+    place: str = ""
+    value: Any = None
+
+    def chunk(self, n: int, *, final: bool, n_prompt: int) -> dict[str, Any]:
+        chunk = super().chunk(n, final=final, n_prompt=n_prompt)
+        meta, ids = chunk["meta_info"], chunk["output_ids"]
+        if self.place == "id":
+            ids[-1] = meta["output_token_logprobs"][-1][1] = self.value
+        elif self.place == "log_prob":
+            meta["output_token_logprobs"][-1][0] = self.value
+        elif self.place == "version":
+            meta.pop("weight_versions", None)
+            meta["weight_version"] = self.value
+        elif self.place == "span" and final:
+            meta["weight_versions"][-1]["end"] = self.value
+        elif self.place == "length":
+            chunk["output_ids"] = [*ids, *[5] * self.value]
+            meta["output_token_logprobs"] += [[log_prob(5), 5, None]] * self.value
+            meta["completion_tokens"] += self.value
+        return chunk
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        ("id", 10**6, "token id"),
+        ("id", 2**40, "token id"),
+        ("id", -1, "token id"),
+        ("id", 3.5, "token id"),
+        ("id", 3.0, "token id"),
+        ("id", True, "token id"),
+        ("id", "3", "token id"),
+        ("id", None, "token id"),
+        ("log_prob", "-0.5", "log-prob"),
+        ("log_prob", None, "log-prob"),
+        ("log_prob", 0.7, "log-prob"),
+        ("log_prob", -1e300, "log-prob"),
+        ("version", 3.5, "weight_version"),
+        ("version", "-1", "weight_version"),
+        ("version", True, "weight_version"),
+        ("span", 3.0, "weight_versions"),
+        ("length", 3800, "for max_new_tokens 30"),
+    ],
+)
+async def test_what_is_no_sample_of_the_model_is_refused_and_nothing_is_stored(
+    world: Any, stream: bool, place: str, value: Any, words: str
+) -> None:
+    nonsense = Nonsense([5, 6, 7], place=place, value=value)
+    body = {"model": "m", "messages": MESSAGES, "max_tokens": 30, "logprobs": True}
+    world.engine.script.append(nonsense)
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(
+            f"{world.base_url()}/v1/chat/completions", json={**body, "stream": stream}
+        ) as answer,
+    ):
+        said = await answer.text()
+        assert answer.status == 502 or (stream and place == "span"), said
+    assert '"code":"engine_error"' in said
+    assert words in said
+    assert world.pool.stored() == []
+    client = await world.client()
+    got = await client.chat.completions.create(model="m", messages=MESSAGES)
+    assert got.choices[0].message.content == "fine"
+    assert len(world.pool.stored()) == 1

@@ -401,3 +401,59 @@ async def test_health_is_the_process_and_ready_is_the_engine(worlds: Any, http: 
     assert status == 503
     assert got["error"]["message"].startswith("no engine is healthy")
     assert "127.0.0.1" not in got["error"]["message"]
+
+
+STEP: dict[str, Any] = {
+    "trajectory_uid": "w1",
+    "prompt_uid": "p1",
+    "prompt_ids": [1, 2],
+    "response_ids": [3],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("finish_reason", "evil", "'stop', 'length', 'abort' or None"),
+        ("finish_reason", ["stop"], "'stop', 'length', 'abort' or None"),
+        ("is_last", "yes", "True or False"),
+        ("is_last", 1, "True or False"),
+        ("step_index", 1e30, "integer in"),
+        ("step_index", 2**63, "integer in"),
+        ("policy_version", 2**63, "integer in"),
+        ("policy_version", "1", "integer in"),
+        ("parent_index", 0.5, "integer in"),
+        ("version_spans", [{"version": "0", "start": 0, "end": 1}], "integers"),
+        ("version_spans", [{"version": 0, "start": 0, "end": 1.0}], "integers"),
+        ("response_ids", [3.5], "integers"),
+        ("rollout_log_probs", ["-1"], "numbers"),
+        ("reward", "high", "finite number"),
+        ("attempt", 1e30, "no field of a Step"),
+    ],
+)
+async def test_a_step_from_outside_with_a_wrong_field_is_refused_by_its_name(
+    world: Any, field: str, value: Any, remedy: str
+) -> None:
+    step = {**STEP, "step_index": 1, field: value}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{world.url}/submit_steps", json={"steps": [step]}) as answer,
+    ):
+        error = (await answer.json())["error"]
+    assert answer.status == 400
+    assert error["param"].startswith("steps[0]")
+    assert field in error["message"]
+    assert remedy in error["message"]
+    shown = value if field not in ("version_spans", "response_ids", "rollout_log_probs") else ""
+    assert field == "attempt" or str(shown) in error["message"]
+    assert world.pool.stored() == []
+
+
+@pytest.mark.parametrize("attempt", [1e30, 10**30, 1.5, "1", True, -1])
+async def test_an_attempt_that_is_no_small_number_is_refused(world: Any, attempt: Any) -> None:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{world.url}/init_trajectory", json={"attempt": attempt}) as answer,
+    ):
+        error = (await answer.json())["error"]
+    assert (answer.status, error["param"]) == (400, "attempt")
