@@ -134,6 +134,11 @@ class RetryKey:
     """Digest of the request's bytes."""
     is_retry: bool
 
+    @property
+    def is_named(self) -> bool:
+        """The client gave the request a name (`Idempotency-Key`)."""
+        return self.body not in self.key
+
 
 @dataclass(slots=True)
 class Prompt:

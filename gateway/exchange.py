@@ -205,7 +205,13 @@ async def serve(
     retry = retry_key(request.headers, body, dialect.name)
     call = gateway.calls.normalised(parsed.call)
     trajectory = gateway.identities.identify(
-        request.headers, call, retry, trajectory_uid, prompt_uid, parsed.trajectory_uid
+        request.headers,
+        call,
+        retry,
+        trajectory_uid,
+        prompt_uid,
+        parsed.trajectory_uid,
+        request.scope["client"],
     )
     listeners = await gateway.calls.start(trajectory, call, retry, dialect.name, parsed.n)
     exchange = Exchange(

@@ -14,6 +14,10 @@ The last two are the online case: nobody opens or completes these trajectories, 
 of its own (`prompt_uid`) and is completed, unscored, after `gateway.conversation_idle_s` without a
 call.
 
+Agents often send the very same first request, so a conversation belongs to the API key that it came
+with, and a retry of its first call finds it only if it cannot be another agent's: nobody has the
+reply yet, or the retry comes over the same connection or with the same `Idempotency-Key`.
+
 Owns: this order, and the index from conversations to trajectories. Does not own: trajectories, nor
 whether the caller may (`keys.py`).
 """
@@ -21,12 +25,14 @@ whether the caller may (`keys.py`).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import re
 import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
@@ -54,6 +60,19 @@ SESSION_HEADERS = (
 
 REMEMBERED_REQUESTS = 100_000
 
+Peer: TypeAlias = tuple[str, int] | None
+"""The other end of a connection."""
+Caller: TypeAlias = bytes
+"""Digest of the API keys of a request."""
+
+
+class _FirstCall(NamedTuple):
+    """How a conversation began."""
+
+    uid: str
+    peer: Peer
+
+
 ReadKey = Callable[[str], tuple[str, str] | None]
 """(trajectory_uid, prompt_uid) of a trajectory's API key; None for any other text."""
 
@@ -73,14 +92,16 @@ class Identities:
         self._read_key = read_key
         self._template_args = template_args
         self._idle_s = idle_s
-        self._own: OrderedDict[str, None] = OrderedDict()
-        """Trajectories made here and still open, the least recently used first."""
-        self._by_turn: dict[Key, str] = {}
-        self._turns: dict[str, list[tuple[Key, int | None]]] = {}
+        self._own: OrderedDict[str, Caller] = OrderedDict()
+        """Trajectories made here and still open, with their last caller; the least recently used
+        first."""
+        self._by_turn: dict[bytes, str] = {}
+        """Trajectory by caller and key of a conversation."""
+        self._turns: dict[str, list[tuple[bytes, int | None]]] = {}
         self._text_lengths: Counter[int] = Counter()
         """Of the turns that are plain text."""
-        self._by_request: OrderedDict[str, str] = OrderedDict()
-        """Trajectory by request digest, for a client's retry of a conversation's first call."""
+        self._first_calls: OrderedDict[tuple[Caller, str, str], _FirstCall] = OrderedDict()
+        """By caller and request, for a client's retry of a conversation's first call."""
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -99,12 +120,14 @@ class Identities:
         trajectory_uid: str | None = None,
         prompt_uid: str | None = None,
         continued: str | None = None,
+        peer: Peer = None,
     ) -> LiveTrajectory:
         """The trajectory of a call.
 
         Args:
             trajectory_uid, prompt_uid: from the URL.
             continued: the trajectory that the body continues.
+            peer: where the request came from.
 
         Raises:
             TrajectoryClosedError, TrajectoryConflictError
@@ -116,11 +139,12 @@ class Identities:
             return self._trajectories.get(*named)
         if continued is not None and (known := self._trajectories.known(continued)) is not None:
             # One that was opened by its URL is its opener's to complete.
-            return self._used(known) if known.uid in self._own else known
+            return self._used(known, _caller(headers)) if known.uid in self._own else known
+        caller = _caller(headers)
         if (session := _session(headers)) is not None:
             uid = self._session_uid(session)
-            return self._used(self._trajectories.get(uid, f"prompt-{uid}"))
-        return self._used(self._of_conversation(call, retry))
+            return self._used(self._trajectories.get(uid, f"prompt-{uid}"), caller)
+        return self._used(self._of_conversation(call, retry, caller, peer), caller)
 
     def known(self, headers: Headers, call: ChatRequest) -> LiveTrajectory | None:
         """The open trajectory that `identify` would find without a URL; none is begun.
@@ -132,7 +156,7 @@ class Identities:
             return self._trajectories.known(named[0])
         if (session := _session(headers)) is not None:
             return self._trajectories.known(self._session_uid(session))
-        uid = self._extended(call)
+        uid = self._extended(call, _caller(headers))
         return self._trajectories.known(uid) if uid is not None else None
 
     def named(self, headers: Headers) -> tuple[str, str] | None:
@@ -156,20 +180,21 @@ class Identities:
 
     def note_turn(self, trajectory: LiveTrajectory, key: Key, text_length: int | None) -> None:
         """A turn was stored: calls that extend its conversation belong to its trajectory."""
-        if trajectory.uid in self._own:
-            self._used(trajectory)
+        if (caller := self._own.get(trajectory.uid)) is not None:
+            self._used(trajectory, caller)
             trajectory.touch()  # it is idle from the end of a call on
-            self._by_turn[key] = trajectory.uid
-            self._turns.setdefault(trajectory.uid, []).append((key, text_length))
+            place = caller + key
+            self._by_turn[place] = trajectory.uid
+            self._turns.setdefault(trajectory.uid, []).append((place, text_length))
             if text_length is not None:
                 self._text_lengths[text_length] += 1
 
     def forget(self, trajectory: LiveTrajectory) -> None:
         """It was closed."""
         self._own.pop(trajectory.uid, None)
-        for key, text_length in self._turns.pop(trajectory.uid, ()):
-            if self._by_turn.get(key) == trajectory.uid:
-                del self._by_turn[key]
+        for place, text_length in self._turns.pop(trajectory.uid, ()):
+            if self._by_turn.get(place) == trajectory.uid:
+                del self._by_turn[place]
             if text_length is not None:
                 self._text_lengths[text_length] -= 1
                 if not self._text_lengths[text_length]:
@@ -177,45 +202,55 @@ class Identities:
 
     def _session_uid(self, session: str) -> str:
         """A session that goes on after its trajectory was closed begins another one."""
-        first = uid = f"session-{session.replace('/', '_')}"
+        # No two sessions have one name: `~` stands before our number, `%` before an escaped byte.
+        first = uid = "session-" + re.sub("[%/~]", lambda m: f"%{ord(m[0]):02X}", session)
         n = 1
         while self._trajectories.is_closed(uid):
             n += 1
             uid = f"{first}~{n}"
         return uid
 
-    def _of_conversation(self, call: ChatRequest, retry: RetryKey) -> LiveTrajectory:
-        uid = self._extended(call)
+    def _of_conversation(
+        self, call: ChatRequest, retry: RetryKey, caller: Caller, peer: Peer
+    ) -> LiveTrajectory:
+        uid = self._extended(call, caller)
         if uid is None:
-            repeated = self._by_request.get(retry.key)
-            known = self._trajectories.known(repeated) if repeated is not None else None
-            # Without a retry mark, the same first call is another conversation, unless the reply
-            # to it never arrived.
-            if known is not None and (retry.is_retry or known.has_unclaimed(retry.key)):
-                uid = known.uid
-        if uid is None:
-            uid = f"conversation-{uuid.uuid4().hex}"
-            self._by_request[retry.key] = uid
-            while len(self._by_request) > REMEMBERED_REQUESTS:
-                self._by_request.popitem(last=False)
+            request = caller, retry.key, retry.body
+            uid = self._retried(self._first_calls.get(request), retry, peer)
+            if uid is None:
+                uid = f"conversation-{uuid.uuid4().hex}"
+            self._first_calls[request] = _FirstCall(uid, peer)
+            self._first_calls.move_to_end(request)
+            while len(self._first_calls) > REMEMBERED_REQUESTS:
+                self._first_calls.popitem(last=False)
         return self._trajectories.get(uid, f"prompt-{uid}")
 
-    def _extended(self, call: ChatRequest) -> str | None:
+    def _retried(self, first: _FirstCall | None, retry: RetryKey, peer: Peer) -> str | None:
+        """The conversation that began with this very request, if this is a retry of it."""
+        known = self._trajectories.known(first.uid) if first is not None else None
+        if first is None or known is None:
+            return None
+        is_same_client = retry.is_named or (peer is not None and peer == first.peer)
+        if (retry.is_retry and is_same_client) or known.awaits_retry(retry):
+            return known.uid
+        return None
+
+    def _extended(self, call: ChatRequest, caller: Caller) -> str | None:
         """The trajectory of the deepest turn that this conversation extends."""
         deepest = None
         if (plain := call.plain) is not None:
             for _, key in text_prefix_keys(plain, self._text_lengths):
-                deepest = self._by_turn.get(key, deepest)
+                deepest = self._by_turn.get(caller + key, deepest)
             return deepest
         key = root_key(call.tools, {**self._template_args, **(call.template_args or {})})
         for message in call.messages:
             key = extend_key(key, message)
             if message["role"] == "assistant":
-                deepest = self._by_turn.get(key, deepest)
+                deepest = self._by_turn.get(caller + key, deepest)
         return deepest
 
-    def _used(self, trajectory: LiveTrajectory) -> LiveTrajectory:
-        self._own[trajectory.uid] = None
+    def _used(self, trajectory: LiveTrajectory, caller: Caller) -> LiveTrajectory:
+        self._own[trajectory.uid] = caller
         self._own.move_to_end(trajectory.uid)
         return trajectory
 
@@ -275,3 +310,7 @@ class Identities:
 
 def _session(headers: Headers) -> str | None:
     return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+
+
+def _caller(headers: Headers) -> Caller:
+    return hashlib.blake2b("\0".join(presented(headers)).encode(), digest_size=16).digest()

@@ -116,7 +116,7 @@ class CallMemory:
         # Of several samples of one request, the retry is for the one that failed, or else for one
         # that did not get through.
         for each in calls:
-            if each is None or (not isinstance(each, tuple) and each.state == "failed"):
+            if _is_failed(each):
                 self.forget(key, each)
                 return None
         found = next(
@@ -131,12 +131,18 @@ class CallMemory:
                 )
         return found
 
-    def has_unclaimed(self, key: bytes) -> bool:
-        """A call of this key has a reply that no client has got."""
-        return any(map(_is_unclaimed, self._calls.get(key, ())))
+    def awaits_retry(self, key: bytes, retry: RetryKey) -> bool:
+        """A call of this key has a reply that no client has got; or has failed, and the retry says
+        that it is one."""
+        calls = self._calls.get(key, ())
+        return any(_is_unclaimed(each) or (retry.is_retry and _is_failed(each)) for each in calls)
 
     def clear(self) -> None:
         self._calls.clear()
+
+
+def _is_failed(call: Remembered) -> bool:
+    return call is None or (not isinstance(call, tuple) and call.state == "failed")
 
 
 def _is_unclaimed(call: Remembered) -> bool:

@@ -212,7 +212,8 @@ class RolloutWriter:
 
 
 def _group_name(name: str, k: int) -> str:
-    return f"{name}#{k}" if k else name
+    """A name of its own for each name and number: an instance may itself be called `17#1`."""
+    return f"{name}#{k}" if k or "#" in name else name
 
 
 def remember(memory: OrderedDict[str, Any], key: str, value: Any, limit: int) -> None:

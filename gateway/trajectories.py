@@ -44,7 +44,7 @@ from gateway.rebuild import restore
 from gateway.retries import CallMemory, retry_digest
 
 if TYPE_CHECKING:
-    from gateway.calls import Call
+    from gateway.calls import Call, RetryKey
 
 
 class Identity(NamedTuple):
@@ -125,9 +125,10 @@ class LiveTrajectory:
         if not (self._opened or self._users or self.in_flight or self.closed is not None):
             self._on_unused(self)
 
-    def has_unclaimed(self, request_key: str) -> bool:
-        """A call of this key has a reply that no client has got."""
-        return self.calls.has_unclaimed(retry_digest(request_key))
+    def awaits_retry(self, retry: RetryKey) -> bool:
+        """A call of this key has a reply that no client has got; or has failed, and this is marked
+        as a retry."""
+        return self.calls.awaits_retry(retry_digest(retry.key), retry)
 
     async def open(
         self,

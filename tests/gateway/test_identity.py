@@ -12,6 +12,7 @@ import pytest
 
 from gateway.app import create_app
 from gateway.config import GatewayConfig
+from tests.gateway.conftest import Sampled
 
 
 def user(text: str) -> dict[str, Any]:
@@ -122,6 +123,98 @@ async def test_a_retry_of_a_first_call_is_the_same_trajectory(world: Any) -> Non
     )
     assert again.choices[0].message.content == "fine"
     assert len(uids(world)) == 1
+
+
+FIRST_CALLS: dict[str, Any] = {
+    "chat/completions": {"model": "m", "messages": [user("hi")]},
+    "completions": {"model": "m", "prompt": "hi"},
+    "responses": {"model": "m", "input": "hi"},
+    "messages": {"model": "m", "max_tokens": 9, "messages": [user("hi")]},
+}
+
+
+async def post(world: Any, path: str, body: Any, **headers: str) -> Any:
+    """Over a connection of its own."""
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{world.url}/v1/{path}", json=body, headers=headers) as answer,
+    ):
+        said = await answer.json()
+        assert answer.status == 200, said
+        return said
+
+
+@pytest.mark.parametrize("path", FIRST_CALLS)
+@pytest.mark.parametrize("first", [{}, {"x-stainless-retry-count": "1"}], ids=["plain", "retry"])
+async def test_a_retry_of_an_agent_joins_no_conversation_of_another_one(
+    world: Any, path: str, first: dict[str, str]
+) -> None:
+    world.say("one")
+    world.say("two")
+    body = FIRST_CALLS[path]
+    said = await post(world, path, body, **first)
+    # The other one's own first try never arrived here.
+    other = await post(world, path, body, **{"x-stainless-retry-count": "1"})
+    assert len(set(uids(world))) == 2
+    assert said["id"] != other["id"]
+    assert "two" in str(other)
+
+
+async def test_a_retry_of_a_first_call_that_failed_goes_on_in_its_conversation(world: Any) -> None:
+    world.engine.script += [Sampled([1], status=500)] * 2
+    body, retry = FIRST_CALLS["chat/completions"], {"x-stainless-retry-count": "1"}
+    async with aiohttp.ClientSession() as http:
+        for _ in range(2):
+            async with http.post(f"{world.url}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 502
+    before = len(world.gateway.trajectories)
+    await post(world, "chat/completions", body, **retry)
+    assert len(world.gateway.trajectories) == before
+    await post(world, "chat/completions", body, **retry)
+    assert len(set(uids(world))) == 2, "one failure is one agent's"
+
+
+async def test_an_idempotency_key_is_its_callers_and_its_requests(world: Any) -> None:
+    for text in ("one", "two", "three"):
+        world.say(text)
+    hi, hello = ({"model": "m", "messages": [user(text)]} for text in ("hi", "hello"))
+    mine = {"idempotency-key": "1", "authorization": "Bearer mine"}
+    yours = {"idempotency-key": "1", "authorization": "Bearer yours"}
+    said = [
+        (await post(world, "chat/completions", body, **headers))["choices"][0]["message"]["content"]
+        for body, headers in ((hi, mine), (hi, yours), (hello, mine), (hi, mine), (hello, mine))
+    ]
+    assert said == ["one", "two", "three", "one", "three"]
+    assert len(uids(world)) == len(set(uids(world))) == 3
+
+
+async def test_conversations_of_two_callers_are_apart_whatever_they_say(world: Any) -> None:
+    for key in ("mine", "yours"):
+        client = openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=key, max_retries=0)
+        client = await world.clients.enter_async_context(client)
+        await talk(client, [user("hi")])
+    messages = [user("hi"), {"role": "assistant", "content": "fine"}, user("go on")]
+    first, second = uids(world)
+    for key, uid in (("mine", first), ("yours", second)):
+        await post(
+            world,
+            "chat/completions",
+            {"model": "m", "messages": messages},
+            authorization=f"Bearer {key}",
+        )
+        assert uids(world)[-1] == uid
+
+
+async def test_every_session_has_a_name_of_its_own(world: Any) -> None:
+    names = ["team/a", "team_a", "team%2Fa", "team~2", "team"]
+    for name in names:
+        await talk(await plain(world, **{"x-session-id": name}), [user("hi")])
+    assert len(set(uids(world))) == len(names)
+    await world.gateway.identities.close_idle(time.monotonic() + 1)
+    await talk(await plain(world, **{"x-session-id": "team"}), [user("hi again")])
+    assert len(set(uids(world))) == len(names) + 1
+    for name, uid in zip(names, uids(world), strict=False):
+        assert "/" not in uid, name
 
 
 async def test_idle_conversations_are_completed_unscored_and_others_are_not(world: Any) -> None:

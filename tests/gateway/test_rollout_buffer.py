@@ -704,6 +704,16 @@ async def test_unknown_log_probs_stay_unknown(world: Any, consumer: Consumer):
     assert got["loss_mask"] == [1] * 5
 
 
+async def test_an_instance_that_is_called_as_the_next_group_of_another_has_its_own(
+    world: Any, consumer: Consumer
+):
+    await consumer.start(num_repeat_per_sample="1")
+    for uid, instance in (("a", 17), ("b", 17), ("c", "17#1"), ("d", "17#1")):
+        item = written(uid=uid, instance_id=instance)
+        assert (await consumer.post("/buffer/write", item))[0] == 200
+    assert len({step.prompt_uid for step in world.pool.stored()}) == 4
+
+
 async def test_written_items_fill_one_group_after_the_other(world: Any, consumer: Consumer):
     await consumer.start()
     answers = await asyncio.gather(
