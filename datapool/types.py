@@ -267,8 +267,11 @@ class Step:
         if not spans:
             return
         for s in spans:
-            if not (type(s.version) is type(s.start) is type(s.end) is int and s.version >= 0):
-                raise InvalidStepError(f"{owner}: version_spans holds {s}; pass integers >= 0")
+            is_int = type(s.version) is type(s.start) is type(s.end) is int
+            if not is_int or not 0 <= s.version < _MOST:
+                raise InvalidStepError(
+                    f"{owner}: version_spans holds {s}; pass integers in [0, 2**63)"
+                )
         edges = [0, *(s.end for s in spans)]
         if [s.start for s in spans] != edges[:-1] or edges[-1] != len(self.response_ids):
             raise InvalidStepError(

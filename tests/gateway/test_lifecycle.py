@@ -427,7 +427,7 @@ STEP: dict[str, Any] = {
         ("version_spans", [{"version": 0, "start": 0, "end": 1.0}], "integers"),
         ("response_ids", [3.5], "integers"),
         ("rollout_log_probs", ["-1"], "numbers"),
-        ("reward", "high", "finite number"),
+        ("reward", "high", "a number within"),
         ("attempt", 1e30, "no field of a Step"),
     ],
 )

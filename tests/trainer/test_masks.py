@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from datapool.config import PoolConfig
 from datapool.pool import DataPool
 from gateway.graph import Turn as GatewayTurn
+from gateway.graph import TurnGraph
 from gateway.render import ChatRenderer
 from gateway.tokenization import ChatTokenizer
 from tests.gateway.conftest import make_tokenizer
@@ -325,8 +326,12 @@ def test_a_row_is_what_the_gateway_would_have_built_in_a_rollout(
             ids += renderer.suffix(turn, messages[:known], new, TOOLS, {}).tolist()
         assert ids == row.token_ids[: turn_of_row.start].tolist()
         response = row.token_ids[turn_of_row.start : turn_of_row.end]
+        calls = tuple(
+            (c["id"], c["function"]["name"], c["function"]["arguments"])
+            for c in messages[index].get("tool_calls") or ()
+        )
         turn = GatewayTurn(
-            *(None, response, response, 0, b"", b"", messages[index], 0, False, None)
+            TurnGraph(), 0, None, response, response, 0, b"", b"", calls, False, None
         )
         ids += response.tolist()
         known = index + 1
