@@ -17,7 +17,8 @@ request with a retry mark (`RetryKey.is_retry`) and the bytes of an earlier one 
 joins it while in flight and gets its recorded reply afterwards. The same bytes without the mark are
 another sample. A call whose last client has left is kept as a `FinishedCall`, as is one that
 another gateway stored. For a retry it is a `Call` again, which begins as `committing` and reads its
-reply from the sampled ids.
+reply from the sampled ids. A client may try again at another gateway while its first try is still
+generated here: of the two calls, the one that is to be stored later becomes the other one.
 
 Owns: this life cycle. Does not own: wire formats (`dialects/`), order and closing
 (`trajectories.py`), which call a retry is for (`retries.py`).
@@ -209,6 +210,7 @@ class Call:
         self.key = retry_digest(retry.key)
         self.body = None if retry.body in retry.key else retry_digest(retry.body)
         """Digest of the request's bytes, where its key does not hold that."""
+        self.is_retry = retry.is_retry
         self.dialect = dialect
         self.state: State = "preparing" if finished is None else "committing"
         self.deltas: list[Delta] = []
@@ -259,6 +261,23 @@ class Call:
     def trajectory_closed(self) -> None:
         """The trajectory was completed or aborted while this call was in flight."""
         self._cancel(closed_error(self._trajectory.uid, self._trajectory.closed or "closed"))
+
+    def was_stored_elsewhere(self, key: bytes, other: FinishedCall) -> bool:
+        """This call and `other`, which another gateway stored for a request of this key, are one
+        call of one client: then the reply is that one's."""
+        if (
+            key != self.key
+            or self.body != other.body
+            or self._finished is not None
+            or self.state not in ("preparing", "generating", "committing")
+            or (self._known is not None and not self._known.is_set())  # it may be abandoned
+            or not (self.is_retry or other.is_retry or not self._listeners)
+            or (self.request.stream and self._listeners and self.deltas)  # it was told otherwise
+        ):
+            return False
+        self._finished, self.delivered = other, other.delivered
+        self.uid, self.created = other.call_id, other.created
+        return True
 
     def confirm(self) -> None:
         """Its trajectory is known now: it may be committed."""
@@ -312,6 +331,8 @@ class Call:
                 await self._trajectory.commit(Commit(self._step, self._stored))
             else:
                 self._stored(None)
+            if self._finished is not None:
+                await self._recall(self._finished)
         except asyncio.CancelledError:
             self._fail(self._why_cancelled or GatewayError("the gateway is shutting down"))
         except PoolUnavailableError as e:
@@ -406,6 +427,7 @@ class Call:
         self.n_prompt = len(prompt_ids)
         forced = service.forced_text(request, prompt_ids[: self.n_prompt - finished.n_forced])
         self._reader = reader = self._open_reader(prompt_ids, finished.n_forced)
+        self.deltas.clear()
         ids = finished.response_ids.tolist()
         if request.n_logprobs is not None and finished.log_probs is not None:
             tops = unpack(finished.alternatives) or [()] * len(ids)
@@ -481,11 +503,15 @@ class Call:
             text_length,
             self.body,
             tuple(reply.text.tool_calls),
+            self.is_retry,
         )
 
-    def _step(self, index: int) -> Step:
+    def _step(self, index: int) -> Step | None:
+        """None: another gateway has stored it."""
         if self.reply is None:
             raise RuntimeError("a call is committed only after its generation")
+        if self._finished is not None:
+            return None
         if self._note is None:
             self._note = self._make_note(self.reply)
         if index > 0:
@@ -604,6 +630,7 @@ class Call:
                 call_id=self.uid,
                 created=self.created,
                 body=self.body,
+                is_retry=self.is_retry,
                 delivered=self.delivered,
                 step_index=self.step_index,
                 turn=self._turn,
@@ -741,17 +768,30 @@ class CallService:
             TrajectoryLimitError: the trajectory's turns or tokens are used up.
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
+        keys = [retry] if n == 1 else [replace(retry, key=f"{retry.key}/{i}") for i in range(n)]
         with trajectory.in_use():
             self._check(request)
-            begin = partial(self._start_each, trajectory, request, retry, dialect, n)
+            begin = partial(self._start_each, trajectory, request, keys, dialect)
             may_be_known = any(m["role"] == "assistant" for m in request.messages)
             if trajectory.is_new and not may_be_known and trajectory.channel not in self._blocking:
                 listeners = await self._start_ahead(trajectory, begin)
                 if listeners is not None:
                     return listeners
+            was_new = trajectory.is_new
             await trajectory.open()
+            if not was_new:
+                await self._look_elsewhere(trajectory, keys)
             trajectory.touch()
             return begin(ahead=False)
+
+    async def _look_elsewhere(self, trajectory: LiveTrajectory, keys: Sequence[RetryKey]) -> None:
+        """Find what another gateway stored of a retry whose first try is not known here: its
+        answer may have been lost."""
+        # Those who name all their requests retry few of them.
+        if keys[0].is_retry and (self.config.replicas > 1 or not keys[0].is_named):
+            known = (trajectory.calls.knows(retry_digest(key.key)) for key in keys)
+            if not all(known):
+                await trajectory.catch_up()
 
     async def _start_ahead(
         self, trajectory: LiveTrajectory, begin: Callable[..., list[Listener]]
@@ -788,15 +828,11 @@ class CallService:
         self,
         trajectory: LiveTrajectory,
         request: ChatRequest,
-        retry: RetryKey,
+        keys: Sequence[RetryKey],
         dialect: str,
-        n: int,
         *,
         ahead: bool,
     ) -> list[Listener]:
-        if n == 1:
-            return [self._start(trajectory, request, retry, dialect, ahead)]
-        keys = [replace(retry, key=f"{retry.key}/{i}") for i in range(n)]
         listeners: list[Listener] = []
         try:
             for key in keys:

@@ -38,8 +38,8 @@ _HEAD = struct.Struct("<BI8s")
 _TURN = struct.Struct("<16s16s16s")
 _NUMBER = struct.Struct("<I")
 _BODY = struct.Struct("<8s")
-_HAS_TURN, _REASONING, _FORCED, _TEXT, _BODY_FLAG, _CALLS = (1 << bit for bit in range(6))
-_KNOWN = 0x3F
+_HAS_TURN, _REASONING, _FORCED, _TEXT, _BODY_FLAG, _CALLS, _RETRY = (1 << b for b in range(7))
+_KNOWN = 0x7F
 """The flags above. Another bit is a format that is not known here."""
 
 
@@ -70,6 +70,8 @@ class TurnNote(NamedTuple):
     body: bytes | None = None
     """`retry_digest` of the request's bytes' digest, where its key does not hold that."""
     tool_calls: tuple[ToolCall, ...] = ()
+    is_retry: bool = False
+    """The request was marked as a retry."""
 
     def text(self) -> str:
         """As a Step carries it: base64, because metadata is JSON-like."""
@@ -80,6 +82,7 @@ class TurnNote(NamedTuple):
             | _TEXT * (self.text_length is not None)
             | _BODY_FLAG * (self.body is not None)
             | _CALLS * bool(self.tool_calls)
+            | _RETRY * self.is_retry
         )
         parts = [_HEAD.pack(flags, self.created, self.retry)]
         if self.keys is not None:
@@ -151,6 +154,7 @@ def restore(graph: TurnGraph, steps: Sequence[Step]) -> list[tuple[bytes, Finish
                 call_id,
                 note.created,
                 note.body,
+                note.is_retry,
                 delivered=step.step_index in extended,
                 step_index=step.step_index,
                 turn=turn.number,
@@ -193,4 +197,5 @@ def _parse(raw: bytes) -> TurnNote | None:
         text_length,
         body,
         tuple(ToolCall(*call) for call in calls),
+        bool(flags & _RETRY),
     )

@@ -44,6 +44,8 @@ class FinishedCall(NamedTuple):
     """Unix seconds."""
     body: bytes | None
     """`retry_digest` of the request's bytes' digest, where its key does not hold that."""
+    is_retry: bool
+    """Its request was marked as a retry."""
     delivered: bool
     """The terminal event was handed to some client's connection."""
     step_index: int | None
@@ -84,6 +86,9 @@ class CallMemory:
         self._calls[key] = (*self._calls.pop(key, ()), call)[-limit:]
         while len(self._calls) > limit:
             del self._calls[next(iter(self._calls))]
+
+    def knows(self, key: bytes) -> bool:
+        return key in self._calls
 
     def restore(self, key: bytes, finished: FinishedCall) -> None:
         """Remember a call that another gateway stored."""

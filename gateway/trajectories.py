@@ -14,7 +14,8 @@ index 3 (its client's retry is answered with it), and the new one takes 4.
 
 A trajectory that another gateway began (a replica, or this one before it was restarted) is found in
 the pool with its Steps when it is opened here, and goes on where it was. If both serve it at once,
-whoever finds an index taken by the other reads its Steps.
+whoever finds an index taken by the other reads its Steps. If one of these is the very call that was
+to be stored, because its client tried again elsewhere, it is not stored a second time.
 
 Owns: the turn graph of each trajectory, the calls in flight, the memory that answers retries.
 Does not own: generation (`calls.py`), which call a retry is for (`retries.py`), storage (the pool).
@@ -26,7 +27,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datapool.errors import (
@@ -56,7 +57,8 @@ class Identity(NamedTuple):
 class Commit(NamedTuple):
     """A Step to be stored, at whatever index it gets."""
 
-    make_step: Callable[[int], Step]
+    make_step: Callable[[int], Step | None]
+    """None: it is not to be stored any more, another gateway has stored it."""
     stored: Callable[[int], None]
 
 
@@ -177,7 +179,8 @@ class LiveTrajectory:
             return self.steps > before
 
     async def commit(self, commit: Commit) -> None:
-        """Store the Step that `commit` makes; its `stored(step_index)` follows at once.
+        """Store the Step that `commit` makes, if it still makes one; its `stored(step_index)`
+        follows at once.
 
         Raises:
             TrajectoryClosedError: closed meanwhile; no Step was stored.
@@ -187,8 +190,10 @@ class LiveTrajectory:
             while True:
                 self._check_open()
                 index = self.steps
+                if (step := commit.make_step(index)) is None:
+                    return
                 try:
-                    outcome = await self._submit(commit.make_step(index))
+                    outcome = await self._submit(step)
                 except StepConflictError:
                     # The index is taken: by the commit whose answer was lost, or by another
                     # gateway that serves this trajectory, too.
@@ -320,7 +325,8 @@ class LiveTrajectory:
         if not steps:
             return
         for key, call in restore(self.graph, steps):
-            self.calls.restore(key, call)
+            if not any(each.was_stored_elsewhere(key, call) for each in self.in_flight):
+                self.calls.restore(key, call)
         self.note_steps(steps[-1].step_index)
 
     async def _settle(self, index: int) -> bool:
@@ -328,10 +334,10 @@ class LiveTrajectory:
         there is one."""
         while self._uncertain:
             lost = self._uncertain[0]
-            try:
-                outcome = await self._submit(lost.make_step(index))
-            except StepConflictError:
-                outcome = "late"
+            outcome: SubmitOutcome = "late"
+            if (step := lost.make_step(index)) is not None:
+                with suppress(StepConflictError):  # the index is another gateway's
+                    outcome = await self._submit(step)
             self._uncertain.pop(0)
             if outcome == "duplicate":
                 lost.stored(index)

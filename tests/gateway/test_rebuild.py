@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -341,6 +342,99 @@ async def test_a_streamed_retry_elsewhere_says_the_same(fleet: Fleet) -> None:
     assert len(fleet.pool.stored()) == 1
 
 
+BODIES: dict[str, Any] = {
+    "chat/completions": {"messages": [user("hi")]},
+    "completions": {"prompt": "hi", "max_tokens": 9},
+    "responses": {"input": "hi"},
+    "messages": {"messages": [user("hi")], "max_tokens": 9},
+}
+
+
+async def say_again(world: World, path: str, body: Any, **headers: str) -> tuple[str, str]:
+    """(id, whole answer) of a call on t1."""
+    url = f"{world.base_url()}/v1/{path}"
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url, json={"model": "m", **body}, headers=headers) as answer,
+    ):
+        text = await answer.text()
+        assert answer.status == 200, text
+    found = re.search(r'"id": ?"([^"]+)"', text)
+    return (found[1] if found else ""), text
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("mark", [RETRY, {"idempotency-key": "k"}], ids=["count", "key"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_retry_at_a_gateway_that_serves_the_trajectory_too_is_answered_from_the_pool(
+    fleets: Callable[..., Any], path: str, mark: dict[str, str], stream: bool
+) -> None:
+    fleet = await fleets(replicas=2)
+    a, b = await fleet.another(), await fleet.another()
+    for here in (a, b):
+        await ask(await here.client(), [user(f"before {here.url}")])
+    body = {**BODIES[path], "stream": stream}
+    first_mark = {} if mark is RETRY else mark
+    fleet.world.say("the one")
+    first = await say_again(a, path, body, **first_mark)
+    asked, stored = len(fleet.world.engine.requests), len(fleet.pool.stored())
+    for _ in range(2):
+        again = await say_again(b, path, body, **mark)
+        assert again[0] == first[0]
+        assert "the one" in again[1].replace('"the', "the") or stream
+    assert (len(fleet.world.engine.requests), len(fleet.pool.stored())) == (asked, stored)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["first", "later"])
+async def test_a_first_try_that_hangs_becomes_the_retry_that_another_gateway_stored(
+    fleet: Fleet, known: bool
+) -> None:
+    a, b = await fleet.another(), await fleet.another()
+    if known:
+        for here in (a, b):
+            await ask(await here.client(), [user(f"before {here.url}")])
+    before = len(fleet.pool.stored())
+    gate = asyncio.Event()
+    a.say("the first", gate=gate)
+    a.engine.arrived.clear()
+    hanging = asyncio.create_task(say_again(a, "chat/completions", BODIES["chat/completions"]))
+    await a.engine.arrived.wait()
+    b.say("the retry")
+    retried = await say_again(b, "chat/completions", BODIES["chat/completions"], **RETRY)
+    gate.set()
+    assert (await hanging)[0] == retried[0]
+    assert "the retry" in (await hanging)[1]
+    assert len(fleet.pool.stored()) == before + 1
+    messages: list[Any] = [user("hi"), {"role": "assistant", "content": "the retry"}, user("on")]
+    await ask(await a.client(), messages)
+    assert fleet.pool.stored()[-1].parent_index == before
+
+
+async def test_a_retry_becomes_the_first_try_that_was_stored_while_it_was_generated(
+    fleet: Fleet,
+) -> None:
+    a, b = await fleet.another(), await fleet.another()
+    for here in (a, b):
+        await ask(await here.client(), [user(f"before {here.url}")])
+    gates = [asyncio.Event(), asyncio.Event()]
+    tries = []
+    for here, gate, mark in zip((a, b), gates, ({}, RETRY), strict=True):
+        here.say(f"by {here.url}", gate=gate)
+        here.engine.arrived.clear()
+        body = BODIES["chat/completions"]
+        tries.append(asyncio.create_task(say_again(here, "chat/completions", body, **mark)))
+        await here.engine.arrived.wait()
+    for gate, each in zip(gates, tries, strict=True):
+        gate.set()
+        await each
+    assert tries[0].result()[0] == tries[1].result()[0]
+    assert a.url in tries[1].result()[1]
+    assert len(fleet.pool.stored()) == 3
+    # Not a retry, and both have clients: two samples.
+    await say_again(b, "chat/completions", BODIES["chat/completions"])
+    assert len(fleet.pool.stored()) == 4
+
+
 async def test_a_reply_that_may_not_have_arrived_is_given_once_without_a_retry_mark(
     fleet: Fleet,
 ) -> None:
@@ -625,6 +719,7 @@ _notes = st.builds(
     text_length=st.none() | st.integers(0, 2**32 - 1),
     body=st.none() | st.binary(min_size=8, max_size=8),
     tool_calls=st.lists(st.builds(ToolCall, st.text(), st.text(), st.text())).map(tuple),
+    is_retry=st.booleans(),
 )
 
 
