@@ -241,6 +241,10 @@ class Call:
         """Number of its turn in the graph, once stored there."""
         self._task = self._start()
 
+    def n_told(self, n_deltas: int) -> int:
+        """How many of `tokens` the first `n_deltas` deltas tell, of a stream with log-probs."""
+        return self._reader.told[n_deltas - 1] if self._reader is not None and n_deltas else 0
+
     def listen(self) -> Listener:
         listener = Listener(self)
         self._listeners.add(listener)
@@ -412,6 +416,7 @@ class Call:
             parse_tools=request.parse_tools,
             stop=request.stop,
             raw=request.is_completion,
+            counts=request.stream and request.n_logprobs is not None,
         )
 
     async def _recall(self, finished: FinishedCall) -> None:
@@ -676,6 +681,8 @@ class Listener:
 
     def __init__(self, call: Call) -> None:
         self.call = call
+        self.n_told = 0
+        """How many of the call's `tokens` the deltas so far tell; all, with the reply."""
         self._read = 0
 
     async def next(self) -> Delta | Reply:
@@ -688,8 +695,10 @@ class Listener:
         while True:
             if self._read < len(call.deltas):
                 self._read += 1
+                self.n_told = call.n_told(self._read)
                 return call.deltas[self._read - 1]
             if (ended := self._end()) is not None:
+                self.n_told = len(call.tokens)
                 return ended
             await call.news()
 

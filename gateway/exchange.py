@@ -49,6 +49,8 @@ class Event(NamedTuple):
 
     sample: int
     item: Delta | Reply
+    n_told: int
+    """How many of the sample's tokens are told with it and before; see `Listener.n_told`."""
 
 
 EventOrPause: TypeAlias = Event | None
@@ -149,7 +151,8 @@ class Exchange:
         try:
             async with asyncio.timeout(self._keepalive_s):
                 if len(self._listeners) == 1:
-                    return Event(0, await self._listeners[0].next())
+                    item = await self._listeners[0].next()
+                    return Event(0, item, self._listeners[0].n_told)
                 return await self._merged()
         except GatewayError:  # of which one is a TimeoutError, too
             raise
@@ -175,7 +178,7 @@ class Exchange:
         try:
             while True:
                 item = await listener.next()
-                queue.put_nowait(Event(index, item))
+                queue.put_nowait(Event(index, item, listener.n_told))
                 if isinstance(item, Reply):
                     return
         except GatewayError as e:

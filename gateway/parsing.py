@@ -89,6 +89,10 @@ class ReplyText:
 
 
 class ReplyParser(Protocol):
+    @property
+    def n_held(self) -> int:
+        """Characters at the end of the text that wait for what follows them."""
+
     def feed(self, text: str) -> list[Delta]: ...
 
     def finish(self) -> list[Delta]: ...
@@ -236,6 +240,10 @@ class StopCutter:
     def stopped(self) -> bool:
         return self.matched is not None
 
+    @property
+    def n_held(self) -> int:
+        return len(self._held)
+
     def feed(self, text: str) -> str:
         if not self._stops or self.stopped:
             return "" if self.stopped else text
@@ -279,6 +287,10 @@ class MarkupParser:
         self._state = "reasoning" if reasoning and starts_in_reasoning else "start"
         self._buffer = ""
         self._after_call = False
+
+    @property
+    def n_held(self) -> int:
+        return len(self._buffer) + (len(CALL_OPEN) if self._state == "call" else 0)
 
     def feed(self, text: str) -> list[Delta]:
         self._buffer += text
@@ -426,6 +438,10 @@ class ResponseTemplateParser:
         self._read = 0
         """How much of it the parser has reported, an open call included."""
         self._failed = False
+
+    @property
+    def n_held(self) -> int:
+        return len(self._raw) - self._read
 
     def feed(self, text: str) -> list[Delta]:
         self._raw += text

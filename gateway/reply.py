@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Sequence
 
 from datapool.types import TokenIds
@@ -80,16 +81,18 @@ class ReplyFormat:
         stop: Sequence[str],
         raw: bool = False,
         style: CallStyle | None = None,
+        counts: bool = False,
     ) -> ReplyReader:
         """
         Args:
+            counts: see `ReplyReader.told`.
             raw: the reply is plain text; nothing in it is a tool call or a thought.
             style: how tool calls are written; None: as the model does.
         """
         parser: ReplyParser
         if raw:
             parser = MarkupParser(tools=False, reasoning=False)
-            return ReplyReader(self._tokenizer, self._special, parser, stop)
+            return ReplyReader(self._tokenizer, self._special, parser, stop, counts=counts)
         looks_back = self._by_template or self._reasoning
         tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist()) if looks_back else ""
         if self._by_template:
@@ -104,7 +107,7 @@ class ReplyFormat:
                 style=style or self._style,
                 offered=tools,
             )
-        return ReplyReader(self._tokenizer, self._hidden, parser, stop)
+        return ReplyReader(self._tokenizer, self._hidden, parser, stop, counts=counts)
 
     def _reads(self, example: CallExample | None, style: CallStyle) -> bool:
         if example is None or not self._tools:
@@ -128,8 +131,14 @@ class ReplyReader:
         hidden: frozenset[int],
         parser: ReplyParser,
         stop: Sequence[str],
+        *,
+        counts: bool = False,
     ) -> None:
         self.text = ReplyText()
+        self.told: list[int] = []
+        """Of each delta, how many ids are told with it and those before it: a delta tells an id
+        whose text is whole and not held back. 0 unless the reader counts, for which it reads ids
+        one by one."""
         self.has_reasoning = False
         self._tokenizer = tokenizer
         self._hidden = hidden
@@ -139,6 +148,11 @@ class ReplyReader:
         self._stream = tokenizer.stream()
         self._ids: list[int] = []
         self._decoded = ""
+        self._counts = counts
+        self._n_fed = self._n_told = 0
+        self._ends: deque[int] = deque()
+        """Of ids that are not told yet: where in the text they end; ids of half a character have
+        no end."""
 
     def begin(self, text: str) -> list[Delta]:
         """The reply's text before the first sampled id."""
@@ -150,6 +164,26 @@ class ReplyReader:
         return self._stop.matched
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
+        if self._counts:
+            return [delta for token_id in ids for delta in self._count(token_id)]
+        return self._feed(ids)
+
+    def _count(self, token_id: int) -> list[Delta]:
+        before = len(self._decoded)
+        deltas = self._feed([token_id])
+        self._n_fed += 1
+        n_open = self._n_fed - self._n_told - len(self._ends)
+        if len(self._decoded) > before or (token_id in self._hidden and n_open == 1):
+            self._ends += [len(self._decoded)] * n_open
+        told = len(self._decoded) - self._stop.n_held - self._parser.n_held
+        while self._ends and self._ends[0] <= told:
+            self._ends.popleft()
+            self._n_told += 1
+        if deltas:
+            self.told[-1] = self._n_told
+        return deltas
+
+    def _feed(self, ids: Sequence[int]) -> list[Delta]:
         shown = [i for i in ids if i not in self._hidden]
         self._ids += shown
         return self._read(self._stream.feed(shown))
@@ -166,6 +200,8 @@ class ReplyReader:
         deltas += self._note(self._parser.feed(self._stop.finish()))
         deltas += self._note(self._parser.finish())
         self.has_reasoning = bool(self.text.reasoning) or THINK_CLOSE in self._decoded
+        if deltas:
+            self.told[-1] = self._n_fed
         return deltas
 
     def n_until_stop(self, ids: Sequence[int]) -> int | None:
@@ -194,4 +230,5 @@ class ReplyReader:
     def _note(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
             self.text.add(delta)
+            self.told.append(self.told[-1] if self.told else 0)
         return deltas

@@ -19,12 +19,12 @@ from gateway.calls import ChatRequest, Reply, SampledToken
 from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
 from gateway.errors import GatewayError, RequestError
 from gateway.messages import Message, Tool
-from gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
+from gateway.parsing import ContentDelta, ReasoningDelta, ToolCall
 from gateway.tokenization import ChatTokenizer
 from gateway.web import error_body, field, number, top_p
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from gateway.exchange import Event, Exchange
 
 IGNORED = frozenset(
     {
@@ -168,7 +168,8 @@ class OpenAIChat:
         new_tokens = NewTokens(exchange)
         n_calls = [0] * exchange.parsed.n
 
-        def choice(index: int, item: Delta | Reply) -> dict[str, Any]:
+        def choice(event: Event) -> dict[str, Any]:
+            index, item, _ = event
             delta: dict[str, Any] = {}
             if isinstance(item, ToolCall):
                 delta = {"tool_calls": [{"index": n_calls[index], **item.entry()}]}
@@ -178,7 +179,7 @@ class OpenAIChat:
             elif isinstance(item, ContentDelta):
                 delta = {"content": item.text}
             entries = None
-            if options.logprobs and (tokens := new_tokens.of(index)):
+            if options.logprobs and (tokens := new_tokens.of(event)):
                 entries = logprobs(tokens, exchange.tokenizer)
             finish_reason = item.finish_reason if isinstance(item, Reply) else None
             return _delta(index, delta, entries, finish_reason)
@@ -264,7 +265,7 @@ def options(body: Mapping[str, Any], want_logprobs: bool, ignored: Iterable[str]
 async def completion_frames(
     exchange: Exchange,
     head: Mapping[str, Any],
-    choice: Callable[[int, Delta | Reply], dict[str, Any]],
+    choice: Callable[[Event], dict[str, Any]],
     error: Callable[[GatewayError], dict[str, Any]],
     first: Iterable[dict[str, Any]] = (),
 ) -> AsyncIterator[bytes]:
@@ -280,10 +281,9 @@ async def completion_frames(
             if event is None:
                 yield KEEP_ALIVE
                 continue
-            i, item = event
-            if isinstance(item, Reply):
-                replies[i] = item
-            yield sse({**head, "choices": [choice(i, item)], **no_usage})
+            if isinstance(event.item, Reply):
+                replies[event.sample] = event.item
+            yield sse({**head, "choices": [choice(event)], **no_usage})
     except GatewayError as e:
         yield sse(error(e))
         return
@@ -294,16 +294,16 @@ async def completion_frames(
 
 
 class NewTokens:
-    """The sampled tokens that a stream has not shown yet, for each sample."""
+    """The sampled tokens that an event tells, for each sample."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._calls = exchange.calls
         self._shown = [0] * len(self._calls)
 
-    def of(self, sample: int) -> list[SampledToken]:
-        tokens = self._calls[sample].tokens[self._shown[sample] :]
-        self._shown[sample] += len(tokens)
-        return tokens
+    def of(self, event: Event) -> list[SampledToken]:
+        shown = self._shown[event.sample]
+        self._shown[event.sample] = max(shown, event.n_told)
+        return self._calls[event.sample].tokens[shown : event.n_told]
 
 
 def _choice(index: int, reply: Reply, entries: dict[str, Any] | None) -> dict[str, Any]:

@@ -35,12 +35,12 @@ from gateway.dialects.openai_chat import (
     usage,
 )
 from gateway.errors import ContextLengthError, GatewayError, RequestError
-from gateway.parsing import ContentDelta, Delta
+from gateway.parsing import ContentDelta
 from gateway.tokenization import ChatTokenizer
 from gateway.web import error_body, number
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from gateway.exchange import Event, Exchange
 
 _KNOWN = frozenset(
     {
@@ -107,10 +107,11 @@ class OpenAICompletions:
         new_tokens = NewTokens(exchange)
         shown = [_Logprobs(exchange) for _ in range(exchange.parsed.n)]
 
-        def choice(index: int, item: Delta | Reply) -> dict[str, Any]:
+        def choice(event: Event) -> dict[str, Any]:
+            index, item, _ = event
             text = item.text if isinstance(item, ContentDelta) else ""
             finish_reason = item.generation.finish_reason if isinstance(item, Reply) else None
-            return _choice(index, text, shown[index].of(new_tokens.of(index)), finish_reason)
+            return _choice(index, text, shown[index].of(new_tokens.of(event)), finish_reason)
 
         return completion_frames(exchange, _head(exchange), choice, self.error)
 

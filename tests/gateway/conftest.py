@@ -310,6 +310,8 @@ class ScriptedEngine:
     aborts: list[str] = field(default_factory=list)
     context_length: int = 4096
     incremental: bool = False
+    burst: int = 1
+    """Tokens that a stream's events bring at once."""
     url: str = ""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -332,16 +334,18 @@ class ScriptedEngine:
 
     async def _stream(self, said: Sampled, n_prompt: int) -> AsyncIterator[bytes]:
         total = len(said.ids)
-        for n in range(1, max(total, 1) + 1):
+        before = 0
+        for n in [*range(self.burst, total, self.burst), max(total, 1)]:
             if said.drop_after is not None and n > said.drop_after:
                 raise ConnectionResetError("scripted")
             if n >= total and said.gate is not None:
                 await said.gate.wait()
             chunk = said.chunk(min(n, total), final=n >= total, n_prompt=n_prompt)
             if self.incremental:
-                chunk["output_ids"] = chunk["output_ids"][n - 1 :]
+                chunk["output_ids"] = chunk["output_ids"][before:]
                 logs = chunk["meta_info"]["output_token_logprobs"]
-                chunk["meta_info"]["output_token_logprobs"] = logs[n - 1 :]
+                chunk["meta_info"]["output_token_logprobs"] = logs[before:]
+                before = n
             yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
             await asyncio.sleep(0)
         yield b"data: [DONE]\n\n"

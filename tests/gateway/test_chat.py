@@ -795,6 +795,49 @@ async def test_log_probs_cover_every_sampled_token_with_its_bytes(
         assert second.logprob == (-9999.0 if token_id % 2 else -9.5)
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("burst", [1, 2, 5, 1000])
+@pytest.mark.parametrize("stop", [None, ["never at all"]])
+async def test_every_chunk_has_the_log_probs_of_its_own_text(
+    worlds: Any, burst: int, incremental: bool, stop: Any
+) -> None:
+    world: World = await worlds("qwen3")
+    client = await world.client()
+    world.engine.burst, world.engine.incremental = burst, incremental
+    said = "naïve 東京 🦊 is nev"
+    world.say(f"<think>\nhm 🦊 </think>\n\n{said}{CALL}{CALL}")
+    stream = await client.chat.completions.create(
+        model="m",
+        messages=[user("hi")],
+        tools=[CALCULATOR],
+        logprobs=True,
+        stream=True,
+        stop=stop,
+    )
+    told = b""
+    texts: dict[str, bytes] = {"content": b"", "thought": b"", "call": b"", "end": b""}
+    shown = {"content": "", "thought": ""}
+    async for chunk in stream:
+        [choice] = chunk.choices
+        entries = choice.logprobs.content if choice.logprobs else []
+        spelled = b"".join(bytes(e.bytes) for e in entries)
+        told += spelled
+        thought = getattr(choice.delta, "reasoning_content", None)
+        kind = "content" if choice.delta.content else "thought" if thought else "end"
+        if choice.delta.tool_calls:
+            kind = "call"
+            assert spelled.decode().count("</tool_call>") == 1
+        elif kind != "end":
+            shown[kind] += choice.delta.content or thought
+            # Never ahead of the text, and behind it only by what half a token says.
+            texts[kind] += spelled
+            text = texts[kind].decode().removeprefix("<think>").removeprefix("</think>\n\n")
+            assert shown[kind].startswith(text), (shown, text)
+            assert len(shown[kind]) - len(text) < 12
+    assert shown["content"] == said
+    assert told.decode() == world.tokenizer.decode(world.pool.stored()[0].response_ids.tolist())
+
+
 async def test_log_probs_of_samples_are_told_apart_in_a_stream(world: Any) -> None:
     client = await world.client()
     for text in ("one", "two and more"):

@@ -68,6 +68,32 @@ async def test_answers_and_chunks_are_valid_openai_objects(world: Any) -> None:
     assert chunks[-1]["usage"]["completion_tokens"] == len(world.pool.stored()[-1].response_ids)
 
 
+@pytest.mark.parametrize("burst", [1, 3, 1000])
+async def test_every_chunk_has_the_log_probs_of_its_own_text(world: Any, burst: int) -> None:
+    world.engine.burst = burst
+    world.say("naïve 東京 🦊 and more <tool_call> of it")
+    client = await world.client()
+    stream = await client.completions.create(
+        model="m", prompt="x", logprobs=0, max_tokens=100, stream=True
+    )
+    text = ""
+    async for chunk in stream:
+        [choice] = chunk.choices
+        if choice.text:
+            assert choice.logprobs.text_offset[0] == len(text)
+            text += choice.text
+            spelled = b"".join(map(as_bytes, choice.logprobs.tokens)).decode()
+            assert spelled.replace("<tool_call>", "") == choice.text
+    assert text == "naïve 東京 🦊 and more  of it"
+
+
+def as_bytes(token: str) -> bytes:
+    """A token as the legacy object names it: text, or "bytes:" and its bytes."""
+    if token.startswith("bytes:"):
+        return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
+    return token.encode()
+
+
 async def test_samples_are_streamed_by_index_and_stop_strings_are_cut(world: Any) -> None:
     client = await world.client()
     for i in range(2):
