@@ -332,11 +332,9 @@ class Call:
                 await self._known.wait()
             self.state = "committing"
             if self.request.stores_step:
-                await self._trajectory.commit(Commit(self._step, self._stored))
+                await self._commit()
             else:
                 self._stored(None)
-            if self._finished is not None:
-                await self._recall(self._finished)
         except asyncio.CancelledError:
             self._fail(self._why_cancelled or GatewayError("the gateway is shutting down"))
         except PoolUnavailableError as e:
@@ -356,6 +354,11 @@ class Call:
         finally:
             self._trajectory.in_flight.discard(self)
             self._trajectory.forget_if_unused()
+
+    async def _commit(self) -> None:
+        await self._trajectory.commit(Commit(self._step, self._stored))
+        if self._finished is not None:
+            await self._recall(self._finished)
 
     async def _generate(self) -> Reply:
         service, request = self._service, self.request
