@@ -52,7 +52,7 @@ import sqlite3
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
@@ -131,7 +131,7 @@ class Books(NamedTuple):
 
 
 _BOOKS_FORMAT = struct.Struct("<16sqqqQqQ")
-_SUM_MASK = (1 << 64) - 1
+SUM_MASK = (1 << 64) - 1
 
 
 class Acked(NamedTuple):
@@ -307,7 +307,7 @@ class Journal:
         self._commits = self._failed_commits = self._rows_written = self._rows_deleted = 0
         self._last_error: str | None = None
         made = _make_folder(self.folder)
-        self._lock = _lock(self.folder, lock_timeout_s)
+        self._lock = lock_folder(self.folder, lock_timeout_s)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._lock)
             if self._reading(self._is_new):
@@ -326,9 +326,7 @@ class Journal:
                 for path in (self.folder / ACKED_NAME, self.folder, *made):
                     _fsync(path)
             if self._next_row != self._books.next_row:  # for good, also if nothing is written
-                error = self._commit_inline(always=True)
-                if error is not None:
-                    raise error
+                self._commit_always()
             undo.pop_all()
         self._max_row_bytes = self._db.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) - PAGE_BYTES
         self._worker: ThreadPoolExecutor | None = None
@@ -436,14 +434,9 @@ class Journal:
         while True:
             chunk = self._fetch(sql, last, limit)
             for row, channel, kind, head_crc, payload_crc, head, n_bytes, payload in chunk:
-                try:
-                    sound = row > last and head_crc == self._head_crc(row, channel, kind, head)
-                    sound = sound and (payload_crc is None) == (n_bytes is None)
-                    if payloads and n_bytes is not None:
-                        sound = sound and payload_crc == crc32(payload, row & 0xFFFFFFFF)
-                except (TypeError, AttributeError):  # a damaged type: NULL or text for bytes
-                    sound = False
-                if not sound:
+                sound = row > last and is_sound_head(row, channel, kind, head, head_crc)
+                sound = sound and (payload_crc is None) == (n_bytes is None)
+                if not sound or (payloads and not is_sound_payload(row, payload, payload_crc)):
                     raise self._corrupt(f"row {row} does not have the content it was written with")
                 last = row
                 n_rows += 1
@@ -455,7 +448,7 @@ class Journal:
             return  # it changed meanwhile
         if n_rows != books.rows:
             raise self._corrupt(f"{n_rows} rows can be read but {books.rows} were written")
-        if row_sum & _SUM_MASK != books.row_sum:
+        if row_sum & SUM_MASK != books.row_sum:
             raise self._corrupt("rows that were deleted are back, in place of others")
 
     def states(self) -> dict[str, bytes]:
@@ -469,13 +462,13 @@ class Journal:
         for key, crc, value in self._fetch("SELECT key, crc, value FROM states"):
             if key == _BOOKS:
                 continue
-            if not _sound_state(key, crc, value):
+            if not is_sound_state(key, crc, value):
                 raise self._corrupt(f"state {key!r} does not have the content it was written with")
             states[key] = value
         books = self._books
         if len(states) != books.states:
             raise self._corrupt(f"{len(states)} states can be read but {books.states} were written")
-        if sum(_state_crc(*state) for state in states.items()) & _SUM_MASK != books.state_sum:
+        if states_sum(states) != (books.states, books.state_sum):
             raise self._corrupt("a state has the content of an earlier transaction")
         return states
 
@@ -559,6 +552,27 @@ class Journal:
             os.close(self._acked)
             os.close(self._lock)
 
+    def refill(
+        self, books: Books, rows: Iterable[Row], states: Mapping[str, bytes], flush_rows: int = 256
+    ) -> None:
+        """Makes this empty journal the successor of another one: its identity, its numbers, these
+        rows under their ids, these states.
+
+        Raises:
+            JournalError: it cannot be written.
+        """
+        self._books = self._books._replace(journal=books.journal, sequence=books.sequence)
+        self._next_row = books.next_row
+        for row, channel, kind, head, payload, _ in rows:
+            payload_crc = None if payload is None else crc32(payload, row & 0xFFFFFFFF)
+            head_crc = self._head_crc(row, channel, kind, head)
+            self._buffer.rows[row] = (row, channel, kind, head_crc, payload_crc, head, payload)
+            if len(self._buffer.rows) >= flush_rows:
+                self.flush()
+        for key, value in states.items():
+            self.put_state(key, value)
+        self._commit_always()
+
     # --- transactions ---
 
     def _commit_inline(self, always: bool = False) -> JournalError | None:
@@ -577,6 +591,11 @@ class Journal:
         self._succeeded(written)
         return None
 
+    def _commit_always(self) -> None:
+        error = self._commit_inline(always=True)
+        if error is not None:
+            raise error
+
     def _write(self, batch: _Batch) -> _Written:
         """Everything but the COMMIT."""
         executemany = self._db.executemany
@@ -592,9 +611,9 @@ class Journal:
             before.sequence + 1,
             self._next_row,
             before.rows + len(batch.rows) - deleted,
-            (before.row_sum + sum(batch.rows) - deleted_sum) & _SUM_MASK,
+            (before.row_sum + sum(batch.rows) - deleted_sum) & SUM_MASK,
             len(all_crcs),
-            sum(all_crcs.values()) & _SUM_MASK,
+            sum(all_crcs.values()) & SUM_MASK,
         )
         packed = books.pack()
         # Written by every transaction. One that failed may have left frames in the log that look
@@ -808,7 +827,7 @@ class Journal:
         log = self.folder / LOG_NAME
         has_log = log.exists() and log.stat().st_size > 0
         if has_log or (acked is not None and acked.books.sequence > 0):
-            lost = "" if acked is None else f" {_lost(None, acked.books)}"
+            lost = "" if acked is None else f" {lost_between(None, acked.books)}"
             raise self._corrupt(f"the file is missing or empty, and its content is gone.{lost}")
         return True
 
@@ -868,7 +887,7 @@ class Journal:
         if books.journal != acked.books.journal:
             raise self._corrupt(f"{ACKED_NAME} belongs to another journal")
         if books.sequence < acked.books.sequence:
-            lost = _lost(books, acked.books)
+            lost = lost_between(books, acked.books)
             if acked.power or acked.closed or acked.boot == self._boot:
                 raise self._corrupt(
                     f"{lost} The write-ahead log, or the file, was damaged, cut or removed"
@@ -981,11 +1000,30 @@ class Journal:
         )
 
 
+def is_sound_head(row: int, channel: Any, kind: Any, head: Any, crc: Any) -> bool:
+    try:
+        return bool(crc == crc32(head, crc32(f"{channel}\0{kind}".encode()) ^ (row & 0xFFFFFFFF)))
+    except (TypeError, AttributeError):  # a damaged type: NULL or text for bytes
+        return False
+
+
+def is_sound_payload(row: int, payload: Any, crc: Any) -> bool:
+    try:
+        return bool(crc == (None if payload is None else crc32(payload, row & 0xFFFFFFFF)))
+    except TypeError:  # as above
+        return False
+
+
 def _state_crc(key: str | int, value: bytes) -> int:
     return crc32(value, crc32(str(key).encode()))
 
 
-def _sound_state(key: Any, crc: Any, value: Any) -> bool:
+def states_sum(states: Mapping[str, bytes]) -> tuple[int, int]:
+    """How many there are, and the sum of their CRCs, as `Books` have it."""
+    return len(states), sum(_state_crc(*state) for state in states.items()) & SUM_MASK
+
+
+def is_sound_state(key: Any, crc: Any, value: Any) -> bool:
     return (
         (isinstance(key, str) or key == _BOOKS)
         and isinstance(value, bytes)
@@ -1001,12 +1039,12 @@ def _answer(waiters: _Waiters, error: JournalError | None) -> None:
 
 def read_books(found: tuple[Any, Any, Any] | None) -> Books | None:
     """The books in a row of `states`; None if they are damaged."""
-    if found is None or not _sound_state(*found) or len(found[2]) != _BOOKS_FORMAT.size:
+    if found is None or not is_sound_state(*found) or len(found[2]) != _BOOKS_FORMAT.size:
         return None
     return Books._make(_BOOKS_FORMAT.unpack(found[2]))
 
 
-def _lost(found: Books | None, acked: Books) -> str:
+def lost_between(found: Books | None, acked: Books) -> str:
     """What was acknowledged and is not there."""
     first = 1 if found is None else found.sequence + 1
     row = 0 if found is None else found.next_row
@@ -1070,7 +1108,7 @@ def holder(folder: Path) -> str | None:
     return None
 
 
-def _lock(folder: Path, timeout_s: float) -> int:
+def lock_folder(folder: Path, timeout_s: float) -> int:
     """Takes the folder for this process; the kernel lets go of it when the process dies.
 
     The lock is on the folder, not on a file in it, which somebody might remove; nor on the

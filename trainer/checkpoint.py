@@ -4,6 +4,7 @@
       step_20/state.pt      backend (weights, optimizer, scheduler, its RNG), progress (versions,
                             staleness counters), prompt source, pending prompts, leases, RNG
       step_20/about.json    which model and backend it is of: what `stepwell export` needs
+      step_20/checksums.json  SHA-256 of both: what is read is what was written, or an error
       scores.json           evaluation score by step: what `keep_best` goes by
       ledger.jsonl          what became of every prompt (`ledger.py`)
 
@@ -32,6 +33,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from backends.checksums import ChecksumError, check, checked_json, seal, sealed_json
 from trainer.errors import CheckpointError
 
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
@@ -79,6 +81,7 @@ class CheckpointStore:
                 file.flush()
                 os.fsync(file.fileno())
             _fsync(draft / "about.json")
+            seal(draft)
             _fsync(draft)
             # An older one of the same step makes way only when the new one is whole, and comes
             # back (`__init__`) if the process dies between these two renames.
@@ -134,8 +137,9 @@ class CheckpointStore:
         """The state in the checkpoint `path`; on the CPU.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: it cannot be read, or is not what was written.
         """
+        self._check(path)
         try:
             # Our own file: it holds RNG states and task dicts, which the weights-only reader
             # refuses.
@@ -151,8 +155,9 @@ class CheckpointStore:
         """What `save` was told about the checkpoint `path`.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: it cannot be read, or is not what was written.
         """
+        self._check(path, "about.json")
         try:
             return dict(json.loads((path / "about.json").read_text()))
         except (OSError, ValueError) as e:
@@ -181,7 +186,7 @@ class CheckpointStore:
     def scores(self) -> dict[int, float]:
         """Evaluation score by step, of checkpoints that are gone too."""
         try:
-            raw = json.loads((self.folder / "scores.json").read_text())
+            raw: Any = checked_json((self.folder / "scores.json").read_text())
         except FileNotFoundError:
             return {}
         except ValueError as e:
@@ -200,6 +205,16 @@ class CheckpointStore:
         """Steps of the complete checkpoints, oldest first."""
         names = (_NAME.fullmatch(path.name) for path in self.folder.glob("step_*"))
         return sorted(int(name[1]) for name in names if name)
+
+    def _check(self, path: Path, *names: str) -> None:
+        """Raises CheckpointError if a file of the checkpoint, or one of `names`, is damaged."""
+        try:
+            check(path, names or None)
+        except (ChecksumError, OSError) as e:
+            raise CheckpointError(
+                f"checkpoint {path} cannot be read ({e}); delete that folder to resume from an "
+                "older one, or set run.resume=never to start over"
+            ) from e
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step_{step}"
@@ -226,7 +241,7 @@ class CheckpointStore:
 
     def _write_scores(self, scores: Mapping[int, float]) -> None:
         draft = self.folder / "scores.json.tmp"
-        draft.write_text(json.dumps(dict(sorted(scores.items()))) + "\n")
+        draft.write_text(sealed_json({str(step): scores[step] for step in sorted(scores)}))
         _fsync(draft)
         draft.replace(self.folder / "scores.json")
 

@@ -6,6 +6,7 @@
                      --replicas N                        N gateways, each at its own address
     stepwell config  --config quickstart [key=value …]   print the resolved configuration
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
+    stepwell data salvage PATH                           a usable journal of a damaged one
     stepwell backends                                    list training backends and engines
     stepwell bench   NAME [--json|--markdown] [--quick]  measured claims, each with its bound
 
@@ -108,6 +109,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--step", default="latest", metavar="N", help="a step, latest or best")
     export.add_argument("--to", required=True, type=Path, metavar="DIR", help="a new folder")
     export.set_defaults(run=_export)
+    data = commands.add_parser("data", help="look after the pool's data on disk")
+    actions = data.add_subparsers(metavar="ACTION", required=True)
+    text = "make a usable journal of a damaged one, and say what is lost"
+    salvage = actions.add_parser("salvage", help=text, description=text)
+    salvage.add_argument("path", metavar="PATH", type=Path, help="e.g. runs/me, or its pool folder")
+    salvage.set_defaults(run=_salvage)
     return parser
 
 
@@ -176,6 +183,14 @@ def _export(args: argparse.Namespace) -> int:
 
     step = int(args.step) if args.step.isdecimal() else args.step
     print(export_checkpoint(args.run_dir, step, args.to))
+    return 0
+
+
+def _salvage(args: argparse.Namespace) -> int:
+    from datapool.salvage import salvage
+
+    for report in salvage(args.path):
+        print(report.text())
     return 0
 
 

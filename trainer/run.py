@@ -19,12 +19,13 @@ import numpy as np
 from backends.base import build_backend, loop_backend
 from backends.critic import Critic
 from backends.weights import WeightStore
+from datapool.journal import holder
 from trainer.checkpoint import CheckpointStore
 from trainer.cluster import POOL, WEIGHTS, Cluster, start_cluster
 from trainer.config import RunConfig
 from trainer.data import PromptSource
 from trainer.display import Display
-from trainer.errors import StarvedError
+from trainer.errors import ConfigError, StarvedError
 from trainer.ledger import LEDGER, Ledger
 from trainer.loop import Progress, Trainer
 from trainer.metrics import MemoryMeter, MetricsWriter, waits
@@ -234,7 +235,17 @@ def summarise(
 
 
 def _start_over(folder: Path) -> None:
-    """Remove what a run writes, and nothing else: `run.dir` may be any folder."""
+    """Remove what a run writes, and nothing else: `run.dir` may be any folder.
+
+    Raises:
+        ConfigError: a live process uses the run's pool.
+    """
+    for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):
+        if (pid := holder(journal)) is not None:
+            raise ConfigError(
+                f"run.resume is never, but process {pid} has the pool of {folder} open; stop that "
+                "run first, or choose another run.name"
+            )
     for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, "logs", "wandb", "tensorboard", REPLAY):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", SUMMARY, "reward.png"):

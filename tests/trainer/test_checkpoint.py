@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from backends.torch_backend import TorchBackend
 from backends.torch_config import TorchBackendConfig
+from datapool.journal import Journal
 from datapool.types import Group
 from trainer.checkpoint import (
     CheckpointStore,
@@ -26,11 +29,11 @@ from trainer.checkpoint import (
     set_rng_state,
 )
 from trainer.config import RunConfig, RunSection
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 from trainer.loop import Progress
 from trainer.recording import record_batch
 from trainer.report import write_summary
-from trainer.run import CHECKPOINTS, _finished
+from trainer.run import CHECKPOINTS, _finished, _start_over
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
@@ -51,6 +54,41 @@ def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
     assert state is not None
     assert state["weights"].tolist() == [0, 1, 2]
     assert state["pending"] == [{"question": "1 + 1"}]
+
+
+def test_a_flipped_bit_in_any_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    path = store.save(10, {"weights": torch.arange(3000.0)}, {"backend": "torch"})
+    store.score(10, 0.5)
+    sound = {p: p.read_bytes() for p in (*path.iterdir(), tmp_path / "scores.json")}
+    assert len(sound) == 4
+    for k, (file, data) in enumerate(sorted(sound.items()) * 20):
+        damaged = bytearray(data)
+        damaged[random.Random(k).randrange(len(data))] ^= 1 << k % 8
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=re.escape(str(file))):
+            store.scores(), store.load(path), store.about(path)
+        file.write_bytes(data)
+    for file in path.iterdir():
+        data = file.read_bytes()
+        file.unlink()
+        with pytest.raises(CheckpointError, match=re.escape(str(file))):
+            store.load(path)
+        file.write_bytes(data)
+    assert store.load(path)["weights"].tolist() == list(range(3000))
+
+
+def test_a_run_is_not_started_over_while_a_pool_lives_in_its_folder(tmp_path: Path) -> None:
+    for pool in (tmp_path / "pool", tmp_path / "pool" / "shard-1"):
+        journal = Journal(pool, "process")
+        journal.append("train", "step", b"head")
+        journal.flush()
+        with pytest.raises(ConfigError, match=rf"process {os.getpid()} has the pool .* run.name"):
+            _start_over(tmp_path)
+        journal.close()
+    assert (tmp_path / "pool" / "pool.sqlite3").exists()
+    _start_over(tmp_path)
+    assert not (tmp_path / "pool").exists()
 
 
 def test_the_newest_is_found_by_number_and_not_by_name(tmp_path: Path) -> None:

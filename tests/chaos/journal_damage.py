@@ -1,0 +1,353 @@
+"""Random damage to a journal and to a checkpoint: every one is harmless or raises, none is silent.
+
+    python -m tests.chaos.journal_damage --trials 200 --seed 7 [--json]
+
+A writer process applies groups of Steps to a DataPool over a journal and tells, through a pipe,
+what is about to be durable and what was acknowledged; then it is killed (SIGKILL). Each trial
+copies what it left, damages one file (a flipped bit, a cut, a removal), and opens it as a pool's
+actor does. The pipe is the independent record: a pool that opens must hold exactly what was
+acknowledged, perhaps with the transaction that was under way. A journal that is refused is
+salvaged: what the pool holds then must be part of what it held at one moment, and what is missing
+must have been said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from datapool.config import ChannelConfig, PoolConfig
+from datapool.errors import DataPoolError, JournalError
+from datapool.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
+from datapool.pool import DataPool
+from datapool.replay import restore
+from datapool.salvage import salvage
+from datapool.types import Step
+from trainer.checkpoint import CheckpointStore
+from trainer.errors import CheckpointError
+
+Outcome = Literal["harmless", "raised", "silent"]
+KINDS = ("flip", "cut", "removal")
+LIVES = (
+    ("process", 9, False),
+    ("process", 120, True),
+    ("power", 25, False),
+    ("process", 350, False),
+)
+"""Durability; how many transactions a writer acknowledged before it was killed; whether a pool was
+started over it since, and shut down, so that everything is in the main file."""
+REPOSITORY = Path(__file__).parents[2]
+
+
+# --- the writer ---
+
+
+def write(folder: Path, durability: Literal["process", "power"], seed: int) -> None:
+    """Groups come, are completed, leased and acked, until somebody kills this process."""
+    chance = random.Random(seed)
+    pool = DataPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
+    journal = Journal(folder, durability)
+    restore(pool, journal, journal.rows(), journal.states(), journal.read)
+    open_: list[str] = []
+    for k in range(1_000_000):
+        uid = f"p{k}"
+        pool.open_group(uid, 2, now=time.time())
+        open_.append(uid)
+        prompt = np.arange(chance.randrange(5, 400), dtype=np.int32)
+        for t in "ab":
+            length = chance.randrange(1, 200)
+            pool.submit_steps(
+                [
+                    Step(
+                        prompt_ids=prompt,
+                        response_ids=np.array([chance.randrange(1000) for _ in range(length)]),
+                        rollout_log_probs=np.array([-chance.random() for _ in range(length)]),
+                        reward=chance.random(),
+                        trajectory_uid=uid + t,
+                        prompt_uid=uid,
+                        step_index=0,
+                        policy_version=k,
+                        is_last=False,
+                    )
+                ],
+                now=time.time(),
+            )
+        if len(open_) > 3:  # what waits is completed later, in transactions of its own
+            done = open_.pop(chance.randrange(len(open_)))
+            for t in "ab":
+                pool.complete_trajectory(done + t, reward=chance.random(), now=time.time())
+        if chance.random() < 0.3 and (lease := pool.lease_batch(now=time.time())) is not None:
+            pool.ack(lease.lease_id, now=time.time())
+        pool.write_counts()
+        say("about", content(pool))
+        journal.flush()
+        say("acked", {})
+
+
+def say(what: str, groups: Mapping[str, str]) -> None:
+    print(json.dumps([what, groups]), flush=True)
+
+
+def content(pool: DataPool) -> dict[str, str]:
+    """Each live group: a digest of all that a consumer would get of it."""
+    channel = pool.channel("train")
+    found = {}
+    for uid, group in channel.prompt_groups.items():
+        digest = hashlib.sha256(f"{group.terms} {group.delivery} {group.due}".encode())
+        for name, record in sorted(group.trajectories.items()):
+            digest.update(f"{name} {record.closing} {record.outcome}".encode())
+            for index in sorted(record.steps):
+                step = record.packed(index)
+                digest.update(pickle.dumps(tuple(step)))
+        found[uid] = digest.hexdigest()[:16]
+    return found
+
+
+# --- what it left ---
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A killed writer's folder, and what it told."""
+
+    folder: Path
+    durability: str
+    acknowledged: Mapping[str, str]
+    under_way: Mapping[str, str] | None
+    """Of a transaction that was not acknowledged, and may be there."""
+    moments: Sequence[Mapping[str, str]]
+    """After each transaction: group -> content."""
+
+
+def leave(folder: Path, durability: str, n: int, closed: bool, seed: int) -> Left:
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.chaos.journal_damage",
+            "--write",
+            str(folder),
+            durability,
+            str(seed),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    if child.stdout is None:
+        raise RuntimeError("the writer has no pipe")
+    lines = [child.stdout.readline() for _ in range(2 * n)]
+    child.send_signal(signal.SIGKILL)
+    lines += child.stdout.readlines()
+    child.wait()
+    child.stdout.close()
+    told = [json.loads(line) for line in lines if line.endswith("\n")]
+    if len(told) < 2 * n:
+        raise RuntimeError(f"the writer ended by itself, after {len(told)} of {2 * n} lines")
+    n_acked = sum(what == "acked" for what, _ in told)
+    moments = [{}, *(groups for what, groups in told if what == "about")]
+    under_way = moments[n_acked + 1] if len(moments) > n_acked + 1 else None
+    if closed:
+        open_pool(folder, durability)
+    return Left(folder, durability, moments[n_acked], under_way, moments)
+
+
+def open_pool(folder: Path, durability: str) -> dict[str, str]:
+    """What a pool serves that is started over the folder."""
+    journal = Journal(folder, "power" if durability == "power" else "process", lock_timeout_s=0)
+    try:
+        pool = DataPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
+        restore(pool, journal, journal.rows(), journal.states(), journal.read)
+        found = content(pool)
+        counts = pool.get_statistics("train", now=time.time())["groups"]
+    finally:
+        journal.close()
+    held = sum(counts[state] for state in ("open", "ready", "leased", "acked", "dropped"))
+    if held != counts["submitted"]:
+        raise AssertionError(f"groups are not conserved: {counts}")
+    return found
+
+
+# --- trials ---
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    kind: str
+    """flip, cut or removal."""
+    file: str
+    outcome: Outcome
+    said: str
+    """The error, or what was found instead."""
+    salvaged: bool | None = None
+    """Whether what salvage made is usable and true; None: not asked."""
+
+
+def damage(path: Path, kind: str, chance: random.Random) -> None:
+    if not path.exists():  # the log of a journal that was closed
+        return
+    if kind == "removal":
+        path.unlink()
+        return
+    data = bytearray(path.read_bytes())
+    if not data:
+        return
+    if kind == "cut":
+        del data[chance.randrange(len(data)) :]
+    else:
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def try_journal(left: Left, copy: Path, kind: str, file: str, chance: random.Random) -> Trial:
+    shutil.copytree(left.folder, copy)
+    damage(copy / file, kind, chance)
+    try:
+        found = open_pool(copy, left.durability)
+    except DataPoolError as e:
+        return Trial(kind, file, "raised", str(e), salvaged=usable(left, copy))
+    if found in (left.acknowledged, left.under_way):
+        return Trial(kind, file, "harmless", "")
+    missing = left.acknowledged.items() - found.items()
+    return Trial(kind, file, "silent", f"{len(missing)} groups are not as acknowledged")
+
+
+def usable(left: Left, folder: Path) -> bool:
+    """Whether salvage makes a journal that opens, holds groups as they were at one moment, and
+    says so if one is missing."""
+    try:
+        reports = salvage(folder)
+    except JournalError as e:  # nothing is left to be saved, and it says so
+        return "nothing can be saved" in str(e)
+    found = open_pool(folder, left.durability)
+    is_true = any(found.items() <= moment.items() for moment in left.moments)
+    loses = not left.acknowledged.items() <= found.items()
+    return is_true and (not loses or any(report.lost or report.dropped for report in reports))
+
+
+def save_checkpoint(folder: Path, seed: int) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    store = CheckpointStore(folder, keep=2)
+    state = {
+        "backend": {f"w{k}": torch.randn(64, 64, generator=generator) for k in range(8)},
+        "pending": [{"question": "1 + 1", "seed": seed}],
+    }
+    path = store.save(7, state, {"model_path": "examples/quickstart/model", "backend": "torch"})
+    store.score(7, 0.5)
+    return path
+
+
+def load_checkpoint(folder: Path) -> bytes:
+    store = CheckpointStore(folder, keep=2)
+    path = store.find("auto")
+    if path is None:
+        return b""
+    return pickle.dumps((store.about(path), store.scores(), plain(store.load(path))))
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    return {k: plain(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def try_checkpoint(left: Path, copy: Path, kind: str, file: str, chance: random.Random) -> Trial:
+    shutil.copytree(left, copy)
+    sound = load_checkpoint(copy)
+    damage(copy / file, kind, chance)
+    try:
+        found = load_checkpoint(copy)
+    except CheckpointError as e:
+        names_it = Path(file).name in str(e)
+        return Trial(kind, file, "raised", str(e), salvaged=names_it)
+    return Trial(kind, file, "harmless" if found == sound else "silent", "")
+
+
+def run_trials(n: int, seed: int, folder: Path) -> list[Trial]:
+    """`n` trials, all kinds on all files in turn; the same for the same seed, but for the moments
+    at which writers are killed."""
+    chance = random.Random(seed)
+    lives = [
+        leave(folder / f"life-{k}", durability, count, closed, chance.randrange(1 << 30))
+        for k, (durability, count, closed) in enumerate(LIVES if n > 30 else LIVES[:2])
+    ]
+    checkpoints = folder / "checkpoints"
+    name = save_checkpoint(checkpoints, seed).name
+    found: list[Trial] = []
+    journal_files = [FILE_NAME, LOG_NAME, LOG_NAME, ACKED_NAME]
+    checkpoint_files = sorted(f"{name}/{p.name}" for p in (checkpoints / name).iterdir())
+    places: list[tuple[Callable[..., Trial], str]] = [(try_journal, file) for file in journal_files]
+    places += [(try_checkpoint, file) for file in [*checkpoint_files, "scores.json"]]
+    for k in range(n):
+        attempt, file = places[k % len(places)]
+        kind = chance.choices(KINDS, (6, 2, 1))[0]
+        left = chance.choice(lives) if attempt is try_journal else checkpoints
+        copy = folder / f"copy-{k}"
+        found.append(attempt(left, copy, kind, file, chance))
+        for used in folder.glob(f"copy-{k}*"):
+            shutil.rmtree(used)
+    return found
+
+
+def summary(trials: Sequence[Trial], seed: int) -> dict[str, Any]:
+    counts: dict[str, Counter[str]] = {}
+    for trial in trials:
+        place = f"{trial.kind} {trial.file}"
+        counts.setdefault(place, Counter())[trial.outcome] += 1
+    total = Counter(trial.outcome for trial in trials)
+    return {
+        "seed": seed,
+        "trials": len(trials),
+        "outcomes": {outcome: total[outcome] for outcome in get_args(Outcome)},
+        "by_kind": {place: dict(counts[place]) for place in sorted(counts)},
+        "salvage_untrue": sum(trial.salvaged is False for trial in trials),
+        "failures": [
+            [trial.kind, trial.file, trial.outcome, trial.said]
+            for trial in trials
+            if trial.outcome == "silent" or trial.salvaged is False
+        ],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.journal_damage")
+    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--write", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.write:
+        folder, durability, seed = args.write
+        write(Path(folder), "power" if durability == "power" else "process", int(seed))
+    seed = random.randrange(1 << 30) if args.seed is None else args.seed
+    with tempfile.TemporaryDirectory(prefix="stepwell-damage-") as scratch:
+        result = summary(run_trials(args.trials, seed, Path(scratch)), seed)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        for key, value in result.items():
+            lines = value.items() if isinstance(value, dict) else [("", value)]
+            for name, figures in lines:
+                print(f"{key:15} {name:35} {figures}")
+    return 1 if result["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""A damaged journal is made usable again, and what is lost is said."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from datapool.config import ChannelConfig, PoolConfig
+from datapool.errors import JournalCorruptError, JournalError, JournalLockedError
+from datapool.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
+from datapool.pool import DataPool
+from datapool.replay import restore
+from datapool.salvage import salvage
+from datapool.types import Step
+
+N_GROUPS = 12
+
+
+class Pool:
+    """A pool over a journal, as the actor has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.journal = Journal(folder, "process", lock_timeout_s=0)
+        try:
+            self.pool = DataPool(PoolConfig(default=ChannelConfig(n_rollouts=1)))
+            journal = self.journal
+            restore(self.pool, journal, journal.rows(), journal.states(), journal.read)
+        except BaseException:
+            self.journal.close()
+            raise
+
+    def flush(self) -> None:
+        self.pool.write_counts()
+        self.journal.flush()
+
+    def statistics(self) -> dict[str, Any]:
+        counts: dict[str, Any] = self.pool.get_statistics("train", now=time.time())["groups"]
+        return counts
+
+
+def fill(folder: Path, closed: bool) -> dict[str, str]:
+    """N_GROUPS groups, each in transactions of its own, of which two are acked."""
+    pool = Pool(folder)
+    for k in range(N_GROUPS):
+        now = time.time()
+        pool.pool.open_group(f"p{k}", 1, now=now)
+        pool.pool.submit_steps([step(k)], now=now)
+        pool.flush()
+        pool.pool.complete_trajectory(f"t{k}", reward=float(k), now=now)
+        pool.flush()
+    lease = pool.pool.lease_batch(batch_size=2, now=time.time())
+    assert lease is not None
+    pool.pool.ack(lease.lease_id, now=time.time())
+    pool.flush()
+    if closed:
+        pool.journal.close()
+    else:
+        leave_open(pool, folder)
+    return {f"p{k}": f"t{k}" for k in range(2, N_GROUPS)}
+
+
+def leave_open(pool: Pool, folder: Path) -> None:
+    """The files as a killed process leaves them."""
+    copy = folder.with_name("killed")
+    shutil.copytree(folder, copy)
+    pool.journal.close()
+    shutil.rmtree(folder)
+    copy.rename(folder)
+
+
+def step(k: int) -> Step:
+    return Step(
+        prompt_ids=np.arange(50, dtype=np.int32),
+        response_ids=np.full(200, 1000 + k, dtype=np.int32),
+        rollout_log_probs=np.full(200, -0.5, dtype=np.float32),
+        reward=None,
+        trajectory_uid=f"t{k}",
+        prompt_uid=f"p{k}",
+        step_index=0,
+        policy_version=0,
+        is_last=False,
+    )
+
+
+def held(folder: Path) -> set[str]:
+    """The live groups of a pool started over the folder; its counts must add up."""
+    pool = Pool(folder)
+    try:
+        counts = pool.statistics()
+        states = ("open", "ready", "leased", "acked", "dropped")
+        assert counts["submitted"] == sum(counts[state] for state in states)
+        return set(pool.pool.channel("train").prompt_groups)
+    finally:
+        pool.journal.close()
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def refused(folder: Path) -> bool:
+    try:
+        held(folder)
+    except JournalCorruptError:
+        return True
+    return False
+
+
+def test_a_flipped_bit_in_the_log_costs_what_is_said_and_no_more(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    groups = fill(folder, closed=False)
+    size = (folder / LOG_NAME).stat().st_size
+    flip(folder / LOG_NAME, size * 2 // 3)
+    assert refused(folder)
+    [report] = salvage(folder)
+    assert "transactions " in report.damage
+    found = held(folder)
+    assert found
+    assert bool(groups.keys() - found) <= bool(report.lost)
+    assert report.aside is not None
+    assert {p.name for p in report.aside.iterdir()} >= {FILE_NAME, LOG_NAME, ACKED_NAME}
+
+
+def test_a_lost_log_is_a_return_to_the_last_checkpoint_that_says_which_rows_are_gone(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "pool"
+    fill(folder, closed=True)
+    pool = Pool(folder)
+    pool.pool.open_group("late", 1, now=time.time())
+    pool.flush()
+    leave_open(pool, folder)
+    (folder / LOG_NAME).unlink()
+    assert refused(folder)
+    [report] = salvage(folder)
+    assert "lost: Acknowledged transactions " in report.text()
+    assert held(folder) == {f"p{k}" for k in range(2, N_GROUPS)}
+
+
+def test_a_damaged_payload_costs_its_own_group_which_is_named_and_stays_closed(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "pool"
+    groups = fill(folder, closed=True)
+    needle = np.full(200, 1007, dtype=np.int32).tobytes()
+    flip(folder / FILE_NAME, (folder / FILE_NAME).read_bytes().index(needle) + 400)
+    assert refused(folder)
+    [report] = salvage(folder)
+    assert report.dropped == {"train": ["p7"]}
+    assert "1 groups: p7" in report.text()
+    assert held(folder) == groups.keys() - {"p7"}
+    pool = Pool(folder)
+    assert pool.pool.submit_steps([step(7)], now=time.time()) == ["late"]
+    assert pool.statistics()["drop_reasons"] == {"damaged": 1}
+    pool.journal.close()
+
+
+def test_a_lost_record_is_written_anew_and_the_doubt_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    groups = fill(folder, closed=False)
+    (folder / ACKED_NAME).unlink()
+    assert refused(folder)
+    [report] = salvage(folder)
+    assert "cannot be told" in report.text()
+    assert held(folder) == groups.keys()
+
+
+def test_a_file_that_is_gone_beside_its_log_says_what_can_be_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    fill(folder, closed=True)
+    (folder / FILE_NAME).unlink()
+    with pytest.raises(JournalError, match="nothing can be saved"):
+        salvage(folder)
+
+
+def test_a_sound_journal_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    groups = fill(folder, closed=True)
+    [report] = salvage(tmp_path)  # a run's folder
+    assert report.text() == f"{folder}: nothing is damaged; it was left as it is"
+    assert os.listdir(tmp_path) == ["pool"]
+    assert held(folder) == groups.keys()
+
+
+def test_a_journal_in_use_is_not_touched(tmp_path: Path) -> None:
+    pool = Pool(tmp_path / "pool")
+    with pytest.raises(JournalLockedError):
+        salvage(tmp_path / "pool")
+    pool.journal.close()
+
+
+def test_a_folder_without_a_journal_says_what_to_name(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="runs/NAME/pool"):
+        salvage(tmp_path)
+
+
+def test_only_the_damaged_shard_is_written_anew(tmp_path: Path) -> None:
+    fill(tmp_path / "shard-0", closed=True)
+    fill(tmp_path / "shard-1", closed=True)
+    (tmp_path / "shard-1" / ACKED_NAME).unlink()
+    first, second = salvage(tmp_path)
+    assert not first.damage
+    assert second.damage
+    salvage(tmp_path)  # what was put aside is no shard
+    assert held(tmp_path / "shard-1") == {f"p{k}" for k in range(2, N_GROUPS)}
+
+
+def test_ids_and_identity_go_on(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    fill(folder, closed=True)
+    journal = Journal(folder, "process")
+    identity, before = journal.identity, journal.append("train", "step", b"")
+    journal.flush()
+    journal.delete([before])
+    journal.close()
+    (folder / ACKED_NAME).unlink()
+    salvage(folder)
+    journal = Journal(folder, "process")
+    assert journal.identity == identity
+    assert journal.append("train", "step", b"") > before
+    journal.close()
