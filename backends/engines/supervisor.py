@@ -47,7 +47,7 @@ from backends.config import EngineConfig
 from backends.engines.addresses import free_port, reachable
 from backends.engines.commands import Launch, command_line
 from backends.errors import EngineStartError
-from backends.weights import Published, StoreLock, read_current
+from backends.weights import Published, StoreLock, check_version, read_current
 from backends.weights.transports import ADAPTER_NAME
 
 log = logging.getLogger(__name__)
@@ -215,6 +215,8 @@ class Supervisor:
         if not self.config.port and not self.port:
             self.port = free_port(self.config.host)
         current = self._committed()
+        if self._weights_dir is not None:
+            check_version(self._weights_dir, current.path)
         launch = self._fenced_launch(current)
         line = command_line(self.config, launch)
         argv, threads = line.argv, str(self.config.threads)
@@ -309,6 +311,8 @@ class Supervisor:
         return process is not None and process.poll() is None
 
     def _load(self, current: Published) -> bool:
+        if self._weights_dir is not None:
+            check_version(self._weights_dir, current.path)
         version = {"new_version": str(current.version), "abort_all_requests": False}
         steps: list[tuple[str, dict[str, Any]]] = [
             (

@@ -1,7 +1,8 @@
 """Weight versions on disk, which of them is committed, and the lock that says who may serve.
 
     weights/
-      v6/  v7/            a Hugging Face directory each (with LoRA, an adapter's); whole or absent
+      v6/  v7/            a Hugging Face directory each (with LoRA, an adapter's); whole or absent,
+                          and sealed with checksums (`backends/checksums.py`)
       v7-from-v6/         the tensors of v7 that differ from v6
       current.json        {"version": 7, "path": ".../v7", "adapter": false}; its rename commits
       .lock               held by a publication until it has committed or rolled back, and by the
@@ -24,6 +25,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from backends.checksums import ChecksumError, check, seal
 
 CURRENT = "current.json"
 LOCK = ".lock"
@@ -121,6 +124,7 @@ class WeightStore:
             save(temporary)
             if not temporary.is_dir() or not any(temporary.iterdir()):
                 raise ValueError(f"save wrote nothing to {temporary}; it must fill the folder")
+            seal(temporary)
             if target.exists():
                 os.rename(target, self.folder / f".tmp-replaced-{mine}")
             os.rename(temporary, target)
@@ -134,6 +138,23 @@ class WeightStore:
             match = _DELTA_DIR.match(folder.name)
             if match and of(int(match.group(1))):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_version(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+    """Whether the version in `path` is what was written, if the store in `folder` wrote it.
+
+    Raises:
+        ChecksumError: a file is damaged or missing; the message names it.
+    """
+    if Path(path).absolute().parent != Path(folder).absolute():
+        return  # a model that somebody else made
+    try:
+        check(Path(path))
+    except ChecksumError as e:
+        raise ChecksumError(
+            f"{e}; delete {Path(folder) / CURRENT} to start from the base model: a resumed trainer "
+            "publishes the weights of its checkpoint again"
+        ) from e
 
 
 def read_current(folder: str | os.PathLike[str]) -> Published | None:

@@ -46,7 +46,7 @@ from backends.errors import (
     WeightUpdateError,
 )
 from backends.weights.digest import Expected, RankHashes, compare
-from backends.weights.store import Published, WeightStore
+from backends.weights.store import Published, WeightStore, check_version
 from backends.weights.transports import ADAPTER_NAME, TRANSPORTS, Target, Update
 
 log = logging.getLogger(__name__)
@@ -265,7 +265,9 @@ class _Transaction:
     async def _verify(self) -> None:
         """Version and bytes of every live replica. One that was sent less than everything gets the
         whole version once before its bytes are held against it."""
-        foretold = await asyncio.to_thread(self._foretell)
+        foretold, _ = await asyncio.gather(
+            asyncio.to_thread(self._foretell), asyncio.to_thread(self._check_files)
+        )
         answers: dict[str, Sequence[RankHashes] | None] = {}
 
         async def ask(replica: _Replica) -> None:
@@ -289,6 +291,11 @@ class _Transaction:
             raise WeightUpdateError(
                 f"{url} says that it loaded version {self.update.version}, but {what}", replica=url
             )
+
+    def _check_files(self) -> None:
+        """What engines loaded from disk, and what they are held against, is what was written."""
+        if self.store is not None:
+            check_version(self.store.folder, self.update.path)
 
     def _in_order(self, answers: Mapping[str, Any]) -> dict[str, Any]:
         return {url: answers[url] for r in self._live if (url := r.engine.url) in answers}

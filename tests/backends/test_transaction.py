@@ -280,6 +280,23 @@ async def test_one_that_fails_before_it_was_paused_is_not_left_paused(
     assert all(r.serves and r.version == 0 for r in replicas)
 
 
+async def test_a_version_whose_file_changed_since_it_was_written_is_not_committed(
+    store: WeightStore,
+) -> None:
+    replicas = three(store)
+    await put(replicas, 1, store)
+
+    def save(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"tensors")
+
+    path = store.write(2, save)
+    (path / "model.safetensors").write_bytes(b"tensorS")
+    with pytest.raises(WeightUpdateError, match=r"model\.safetensors is damaged"):
+        await publish(replicas, path, 2, store=store)  # type: ignore[arg-type]  # as above
+    assert [r.version for r in replicas] == [1, 1, 1]
+
+
 async def test_replicas_of_one_layout_that_differ_are_not_committed(store: WeightStore) -> None:
     a, b, c = replicas = three(store)
     a.hashes = b.hashes = {"w": "01"}

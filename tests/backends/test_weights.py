@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.weights import Published, WeightStore, read_current
+from backends.checksums import ChecksumError
+from backends.weights import Published, WeightStore, check_version, read_current
 
 
 def save(content: str):  # type: ignore[no-untyped-def]  # a closure for `write`
@@ -90,3 +91,24 @@ def test_bounds_are_named(tmp_path: Path) -> None:
         WeightStore(tmp_path, keep=0)
     with pytest.raises(ValueError, match="version is -1"):
         WeightStore(tmp_path).write(-1, save(""))
+
+
+def test_a_byte_that_changed_in_a_version_is_found_and_its_file_named(tmp_path: Path) -> None:
+    store = WeightStore(tmp_path)
+    path = store.write(1, save("the tensors"))
+    check_version(tmp_path, path)
+    for file in sorted(path.iterdir()):
+        sound = file.read_bytes()
+        file.write_bytes(bytes([*sound[:-3], sound[-3] ^ 1, *sound[-2:]]))
+        with pytest.raises(ChecksumError, match=rf"v1/{file.name} is damaged"):
+            check_version(tmp_path, path)
+        file.unlink()
+        with pytest.raises(ChecksumError, match=rf"v1/{file.name} is missing"):
+            check_version(tmp_path, path)
+        file.write_bytes(sound)
+    check_version(tmp_path, path)
+
+
+def test_a_model_that_somebody_else_made_needs_no_checksums(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    check_version(tmp_path / "weights", tmp_path / "model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -83,6 +84,20 @@ async def test_a_crashed_engine_comes_back_at_its_address_with_the_committed_wei
     assert pid is not None
     assert gone(pid)
     assert supervisor.status()["state"] == "stopped"
+
+
+def test_an_engine_serves_no_weights_of_which_a_byte_changed(
+    launch: Launch, model_dirs: Any, tmp_path: Path
+) -> None:
+    store = WeightStore(tmp_path / "weights")
+    path = store.write(5, lambda folder: shutil.copytree(model_dirs.new, folder))
+    store.commit(5)
+    weights = next(path.glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-9] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(EngineStartError, match=rf"{weights.name} is damaged"):
+        launch(store.folder).start()
 
 
 def test_an_engine_that_keeps_crashing_is_given_up_with_its_last_words(
