@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from backends.checksums import seal
 from backends.engines.client import EngineClient
 from backends.engines.embedded.adapters import Adapters, WeightLoadError
 from backends.engines.supervisor import Supervisor
@@ -42,6 +43,7 @@ def save_adapter(base: Path, folder: Path, seed: int, *, rslora: bool = False) -
     )
     about = {"r": rank, "lora_alpha": alpha, "use_rslora": rslora, "target_modules": ["o_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(about))
+    seal(folder)
     merged = folder.parent / f"{folder.name}-merged"
     shutil.copytree(base, merged)
     weights[f"{MODULE}.weight"] = weight + alpha / (rank**0.5 if rslora else rank) * (b @ a)

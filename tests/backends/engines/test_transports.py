@@ -15,6 +15,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
+from backends.checksums import seal
 from backends.config import WeightTransport
 from backends.engines.client import EngineClient
 from backends.errors import EngineRequestError, WeightUpdateError
@@ -47,6 +48,7 @@ def with_other_norm(path: Path, folder: Path) -> str:
     name = "model.norm.weight"
     tensors[name] = tensors[name] * torch.linspace(0.2, 3.0, len(tensors[name]))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    seal(folder)
     return name
 
 
