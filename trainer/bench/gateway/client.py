@@ -81,7 +81,7 @@ class Job:
     """So that jobs of the same kind send other prompts."""
     complete_body: str = COMPLETE
     stagger_s: float = 0.0
-    """Between the first requests of two connections."""
+    """Between the beginnings of two connections."""
     duration_s: float | None = None
     """Then connections end after the turn that they are in; None: they run all rollouts."""
     limit_s: float = 240.0
@@ -123,7 +123,6 @@ class Load:
             Rollout, itertools.product(range(job.prompts), range(job.rollouts))
         )
         self.running = job.connections
-        self.connections = 0
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_done(self) -> None:
@@ -155,12 +154,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        wait_s = self._load.connections * self._job.stagger_s
-        self._load.connections += 1
-        if wait_s:
-            asyncio.get_running_loop().call_later(wait_s, self._next_rollout)
-        else:
-            self._next_rollout()
+        self._next_rollout()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._done:
@@ -178,7 +172,7 @@ class Connection(asyncio.Protocol):
 
     def _next_rollout(self) -> None:
         rollout = next(self._load.left, None)
-        if rollout is None or self._is_late() or self._done:
+        if rollout is None or self._is_late():
             self._finish()
             return
         self._rollout, self._turn = rollout, 0
@@ -294,13 +288,13 @@ async def run(job: Job, conversations: Conversations) -> Result:
     loop = asyncio.get_running_loop()
     load = Load(job, conversations)
     load.result.began = time.perf_counter()
-    opened = await asyncio.gather(
-        *(
-            loop.create_connection(lambda: Connection(load), "127.0.0.1", port)
-            for port in itertools.islice(itertools.cycle(job.ports), job.connections)
-        ),
-        return_exceptions=True,
-    )
+
+    async def connect(number: int) -> None:
+        await asyncio.sleep(number * job.stagger_s)
+        port = job.ports[number % len(job.ports)]
+        await loop.create_connection(lambda: Connection(load), "127.0.0.1", port)
+
+    opened = await asyncio.gather(*map(connect, range(job.connections)), return_exceptions=True)
     for failure in opened:
         if isinstance(failure, BaseException):
             load.fail(f"no connection: {failure!r}")
