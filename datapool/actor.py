@@ -26,7 +26,7 @@ import time
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -42,6 +42,7 @@ from datapool.errors import (
     DataPoolError,
     InvalidRequestError,
     JournalError,
+    JournalFencedError,
     JournalFullError,
     LeaseClosedError,
     LeaseExpiredError,
@@ -49,7 +50,7 @@ from datapool.errors import (
     PoolUnavailableError,
 )
 from datapool.events import Events
-from datapool.incarnation import STATE as INCARNATION
+from datapool.incarnation import STATE as GENERATION
 from datapool.incarnation import Incarnation, Known, check_journal, record
 from datapool.journal import FILE_NAME as JOURNAL_FILE
 from datapool.journal import Journal
@@ -90,6 +91,12 @@ DataPoolHandle: TypeAlias = Any
 MAX_CONCURRENCY = 100_000
 
 TIMER_RETRY_S = 1.0
+LOCK_S = 5.0
+"""How long another pool over the same journal may take to end."""
+CUT_OFF_S = 90.0
+"""The same for the former process of this one: longer than Ray's
+`gcs_rpc_server_reconnect_timeout_s` (60 s), after which a node that is cut off ends what runs on
+it. Then the journal is taken over."""
 NOT_IN_ORDER = (None, None)
 """A call that was not made through a handle."""
 
@@ -181,7 +188,7 @@ class DataPoolActor:
                 logger.warning("DataPool restarted without a journal: what it held is gone")
         else:
             self._pool = DataPool(config, epoch=str(shard), life=f"{shard}.{uuid.uuid4().hex[:12]}")
-            self._journal = self._recover(folder)
+            self._journal = self._recover(folder, restarted)
             if not restarted:
                 self._pool.reopen()
         self._waiting: dict[str, _Waiting] = {}
@@ -197,15 +204,22 @@ class DataPoolActor:
             settle_heap()
             return_large_blocks()
 
-    def _recover(self, folder: Path) -> Journal:
+    def _recover(self, folder: Path, restarted: bool) -> Journal:
         """Open the journal and make the pool what it says."""
         began = time.monotonic()
         before = check_journal(folder, JOURNAL_FILE)
-        journal = Journal(folder, "power" if self._pool.config.durability == "power" else "process")
+        journal = Journal(
+            folder,
+            "power" if self._pool.config.durability == "power" else "process",
+            # Ray declared the former process dead. If only its node was cut off, that one ends as
+            # soon as it learns so, or cannot reach the cluster for a minute.
+            lock_timeout_s=CUT_OFF_S if restarted else LOCK_S,
+            take_over=restarted,
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(journal.close)
             states = journal.states()
-            self.incarnation = here = Incarnation.after(states.get(INCARNATION))
+            self.incarnation = here = Incarnation.after(journal.identity, states.get(GENERATION))
             if before is not None:
                 here._replace(generation=here.generation - 1).check_follows(before)
             with growing_heap():
@@ -213,7 +227,7 @@ class DataPoolActor:
             last = max(channel.now for channel in self._pool.channels.values())
             self._clock = Clock.resume(states.get(CLOCK), last)
             journal.put_state(CLOCK, self._clock.dump())
-            journal.put_state(INCARNATION, self.incarnation.dump())
+            journal.put_state(GENERATION, self.incarnation.dump())
             # On a full disk it goes with the first transaction, so before the first answer.
             with contextlib.suppress(JournalFullError):
                 journal.flush()
@@ -808,7 +822,8 @@ class DataPoolActor:
     def _change(self, operation: Callable[[], T], channel: str | None = None) -> T:
         """Every state change passes here, and what follows from it is done at once."""
         if self._journal is not None:
-            self._journal.check()  # nothing is changed that cannot be written down
+            with self._ended_if_fenced():
+                self._journal.check()  # nothing is changed that cannot be written down
         try:
             return operation()
         finally:
@@ -831,8 +846,20 @@ class DataPoolActor:
     async def _durable(self) -> None:
         """Return once everything done so far is."""
         if self._journal is not None:
-            await self._journal.committed()
+            with self._ended_if_fenced():
+                await self._journal.committed()
             self._pool.written()
+
+    @contextlib.contextmanager
+    def _ended_if_fenced(self) -> Iterator[None]:
+        """A process that has a successor ends, so that its clients go there."""
+        try:
+            yield
+        except JournalFencedError as e:
+            logger.critical("DataPool: %s", e)
+            if _is_actor():
+                os._exit(1)
+            raise
 
     def _write_soon(self) -> None:
         """Make durable what nobody waits for."""
@@ -1099,8 +1126,13 @@ def _in_order(cls: type[DataPoolActor]) -> type[DataPoolActor]:
     return type(cls.__name__, (cls,), {**methods, "__doc__": cls.__doc__})
 
 
+def _is_actor() -> bool:
+    """Whether this process is an actor's."""
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
+
 def _was_restarted() -> bool:
-    if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
+    if not _is_actor():
         return False
     with warnings.catch_warnings():
         # The property itself is current; its body uses a deprecated one.

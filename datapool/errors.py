@@ -26,7 +26,8 @@ and also subclasses the matching built-in::
     │   ├── JournalFullError(OSError)           the disk is full; what was to be written is kept
     │   ├── JournalCorruptError(OSError)        the file is damaged
     │   ├── JournalVersionError(OSError)        another version wrote it
-    │   └── JournalLockedError(OSError)         another process has it open
+    │   ├── JournalLockedError(OSError)         another process has it open
+    │   └── JournalFencedError(OSError)         a successor of this process has taken it over
     ├── ReplayError(ValueError)               the journal's rows contradict each other
     ├── PoolUnavailableError(ConnectionError) the actor cannot be reached
     └── PoolReplacedError(ConnectionError)    the pool is another one than before, or its journal is
@@ -136,6 +137,10 @@ class JournalVersionError(JournalError):
 
 class JournalLockedError(JournalError):
     """A live process has the folder open."""
+
+
+class JournalFencedError(JournalError):
+    """This process was declared dead, and its successor writes the journal now."""
 
 
 class ReplayError(DataPoolError, ValueError):

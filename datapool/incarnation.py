@@ -18,9 +18,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import pickle
 import socket
-import uuid
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,7 +30,7 @@ from datapool.errors import PoolReplacedError
 
 logger = logging.getLogger(__name__)
 
-STATE = "incarnation"
+STATE = "generation"
 """Its name among the journal's states."""
 _NAMESPACE = b"stepwell-pool"
 
@@ -43,20 +41,18 @@ class Incarnation(NamedTuple):
     """One opening of one journal."""
 
     pool: str
-    """Made with the journal."""
+    """`Journal.identity`."""
     generation: int
     """How often the journal has been opened."""
 
     @classmethod
-    def after(cls, state: bytes | None) -> Incarnation:
-        """The one that follows what the journal says; the first if it says nothing."""
-        if state is None:
-            return cls(uuid.uuid4().hex, 1)
-        pool, generation = pickle.loads(state)
-        return cls(pool, generation + 1)
+    def after(cls, journal: str, state: bytes | None) -> Incarnation:
+        """The one that follows what the journal of this identity says of the one before."""
+        return cls(journal, 1 if state is None else int(state) + 1)
 
     def dump(self) -> bytes:
-        return pickle.dumps(tuple(self))
+        """The journal's state."""
+        return str(self.generation).encode()
 
     def __str__(self) -> str:
         return f"{self.pool} (generation {self.generation})"

@@ -64,6 +64,7 @@ from zlib import crc32
 from datapool.errors import (
     JournalCorruptError,
     JournalError,
+    JournalFencedError,
     JournalFullError,
     JournalLockedError,
     JournalVersionError,
@@ -272,6 +273,9 @@ class Journal:
         folder: on a local disk; created with its parents.
         durability: what a finished transaction survives (module docstring).
         lock_timeout_s: seconds to wait for a process that is about to die.
+        take_over: after that time, write all the same. For the successor of a process that was
+            declared dead: its first transaction is the last thing that one sees
+            (`JournalFencedError`).
 
     Raises:
         JournalLockedError: another live process has the folder open.
@@ -287,6 +291,7 @@ class Journal:
         durability: Literal["process", "power"],
         *,
         lock_timeout_s: float = 5.0,
+        take_over: bool = False,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.path = self.folder / FILE_NAME
@@ -295,7 +300,7 @@ class Journal:
         self._buffer = _Batch()
         self._flight: _Flight | None = None
         self._error: JournalError | None = None
-        self._closed = False
+        self._closed = self._is_fenced = False
         # Group commit: who waits for the next transaction, and the loop that will run it.
         self._waiters: _Waiters = []
         self._scheduled = False
@@ -307,15 +312,21 @@ class Journal:
         self._commits = self._failed_commits = self._rows_written = self._rows_deleted = 0
         self._last_error: str | None = None
         made = _make_folder(self.folder)
-        self._lock = lock_folder(self.folder, lock_timeout_s)
+        self._lock, self._is_alone = self._take_folder(lock_timeout_s, take_over)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._lock)
             if self._reading(self._is_new):
                 self._reading(self._create)
             self._boot = _boot_id()
+            if not self._is_alone:
+                self._db = self._reading(self._connect)
+                undo.callback(self._db.close)
+                # The former process commits nothing from here to our first transaction.
+                self._reading(lambda: self._db.execute("BEGIN IMMEDIATE"))
             self._books, self._state_crcs, self._next_row = self._reading(self._verify)
-            self._db = self._reading(self._connect)
-            undo.callback(self._db.close)
+            if self._is_alone:
+                self._db = self._reading(self._connect)
+                undo.callback(self._db.close)
             # Reading must not wait for a COMMIT that is under way on the writing connection.
             self._reader = self._reading(self._connect) if durability == "power" else self._db
             undo.callback(self._reader.close)
@@ -325,13 +336,24 @@ class Journal:
             if durability == "power":
                 for path in (self.folder / ACKED_NAME, self.folder, *made):
                     _fsync(path)
-            if self._next_row != self._books.next_row:  # for good, also if nothing is written
+            # For good, also if nothing is written; and to fence the former process.
+            if self._next_row != self._books.next_row or not self._is_alone:
                 self._commit_always()
             undo.pop_all()
         self._max_row_bytes = self._db.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) - PAGE_BYTES
         self._worker: ThreadPoolExecutor | None = None
         if durability == "power":
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="journal-commit")
+
+    def _take_folder(self, timeout_s: float, take_over: bool) -> tuple[int, bool]:
+        """A descriptor of the folder, and whether the folder is locked by it."""
+        try:
+            return lock_folder(self.folder, timeout_s), True
+        except JournalLockedError as e:
+            if not take_over:
+                raise
+            logger.warning("%s; it was declared dead and can write nothing more from now on", e)
+            return os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), False
 
     # --- writing ---
 
@@ -546,9 +568,10 @@ class Journal:
             # The connections are closed: SQLite's locks, which go with any descriptor of the file,
             # are not needed any more. On a full disk the record only stays as it was.
             with contextlib.suppress(OSError, JournalError):
-                _fsync(self.path)
-                self._record(self._books, closed=True)
-                os.fsync(self._acked)
+                if not self._is_fenced:  # else the record is the successor's
+                    _fsync(self.path)
+                    self._record(self._books, closed=True)
+                    os.fsync(self._acked)
             os.close(self._acked)
             os.close(self._lock)
 
@@ -599,7 +622,8 @@ class Journal:
     def _write(self, batch: _Batch) -> _Written:
         """Everything but the COMMIT."""
         executemany = self._db.executemany
-        self._db.execute("BEGIN IMMEDIATE")
+        if not self._db.in_transaction:
+            self._begin()
         deleted, deleted_sum = self._delete(batch.deletes) if batch.deletes else (0, 0)
         if batch.rows:  # after the deletions, so that they find free pages
             executemany(_INSERT, batch.rows.values())
@@ -627,6 +651,17 @@ class Journal:
         )
         return _Written(batch, deleted, books, state_crcs)
 
+    def _begin(self) -> None:
+        """A transaction, after the one that this process committed last and no other."""
+        self._db.execute("BEGIN IMMEDIATE")
+        found = self._db.execute("SELECT value FROM states WHERE key = ?", (_BOOKS,)).fetchone()
+        if found is None or found[0] != self._books.pack():
+            self._is_fenced = True
+            raise JournalFencedError(
+                f"{self.folder}: another process has taken this journal over, after this one was "
+                "declared dead; this one can write nothing more, end it"
+            )
+
     def _delete(self, rows: set[int]) -> tuple[int, int]:
         """How many of these rows were there to be deleted, and the sum of their ids."""
         ordered = sorted(rows)
@@ -635,7 +670,7 @@ class Journal:
             return n, sum(ordered)
         # Some were not stored. Again, one by one, to know which.
         self._db.execute("ROLLBACK")
-        self._db.execute("BEGIN IMMEDIATE")
+        self._begin()
         found = [row for row in ordered if self._db.execute(_DELETE, (row,)).rowcount]
         return len(found), sum(found)
 
@@ -669,6 +704,11 @@ class Journal:
         """Moves the log into the file and empties it. Does not wait for readers of others."""
         self._checkpointed_at = time.monotonic()
         self._checkpointed_commits = self._commits
+        if not self._is_alone:
+            # Once the former process has ended, no third one shall come in.
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._is_alone = True
         self._db.execute("PRAGMA busy_timeout=0")
         try:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -964,6 +1004,8 @@ class Journal:
             raise self._translate(e) from e
 
     def _translate(self, e: BaseException) -> JournalError:
+        if isinstance(e, JournalError):
+            return e
         if isinstance(e, OSError) and e.errno in _NO_SPACE:
             return JournalFullError(
                 f"{self.folder}: the disk takes no more ({e}); free space under {self.folder}"

@@ -8,6 +8,8 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +23,15 @@ from ray.cluster_utils import Cluster
 from datapool import (
     DataPoolActor,
     DataPoolClient,
+    JournalFencedError,
+    JournalLockedError,
     PoolConfig,
     PoolReplacedError,
     PoolUnavailableError,
     Step,
     start_data_pool,
 )
+from datapool import actor as actor_module
 from datapool.incarnation import Incarnation
 
 MakeStep = Callable[..., Step]
@@ -168,3 +173,79 @@ def test_each_opening_of_a_journal_is_one_generation_more(tmp_path: Path) -> Non
     assert [m.generation for m in met] == [1, 2, 3]
     assert len({m.pool for m in met}) == 1
     assert DataPoolActor(PoolConfig(durability="none")).incarnation is None
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+async def test_a_process_that_was_declared_dead_acknowledges_nothing_when_it_comes_back(
+    tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch, durability: Any
+) -> None:
+    config = PoolConfig(durability=durability)
+    former = DataPoolActor(config, tmp_path)
+    assert await former.submit_step(make_step("a", "p", is_last=True)) == "accepted"
+    monkeypatch.setattr(actor_module, "CUT_OFF_S", 0.05)
+    monkeypatch.setattr(actor_module, "LOCK_S", 0.05)
+    with pytest.raises(JournalLockedError):
+        DataPoolActor(config, tmp_path)
+    monkeypatch.setattr(actor_module, "_was_restarted", lambda: True)
+    successor = DataPoolActor(config, tmp_path)
+
+    with pytest.raises(JournalFencedError, match="another process has taken this journal over"):
+        await former.submit_step(make_step("b", "q", is_last=True))
+    for call in (former.lease_batch(), former.fetch_batch(), former.open_group("r", 1)):
+        with pytest.raises(JournalFencedError):
+            await call
+    assert await successor.submit_step(make_step("b", "q", is_last=True)) == "accepted"
+    assert former.incarnation is not None
+    assert successor.incarnation is not None
+    assert successor.incarnation.generation == former.incarnation.generation + 1
+    for actor in (former, successor):
+        assert actor._journal is not None
+        with contextlib.suppress(JournalFencedError):
+            actor._journal.close()
+
+    again = DataPoolActor(config, tmp_path)
+    batch = await again.fetch_batch(batch_size=2)
+    assert batch is not None
+    assert [step.trajectory_uid for step in batch.unpack()] == ["a", "b"]
+
+
+async def test_a_takeover_holds_against_a_former_process_that_never_stops_writing(
+    tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own process, it acknowledges as fast as it can until it is fenced."""
+    former = subprocess.Popen(  # noqa: ASYNC220 - what it prints first is waited for anyway
+        [sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert former.stdout is not None
+    assert former.stdout.readline() == "accepted t0\n"
+    monkeypatch.setattr(actor_module, "CUT_OFF_S", 0.1)
+    monkeypatch.setattr(actor_module, "_was_restarted", lambda: True)
+    successor = DataPoolActor(None, tmp_path)
+    out, _ = former.communicate()
+    *accepted, end = out.splitlines()
+    assert end == "JournalFencedError"
+    for line in accepted:
+        uid = line.split()[1]
+        step = make_step(uid, uid, is_last=True)
+        assert await successor.submit_step(step) == "duplicate", "acknowledged, so it is here"
+
+
+BUSY = """
+import asyncio, itertools, sys
+from datapool import DataPoolActor, DataPoolError, Step
+
+async def run():
+    actor = DataPoolActor(None, sys.argv[1])
+    for i in itertools.count():
+        step = Step(
+            prompt_ids=[1, 2, 3], response_ids=[4, 5], rollout_log_probs=[-0.5, -0.25],
+            trajectory_uid=f"t{i}", prompt_uid=f"t{i}", step_index=0, is_last=True,
+        )
+        try:
+            print(await actor.submit_step(step), f"t{i}", flush=True)
+        except DataPoolError as e:
+            print(type(e).__name__, flush=True)
+            return
+
+asyncio.run(run())
+"""

@@ -40,7 +40,7 @@ from datapool import (
 from datapool.actor import journal_folder
 from datapool.journal import FILE_NAME
 from datapool.sharded import parts
-from datapool.shards import shard_of, share
+from datapool.shards import client_of, shard_of, share
 
 NAMESPACE = f"shards-test-{uuid.uuid4().hex}"
 N = 2
@@ -428,6 +428,29 @@ async def test_groups_opened_at_once_do_not_exceed_the_credit(client):
 
 
 # -- consumers -----------------------------------------------------------------------------------
+
+
+async def test_a_full_channel_is_told_within_the_time_that_a_producer_gives(cluster, make_step):
+    limits = ChannelConfig(overflow="block", max_queue_size=1)
+    config = PoolConfig(durability="none", shards=N, default=limits)
+    handles = start_shards(config, name=uuid.uuid4().hex)
+    client = client_of(handles)
+    full, other = uids(0, 2), uids(1, 1)
+    await client.submit_step(make_step("a", full[0], is_last=True))
+    for timeout_s in (0, 0.05):
+        with pytest.raises(PoolFullError, match="holds max_queue_size=1"):
+            await client.open_trajectory("b", full[1], timeout_s=timeout_s)
+        with pytest.raises(PoolFullError):
+            await client.resume_trajectory("b", full[1], timeout_s=timeout_s)
+        with pytest.raises(PoolFullError):
+            await client.submit_step(make_step("b", full[1]), timeout_s=timeout_s)
+    assert await client.submit_step(make_step("a2", full[0]), timeout_s=0) == "accepted"
+    assert await client.open_trajectory("c", other[0], timeout_s=0) == "accepted"
+    waiting = asyncio.create_task(client.open_trajectory("b", full[1], timeout_s=60))
+    assert await client.fetch_batch(timeout_s=5) is not None
+    assert await waiting == "accepted"
+    for handle in handles:
+        ray.kill(handle)
 
 
 async def test_a_batch_is_filled_by_all_shards_and_acked_as_one(client, channel, make_step):
