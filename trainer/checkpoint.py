@@ -75,6 +75,8 @@ class CheckpointStore:
             for leftover in self.folder.glob("step_*.tmp"):  # of a process that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
             draft.mkdir(parents=True)
+            if not self.steps() and not (self.folder / "scores.json").exists():
+                self._write_scores({})  # from now on it is missed
             (draft / "about.json").write_text(json.dumps({**(about or {}), "step": step}) + "\n")
             with (draft / "state.pt").open("wb") as file:
                 torch.save(dict(state), file)
@@ -185,14 +187,16 @@ class CheckpointStore:
 
     def scores(self) -> dict[int, float]:
         """Evaluation score by step, of checkpoints that are gone too."""
-        try:
-            raw: Any = checked_json((self.folder / "scores.json").read_text())
-        except FileNotFoundError:
+        path = self.folder / "scores.json"
+        if not path.exists() and not self.steps():
             return {}
-        except ValueError as e:
+        try:
+            text = path.read_text()
+            raw: Any = {} if text.strip() == "{}" else checked_json(text)
+        except (OSError, ValueError) as e:
             raise CheckpointError(
-                f"{self.folder / 'scores.json'} is damaged ({e}); delete it, the scores are in "
-                "metrics and summary too"
+                f"{path} is damaged or missing ({e}), so which checkpoints are the best is not "
+                "known; put it back, or write {} into it to go on without the scores"
             ) from e
         return {int(step): float(value) for step, value in raw.items()}
 

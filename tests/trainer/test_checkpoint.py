@@ -44,7 +44,7 @@ def latest(store: CheckpointStore) -> dict[str, Any] | None:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    return sorted(p.name for p in folder.iterdir() if p.is_dir())
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
@@ -76,6 +76,21 @@ def test_a_flipped_bit_in_any_file_is_an_error_that_names_it(tmp_path: Path) -> 
             store.load(path)
         file.write_bytes(data)
     assert store.load(path)["weights"].tolist() == list(range(3000))
+
+
+def test_scores_that_are_gone_are_missed_until_somebody_goes_on_without_them(
+    tmp_path: Path,
+) -> None:
+    store = CheckpointStore(tmp_path, keep=1, keep_best=1)
+    store.save(1, {})
+    store.score(1, 0.5)
+    (tmp_path / "scores.json").unlink()
+    with pytest.raises(CheckpointError, match=r"scores\.json is damaged or missing"):
+        store.save(2, {})
+    (tmp_path / "scores.json").write_text("{}\n")
+    store.save(3, {})
+    store.score(3, 0.4)
+    assert store.scores() == {3: 0.4}
 
 
 def test_a_run_is_not_started_over_while_a_pool_lives_in_its_folder(tmp_path: Path) -> None:
