@@ -324,6 +324,7 @@ class Journal:
                 # The former process commits nothing from here to our first transaction.
                 self._reading(lambda: self._db.execute("BEGIN IMMEDIATE"))
             self._books, self._state_crcs, self._next_row = self._reading(self._verify)
+            self._in_file = self._books.pack()
             if self._is_alone:
                 self._db = self._reading(self._connect)
                 undo.callback(self._db.close)
@@ -655,7 +656,7 @@ class Journal:
         """A transaction, after the one that this process committed last and no other."""
         self._db.execute("BEGIN IMMEDIATE")
         found = self._db.execute("SELECT value FROM states WHERE key = ?", (_BOOKS,)).fetchone()
-        if found is None or found[0] != self._books.pack():
+        if found is None or found[0] != self._in_file:
             self._is_fenced = True
             raise JournalFencedError(
                 f"{self.folder}: another process has taken this journal over, after this one was "
@@ -721,6 +722,7 @@ class Journal:
         self._rows_written += len(written.batch.rows)
         self._rows_deleted += written.deleted
         self._books = written.books
+        self._in_file = self._books.pack()
         self._state_crcs |= written.state_crcs
 
     def _failed(
