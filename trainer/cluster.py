@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
+from pydantic import SecretStr
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from backends.config import EngineConfig
 from backends.engines.client import EngineClient
@@ -31,9 +35,11 @@ from datapool.shards import client_of, start_shards
 from datapool.types import TRAIN
 from gateway.config import GatewayConfig
 from gateway.replicas import start_replicas
+from trainer.addresses import Network
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.placement import Placement, assumed, cluster_nodes, describe, machine, place, plan
+from trainer.ray_cluster import connected, joined
 from trainer.rollout import WorkerHandle, start_workers
 from trainer.sampling import train_channel
 
@@ -42,6 +48,8 @@ log = logging.getLogger(__name__)
 POOL_NAME = "data_pool"
 WEIGHTS = "weights"
 """Folder of published weights, in the run's folder: what a crashed engine restarts from."""
+GATEWAY_KEY = "gateway_key"
+"""File with the gateway's admin key, in the run's folder, if the run made one."""
 POOL = "pool"
 """Folder of the pool's journal, in the run's folder: what a resumed run finds its groups in."""
 
@@ -66,7 +74,10 @@ class Cluster:
 async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
     """Start every part; on leaving, by whatever way, stop every part that was started."""
     async with AsyncExitStack() as stack:
-        namespace = _start_ray(config, stack)
+        namespace = f"stepwell-{config.run.name}"
+        stack.enter_context(
+            connected(config.cluster.address, namespace, config.cluster.object_store_mb)
+        )
         train = train_channel(config)
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
@@ -86,10 +97,17 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
         placement = await asyncio.to_thread(place, config)
         stack.callback(placement.release)
-        urls = await _start_engines(config, engine_config, placement, stack)
+        network = Network(await asyncio.to_thread(cluster_nodes))
+        gateway_config = network.gateway(config.gateway)
+        here = _on_this_node()
+        configs = [
+            network.engine(engine_config, gateway_config, placement.engine_ip(i))
+            for i in range(1 if engine_config.kind == "attach" else config.cluster.engines)
+        ]
+        urls = await _start_engines(config, configs, placement, here, stack)
         engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
-        router = await _start_router(config, engine_config, urls, stack)
-        gateway_config = config.gateway
+        router_config = network.engine(engine_config, gateway_config, None)
+        router = await _start_router(config, router_config, urls, here, stack)
         if engine_config.weight_transport == "lora":
             gateway_config = gateway_config.model_copy(update={"engine_lora_path": ADAPTER_NAME})
         gateway_urls = await _start_gateways(
@@ -100,32 +118,38 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
             ),
             stack,
         )
-        keys = config.gateway.admin_keys
+        keys = gateway_config.admin_keys
+        if keys != config.gateway.admin_keys:
+            _write_key(folder / GATEWAY_KEY, keys[0])
         workers = start_workers(config.rollout, gateway_urls, keys[0] if keys else None)
         settle_heap()
         yield Cluster(pool, engines, gateway_urls, workers, placement)
 
 
 async def _start_engines(
-    config: RunConfig, engine: EngineConfig, placement: Placement, stack: AsyncExitStack
+    config: RunConfig,
+    engines: Sequence[EngineConfig],
+    placement: Placement,
+    here: dict[str, Any],
+    stack: AsyncExitStack,
 ) -> list[str]:
-    """Urls of `cluster.engines` engines, or of those that somebody else runs."""
+    """Urls of these engines, or of those that somebody else runs. One without a seat runs here."""
     folder = config.run.dir.absolute()
-    count = 1 if engine.kind == "attach" else config.cluster.engines
-    if count > 1 and engine.port:
+    count = len(engines)
+    if count > 1 and config.engine.port:
         raise ConfigError(
-            f"engine.port is {engine.port}, but cluster.engines is {count}: they cannot share it; "
-            "set engine.port to 0"
+            f"engine.port is {config.engine.port}, but cluster.engines is {count}: they cannot "
+            "share it; set engine.port to 0"
         )
     logs = [folder / "logs" / (f"engine_{i}" if count > 1 else "") for i in range(count)]
     servers: list[Any] = []
-    for i in range(count):
+    for i, engine in enumerate(engines):
         own, *others = options = placement.engine_options(i)
         where: dict[str, Any] = {"log_dir": logs[i], "weights_dir": folder / WEIGHTS}
         servers.append(
             start_engine_group(engine, **where, options=options)
             if others
-            else start_engine(engine, **where, **own)
+            else start_engine(engine, **where, **(own or here))
         )
     for server in servers:
         stack.push_async_callback(_stop, server)
@@ -134,13 +158,17 @@ async def _start_engines(
 
 
 async def _start_router(
-    config: RunConfig, engine: EngineConfig, urls: list[str], stack: AsyncExitStack
+    config: RunConfig,
+    engine: EngineConfig,
+    urls: list[str],
+    here: dict[str, Any],
+    stack: AsyncExitStack,
 ) -> str | None:
     """The url of the router before the engines; None without one."""
     if engine.router == "none":
         return None
     folder = config.run.dir.absolute()
-    router = start_router(engine, log_dir=folder / "logs", weights_dir=folder / WEIGHTS)
+    router = start_router(engine, log_dir=folder / "logs", weights_dir=folder / WEIGHTS, **here)
     stack.push_async_callback(_stop, router)
     return await started_router(router, urls)
 
@@ -152,19 +180,17 @@ async def _start_gateways(config: GatewayConfig, stack: AsyncExitStack) -> tuple
     return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))
 
 
-def _start_ray(config: RunConfig, stack: AsyncExitStack) -> str:
-    namespace = f"stepwell-{config.run.name}"
-    ours = config.cluster.address is None
-    ray.init(
-        address="local" if ours else config.cluster.address,
-        namespace=namespace,
-        object_store_memory=config.cluster.object_store_mb << 20 if ours else None,
-        include_dashboard=False if ours else None,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    stack.callback(ray.shutdown)
-    return namespace
+def _write_key(path: Path, key: SecretStr) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key.get_secret_value())
+
+
+def _on_this_node() -> dict[str, Any]:
+    """Ray's options of an actor that runs on the driver's node, after a restart too: its address
+    stays."""
+    node = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 async def _stop(actor: Any) -> None:
@@ -190,9 +216,6 @@ def dry_run(config: RunConfig, assumed_gpus: Sequence[int] = ()) -> str:
     elif config.cluster.address is None:
         nodes = machine()
     else:
-        ray.init(config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        try:
+        with joined(config.cluster.address):
             nodes = cluster_nodes()
-        finally:
-            ray.shutdown()
     return describe(plan(config, nodes), nodes)

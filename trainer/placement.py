@@ -253,6 +253,12 @@ class Placement:
         seats = self.plan.engines[number * spread : (number + 1) * spread]
         return [self.options(seat) for seat in seats]
 
+    def engine_ip(self, number: int) -> str | None:
+        """The node of an engine's (first) seat; None: it has no seat."""
+        if not self.plan.engines:
+            return None
+        return self.bundles[self.plan.engines[number * self.plan.nodes_per_engine].bundle].ip
+
     def backend_options(self) -> dict[str, Any]:
         """What `build_backend` is given: options by rank; nothing for a rank in this process."""
         if not self.plan.ranks or _in_driver(self.plan):

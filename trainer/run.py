@@ -21,7 +21,7 @@ from backends.critic import Critic
 from backends.weights import WeightStore
 from datapool.journal import holder
 from trainer.checkpoint import CheckpointStore
-from trainer.cluster import POOL, WEIGHTS, Cluster, start_cluster
+from trainer.cluster import GATEWAY_KEY, POOL, WEIGHTS, Cluster, start_cluster
 from trainer.config import RunConfig
 from trainer.data import PromptSource
 from trainer.display import Display
@@ -248,7 +248,7 @@ def _start_over(folder: Path) -> None:
             )
     for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, "logs", "wandb", "tensorboard", REPLAY):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", SUMMARY, "reward.png"):
+    for name in ("metrics.jsonl", SUMMARY, "reward.png", GATEWAY_KEY):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -270,5 +270,7 @@ async def serve(config: RunConfig) -> None:
     """Pool, engine and gateway without training, until interrupted."""
     async with start_cluster(config) as cluster:
         where = "\n           ".join(cluster.gateway_urls)
-        print(f"gateway at {where}  (Ctrl-C stops it)", flush=True)
+        key = config.run.dir / GATEWAY_KEY
+        needs = f", admin key in {key}" if key.exists() else ""
+        print(f"gateway at {where}{needs}  (Ctrl-C stops it)", flush=True)
         await asyncio.Event().wait()

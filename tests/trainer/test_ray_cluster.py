@@ -1,0 +1,214 @@
+"""A run's own Ray listens on loopback and ends with it; another's is joined, or the error says why
+not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+import ray
+from pydantic import SecretStr
+from ray.cluster_utils import Cluster
+
+from tests.e2e.conftest import small_config
+from trainer.cluster import GATEWAY_KEY, start_cluster
+from trainer.errors import ConfigError
+from trainer.ray_cluster import connected, joined
+from trainer.rollout import RolloutWorker
+
+DRIVER = """
+import os, subprocess, sys, time
+import psutil, ray
+from trainer.ray_cluster import connected
+
+@ray.remote(num_cpus=0)
+class Agent:
+    def start(self):
+        self.child = subprocess.Popen(["sleep", "600"])
+        return self.child.pid
+
+with connected(None, "test", 100):
+    agent = Agent.remote()
+    ray.get(agent.start.remote())
+    processes = psutil.Process().children(recursive=True)
+    print(*(p.pid for p in processes), flush=True)
+    if sys.argv[1] == "gcs":
+        next(p for p in processes if p.name() == "gcs_server").kill()
+        time.sleep(1)
+    else:
+        time.sleep(600)
+"""
+
+
+def _gone(pids: list[int], timeout_s: float = 60.0) -> bool:
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    until = time.monotonic() + timeout_s
+    while left and time.monotonic() < until:
+        time.sleep(0.1)
+        left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return not left
+
+
+@pytest.mark.parametrize("dies", ["driver", "gcs"])
+def test_no_process_is_left_whoever_is_killed(dies: str) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, dies], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) > 5
+        if dies == "driver":
+            driver.kill()
+        driver.wait(120)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert _gone(pids)
+
+
+def test_rays_ports_are_on_loopback() -> None:
+    with connected(None, "test", 100):
+        actor = ray.remote(num_cpus=0)(Where).remote()
+        ray.get(actor.pid.remote())
+        listening = [
+            (process.name(), connection.laddr.ip)
+            for process in psutil.Process().children(recursive=True)
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+    assert len(listening) > 3
+    assert {ip.removeprefix("::ffff:") for _, ip in listening} == {"127.0.0.1"}, listening
+
+
+class Where:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_an_address_where_nothing_answers_is_one_clear_error() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    where = rf"cluster\.address is '{address}', where nothing answers"
+    with pytest.raises(ConfigError, match=where), joined(address):
+        pass
+    what = r"cluster\.address is 'nowhere'; write host:port"
+    with pytest.raises(ConfigError, match=what), joined("nowhere"):
+        pass
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a Ray that wants the token in this user's home."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0123456789abcdef" * 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+    short = tempfile.mkdtemp(prefix="ray")  # sockets' paths have at most 107 bytes
+    process = subprocess.Popen(
+        [
+            *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),
+            *(f"--port={port}", "--num-cpus=1", "--include-dashboard=false"),
+            *("--object-store-memory=100000000", f"--temp-dir={short}", "--disable-usage-stats"),
+        ],
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    yield f"127.0.0.1:{port}"
+    family = [process.pid, *(p.pid for p in psutil.Process(process.pid).children(recursive=True))]
+    os.killpg(process.pid, signal.SIGTERM)
+    if not _gone(family, 15):
+        for pid in family:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    process.wait()
+    shutil.rmtree(short, ignore_errors=True)
+
+
+JOINER = """
+import sys, time
+from trainer.errors import ConfigError
+from trainer.ray_cluster import joined
+try:
+    with joined(sys.argv[1]):
+        print("joined")
+except ConfigError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+def test_a_cluster_with_a_token_is_joined_by_its_address(
+    head: str, tmp_path: Path, has_token: bool
+) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            socket.create_connection(("127.0.0.1", int(head.rpartition(":")[2]))).close()
+            break
+        except OSError:
+            time.sleep(0.2)
+    home = tmp_path if has_token else tmp_path / "another"
+    home.mkdir(exist_ok=True)
+    env = {k: v for k, v in os.environ.items() if k != "RAY_AUTH_MODE"} | {"HOME": str(home)}
+    said = subprocess.run(
+        [sys.executable, "-c", JOINER, head], env=env, capture_output=True, text=True, timeout=120
+    )
+    if has_token:
+        assert said.stdout == "joined\n", said
+    else:
+        assert f"cluster.address is {head!r}" in said.stdout, said
+        assert "token" in said.stdout
+
+
+async def asks(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    body = {"messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 4}
+    headers = {"authorization": f"Bearer {api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{base_url}/v1/chat/completions", json=body) as answer,
+    ):
+        answer.raise_for_status()
+        return 1.0
+
+
+async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_path: Path) -> None:
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster.add_node(num_cpus=1, resources={"other": 1})
+    overrides = [f"cluster.address={cluster.address}", "gateway.port=0"]
+    try:
+        config = small_config(tmp_path, *overrides, f"rollout.agent={__name__}:asks")
+        async with start_cluster(config) as run:
+            assert "127.0.0.1" not in run.gateway_url
+            key: Any = (tmp_path / GATEWAY_KEY).read_text()
+            assert (tmp_path / GATEWAY_KEY).stat().st_mode & 0o777 == 0o600
+            worker: Any = ray.remote(RolloutWorker).options(num_cpus=0, resources={"other": 1})
+
+            there = worker.remote(config.rollout, run.gateway_urls, SecretStr(key))
+            task = {"question": "1+1", "answer": "2", "instance_id": "a"}
+            await run.pool.open_group("p", 1)
+            ends = await there.run_group.remote(task, "p", 1)
+            assert ends == {"complete": 1}
+    finally:
+        ray.shutdown()
+        cluster.shutdown()

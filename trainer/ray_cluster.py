@@ -1,0 +1,163 @@
+"""This module starts a Ray on this machine or joins one, so that a run has a cluster or one clear
+line why not.
+
+    cluster.address null        Ray of our own: on loopback alone, gone with the run however it ends
+    cluster.address auto        the one that runs on this machine
+    cluster.address host:port   the one whose GCS is there
+
+Ray asks for a token by default, keeps it in `~/.ray/auth_token`, and looks there only for "auto";
+here it is looked for with every address. Owns the connection and its errors. Does not own placement
+(`placement.py`) or what runs on the cluster (`cluster.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+
+from trainer.errors import ConfigError
+from trainer.process_guard import VARIABLE, ProcessGuard
+
+CONNECT_S = 5.0
+"""A GCS accepts connections within this."""
+RETRIES = 2
+"""Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
+_CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+@contextmanager
+def connected(address: str | None, namespace: str, object_store_mb: int) -> Iterator[None]:
+    """Connected to Ray inside the block; one of our own has ended after it, with all it started.
+
+    Raises:
+        ConfigError: there is no Ray at `address`, or it wants another token.
+    """
+    with ExitStack() as stack:
+        if address is not None:
+            stack.enter_context(_joined(address, namespace=namespace))
+        else:
+            guard = ProcessGuard()
+            stack.callback(guard.close)
+            with _environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"}), _loopback():
+                ray.init(
+                    address="local",
+                    namespace=namespace,
+                    object_store_memory=object_store_mb << 20,
+                    include_dashboard=False,
+                    **_QUIET,
+                )
+            stack.callback(ray.shutdown)
+            stack.callback(_watch_agents, guard)  # those of a raylet that was slow to start them
+            _watch_agents(guard)
+        yield
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Connected to the Ray at `address` inside the block, to look at it.
+
+    Raises:
+        ConfigError: see `connected`.
+    """
+    with _joined(address):
+        yield
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+@contextmanager
+def _joined(address: str, **options: Any) -> Iterator[None]:
+    if address != "auto" and "://" not in address:
+        _check_reachable(address)
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
+    try:
+        ray.init(address=address, **options, **_QUIET)
+    except ray.exceptions.AuthenticationError as e:
+        raise ConfigError(
+            f"cluster.address is {address!r}: its Ray wants a token that this process does not "
+            f"have ({_first_line(e)}); put the cluster's (`ray get-auth-token` there) into "
+            "~/.ray/auth_token or RAY_AUTH_TOKEN, or start both with RAY_AUTH_MODE=disabled"
+        ) from e
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+        raise ConfigError(
+            f"cluster.address is {address!r}: no Ray could be joined there ({_first_line(e)}); "
+            "start one (`ray start --head`) and give its host:port, or set cluster.address=null "
+            "for one of this run's own"
+        ) from e
+    finally:
+        ray_constants.NUM_REDIS_GET_RETRIES = before
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    remedy = (
+        "start Ray there (`ray start --head`) and give its GCS's host:port, or set "
+        "cluster.address=null for a Ray of this run's own"
+    )
+    if not host or not port.isdecimal():
+        raise ConfigError(f"cluster.address is {address!r}; write host:port, or auto")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+    except OSError as e:
+        raise ConfigError(
+            f"cluster.address is {address!r}, where nothing answers ({e.strerror or e}); {remedy}"
+        ) from e
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0][:200]
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Of what Ray starts inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray's ports listen on 127.0.0.1. `_node_ip_address` does not do that: Ray replaces a loopback
+    address by the machine's. What it knows is a machine that is no part of a cluster, its default
+    on macOS; its processes read it in the environment, this one when `ray` was imported."""
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _watch_agents(guard: ProcessGuard) -> None:
+    for process in psutil.Process().children():
+        try:
+            if process.name() == "raylet":
+                children = process.children()
+                guard.watch(c for c in children if c.name().startswith("ray::"))
+        except psutil.Error:  # it ended meanwhile
+            continue
