@@ -30,9 +30,13 @@ from trainer.errors import ConfigError
 from trainer.process_guard import VARIABLE, ProcessGuard
 
 CONNECT_S = 5.0
-"""A GCS accepts connections within this."""
+"""A GCS answers within this."""
 RETRIES = 2
 """Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client says first; a gRPC server, as a GCS is, answers with its settings. Ray itself would
+wait for a mute one for over a minute."""
+_SETTINGS = b"\4"
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -114,7 +118,10 @@ def _check_reachable(address: str) -> None:
     if not host or not port.isdecimal():
         raise ConfigError(f"cluster.address is {address!r}; write host:port, or auto")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S) as sock:
+            sock.sendall(_HTTP2_HELLO)
+            if sock.recv(9)[3:4] != _SETTINGS:
+                raise OSError("no gRPC server")
     except OSError as e:
         raise ConfigError(
             f"cluster.address is {address!r}, where nothing answers ({e.strerror or e}); {remedy}"

@@ -105,6 +105,15 @@ def test_an_address_where_nothing_answers_is_one_clear_error() -> None:
     where = rf"cluster\.address is '{address}', where nothing answers"
     with pytest.raises(ConfigError, match=where), joined(address):
         pass
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        where = r"cluster\.address is '.*', where nothing answers \(timed out\)"
+        with (
+            pytest.raises(ConfigError, match=where),
+            joined(f"127.0.0.1:{mute.getsockname()[1]}"),
+        ):
+            pass
     what = r"cluster\.address is 'nowhere'; write host:port"
     with pytest.raises(ConfigError, match=what), joined("nowhere"):
         pass
