@@ -89,13 +89,13 @@ def _joined(address: str, **options: Any) -> Iterator[None]:
     before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
     try:
         ray.init(address=address, **options, **_QUIET)
-    except ray.exceptions.AuthenticationError as e:
-        raise ConfigError(
-            f"cluster.address is {address!r}: its Ray wants a token that this process does not "
-            f"have ({_first_line(e)}); put the cluster's (`ray get-auth-token` there) into "
-            "~/.ray/auth_token or RAY_AUTH_TOKEN, or start both with RAY_AUTH_MODE=disabled"
-        ) from e
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+        if _is_about_a_token(e):
+            raise ConfigError(
+                f"cluster.address is {address!r}: its Ray wants a token that this process does not "
+                "have; put the cluster's (`ray get-auth-token` there) into ~/.ray/auth_token or "
+                "RAY_AUTH_TOKEN, or start both with RAY_AUTH_MODE=disabled"
+            ) from e
         raise ConfigError(
             f"cluster.address is {address!r}: no Ray could be joined there ({_first_line(e)}); "
             "start one (`ray start --head`) and give its host:port, or set cluster.address=null "
@@ -126,6 +126,15 @@ def _check_reachable(address: str) -> None:
         raise ConfigError(
             f"cluster.address is {address!r}, where nothing answers ({e.strerror or e}); {remedy}"
         ) from e
+
+
+def _is_about_a_token(error: BaseException | None) -> bool:
+    while error is not None:
+        is_ours = isinstance(error, ray.exceptions.AuthenticationError)
+        if is_ours or "Unauthenticated" in str(error) or "InvalidAuthToken" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _first_line(error: BaseException) -> str:
