@@ -6,7 +6,7 @@ line why not.
     cluster.address host:port   the one whose GCS is there
 
 Ray asks for a token by default, keeps it in `~/.ray/auth_token`, and looks there only for "auto";
-here it is looked for with every address. Owns the connection and its errors. Does not own placement
+here it is looked for with every address whose Ray asks for it. Owns the connection and its errors. Does not own placement
 (`placement.py`) or what runs on the cluster (`cluster.py`).
 """
 
@@ -85,10 +85,9 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR
 def _joined(address: str, **options: Any) -> Iterator[None]:
     if address != "auto" and "://" not in address:
         _check_reachable(address)
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
     try:
-        ray.init(address=address, **options, **_QUIET)
+        _init(address, options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
         if _is_about_a_token(e):
             raise ConfigError(
@@ -107,6 +106,18 @@ def _joined(address: str, **options: Any) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _init(address: str, options: dict[str, Any]) -> None:
+    """Without a token first: a Ray that wants none would take the driver's calls with one, but its
+    workers would refuse the driver."""
+    try:
+        ray.init(address=address, **options, **_QUIET)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as e:
+        if not _is_about_a_token(e) or not maybe_enable_token_auth_if_token_available(False):
+            raise
+        ray.shutdown()
+        ray.init(address=address, **options, **_QUIET)
 
 
 def _check_reachable(address: str) -> None:
