@@ -6,8 +6,10 @@ line why not.
     cluster.address host:port   the one whose GCS is there
 
 Ray asks for a token by default, keeps it in `~/.ray/auth_token`, and looks there only for "auto";
-here it is looked for with every address whose Ray asks for it. Owns the connection and its errors. Does not own placement
-(`placement.py`) or what runs on the cluster (`cluster.py`).
+here it is looked for with every address whose Ray asks for it.
+
+Owns the connection and its errors. Does not own placement (`placement.py`) or what runs on the
+cluster (`cluster.py`).
 """
 
 from __future__ import annotations
