@@ -586,6 +586,10 @@ class Journal:
             JournalError: it cannot be written.
         """
         self._books = self._books._replace(journal=books.journal, sequence=books.sequence)
+        packed = self._books.pack()
+        put = (_BOOKS, _state_crc(_BOOKS, packed), packed)
+        self._reading(lambda: self._db.execute(_PUT, put))
+        self._in_file = packed
         self._next_row = books.next_row
         for row, channel, kind, head, payload, _ in rows:
             payload_crc = None if payload is None else crc32(payload, row & 0xFFFFFFFF)
