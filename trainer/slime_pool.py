@@ -21,7 +21,6 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
@@ -174,13 +173,12 @@ class SlimePool:
 
     async def _lease(self, group_size: int, n: int, rollout_id: int) -> Sequence[Group]:
         while True:
-            began = time.monotonic()
             groups = await self._leases.lease(n, n_rollouts=group_size, timeout_s=WAIT_S)
             if groups is not None:
                 return groups
-            counts = (await self._pool.get_statistics(self._channel))["groups"]
-            have = f"{counts['ready']} are ready, {counts['open']} open"
-            if time.monotonic() - began < WAIT_S / 2:
+            stats = await self._pool.get_statistics(self._channel)
+            have = f"{stats['groups']['ready']} are ready, {stats['groups']['open']} open"
+            if stats["shut_down"]:
                 raise StarvedError(
                     f"rollout {rollout_id} wants {n} groups of channel {self._channel!r}, which "
                     f"was shut down ({have})"

@@ -215,10 +215,11 @@ def test_tokens_at_a_temperature_that_slime_does_not_score_at_are_not_trained(
         generate_rollout(source.args, 0, source)
 
 
+@pytest.mark.parametrize("wait_s", [3600.0, 0.01])
 def test_a_channel_that_was_shut_down_ends_the_wait(
-    make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch
+    make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
-    monkeypatch.setattr(trainer.slime_pool, "WAIT_S", 3600.0)
+    monkeypatch.setattr(trainer.slime_pool, "WAIT_S", wait_s)
     fill(channel, "p0")
     in_pool(lambda pool: pool.shutdown(channel))
     source = make_source()
