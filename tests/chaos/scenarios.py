@@ -95,9 +95,9 @@ async def nodes(folder: Path, seed: str, n: int) -> Run:
 
 Scenario = Callable[[Path, str, int], Awaitable[Run]]
 SCENARIOS: dict[str, tuple[Scenario, int]] = {
-    "machine": (machine, 38),
+    "machine": (machine, 32),
     "lease": (lease, 8),
-    "disk": (disk, 8),
-    "nodes": (nodes, 8),
+    "disk": (disk, 6),
+    "nodes": (nodes, 16),
 }
 """Each with its share of the faults."""
