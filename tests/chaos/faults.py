@@ -64,13 +64,12 @@ def plan(
     deck: list[tuple[Action, str]] = []
     for i in range(n):
         deck = deck or dice.sample(list(kinds), len(kinds))
-        action, part = ("stop", longs[i]) if i in longs else deck.pop()
+        kind: tuple[Action, str] = ("stop", longs[i]) if i in longs else deck.pop()
         seconds = LONG_STOP_S if i in longs else dice.uniform(*STOP_S)
         faults.append(
             Fault(
-                action,
-                part,
-                0.0 if action == "kill" else seconds,
+                *kind,
+                0.0 if kind[0] == "kill" else seconds,
                 dice.uniform(*DELAY_S),
                 dice.random(),
                 settles=i == n - 1 or dice.random() >= IN_A_ROW,

@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -221,6 +222,9 @@ class Run:
         except FileNotFoundError:
             return 0
 
+    def trains(self, before: int) -> bool:
+        return self.trained() > before
+
     def revive(self) -> None:
         """The next life, if this one has ended. It is a violation, if nothing excuses it."""
         if self.process.poll() is None:
@@ -284,12 +288,12 @@ class Run:
     async def fire(self, faults: Sequence[Fault]) -> None:
         for number, fault in enumerate(faults, 1):
             if fault.action in ("kill", "stop"):  # it has to be there first
-                await self.until(lambda f=fault: self.find(f.part) is not None, f"a {fault.part}")
+                await self.until(partial(self.find, fault.part), f"a {fault.part}")
             await asyncio.sleep(fault.delay_s)
             self.revive()
             before = self.trained()
             if not self.inject(fault):
-                await self.until(lambda f=fault: self.inject(f), str(fault))
+                await self.until(partial(self.inject, fault), str(fault))
             print(
                 f"{time.strftime('%H:%M:%S')} fault {number}/{len(faults)}: {fault}, "
                 f"after {before} steps, life {self.books.lives}",
@@ -299,11 +303,11 @@ class Run:
             if fault.settles:
                 await asyncio.gather(*self._lasting)
                 before, since = self.trained(), time.monotonic()
-                if await self.until(lambda n=before: self.trained() > n, f"after {fault}"):
+                if await self.until(partial(self.trains, before), f"after {fault}"):
                     self.books.recovery_s.append(time.monotonic() - since)
         await asyncio.gather(*self._lasting)
 
-    async def until(self, happened: Callable[[], bool], what: str) -> bool:
+    async def until(self, happened: Callable[[], object], what: str) -> bool:
         """Until it happened; a run that does not come so far is a violation and started again."""
         give_up = time.monotonic() + PATIENCE_S
         while time.monotonic() < give_up:
@@ -327,7 +331,7 @@ class Run:
         from trainer.checkpoint import CheckpointStore
 
         before = self.trained()
-        await self.until(lambda: self.trained() > before + 1, "the end")
+        await self.until(partial(self.trains, before + 1), "the end")
         os.killpg(self.process.pid, signal.SIGINT)
         if (code := await self._ended()) != 130:
             self.books.violations.append(

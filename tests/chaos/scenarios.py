@@ -8,8 +8,9 @@ disk      the journal's disk is full for seconds, again and again
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.faults import PARTS, Action, plan
 from tests.chaos.lives import Run, SmallDisk
@@ -93,7 +94,7 @@ async def nodes(folder: Path, seed: str, n: int) -> Run:
         machines.remove()
 
 
-Scenario = Callable[[Path, str, int], Awaitable[Run]]
+Scenario = Callable[[Path, str, int], Coroutine[Any, Any, Run]]
 SCENARIOS: dict[str, tuple[Scenario, int]] = {
     "machine": (machine, 32),
     "lease": (lease, 8),
