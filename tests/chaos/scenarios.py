@@ -7,7 +7,6 @@ disk      the journal's disk is full for seconds, again and again
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -76,14 +75,8 @@ async def disk(folder: Path, seed: str, n: int) -> Run:
 
 async def nodes(folder: Path, seed: str, n: int) -> Run:
     machines = TwoMachines(folder)
-    options = (
-        *(f"cluster.address={machines.address}", f"pool.journal_dir={machines.local / POOL}"),
-        *(
-            "gateway.host=0.0.0.0",
-            f"gateway.admin_keys=[chaos-{secrets.token_hex()}]",
-            "engine.host=0.0.0.0",
-        ),
-    )
+    journal = f"pool.journal_dir={machines.local / POOL}"
+    options = (f"cluster.address={machines.address}", journal)
     try:
         run = Run(folder, (*OPTIONS, *options), machines=machines)
         async with run.running():
