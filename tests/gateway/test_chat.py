@@ -560,7 +560,7 @@ async def test_a_body_that_is_no_json_object_or_nested_too_deeply_is_refused(wor
     deep = b'{"a":' * 500 + b"1" + b"}" * 500
     tool = b'{"type":"function","function":{"name":"f","parameters":%b}}' % deep
     nested = b'{"messages":[{"role":"user","content":"hi"}],"tools":[%b]}' % tool
-    async with aiohttp.ClientSession() as session:
+    async with aiohttp.ClientSession(headers={"content-type": "application/json"}) as session:
         for body in (b"{", b"[]", b"\xff", nested):
             async with session.post(
                 f"{world.base_url()}/v1/chat/completions", data=body
