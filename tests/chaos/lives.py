@@ -438,7 +438,7 @@ class Run:
             await asyncio.sleep(LOOK_S)
 
     def _keep(self, path: Path, version: int, seen: set[tuple[int, int, int]]) -> None:
-        found = path.stat()
+        found = (path / "config.json").stat()  # the folder's own time changes as it is pruned
         which = version, found.st_ino, found.st_mtime_ns
         if which in seen:
             return

@@ -7,6 +7,7 @@ disk      the journal's disk is full for seconds, again and again
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,12 @@ async def disk(folder: Path, seed: str, n: int) -> Run:
 
 async def nodes(folder: Path, seed: str, n: int) -> Run:
     machines = TwoMachines(folder)
-    journal = f"pool.journal_dir={machines.local / POOL}"
-    options = (f"cluster.address={machines.address}", journal)
+    options = (
+        *(f"cluster.address={machines.address}", f"pool.journal_dir={machines.local / POOL}"),
+        # A gateway on each; the workers are where Ray puts them.
+        *("gateway.replicas=2", "gateway.host=0.0.0.0", "rollout.workers=2"),
+        f"gateway.admin_keys=[chaos-{secrets.token_hex()}]",
+    )
     try:
         run = Run(folder, (*OPTIONS, *options), machines=machines)
         async with run.running():
