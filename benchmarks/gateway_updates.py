@@ -43,7 +43,7 @@ HANGS_AFTER_S = 120.0
 
 
 class MemoryPool:
-    """The pool's own core behind the gateway's port; keeps the Steps."""
+    """The pool's own core behind the gateway's port, always with room; keeps the Steps."""
 
     def __init__(self) -> None:
         self._core = DataPool(PoolConfig())
@@ -52,17 +52,21 @@ class MemoryPool:
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(self._core, name)
 
-        async def call(*args: Any, **kwargs: Any) -> Any:
+        async def call(*args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
             return method(*args, now=time.monotonic(), **kwargs)
 
         return call
 
-    async def submit_steps(self, steps: Sequence[Step], channel: str = "train") -> Any:
+    async def submit_steps(
+        self, steps: Sequence[Step], channel: str = "train", timeout_s: float | None = None
+    ) -> Any:
         outcomes = self._core.submit_steps(steps, channel, now=time.monotonic())
         self.steps += [s for s, o in zip(steps, outcomes, strict=True) if o == "accepted"]
         return outcomes
 
-    async def submit_step(self, step: Step, channel: str = "train") -> Any:
+    async def submit_step(
+        self, step: Step, channel: str = "train", timeout_s: float | None = None
+    ) -> Any:
         return (await self.submit_steps([step], channel))[0]
 
 

@@ -299,7 +299,7 @@ def test_the_policys_lora_and_schedule_are_not_the_critics() -> None:
 def test_two_ranks_learn_what_one_does(paths: dict[str, Path]) -> None:
     steps = [s for uid in range(4) for s in steps_of(str(uid), seed=uid)]
     flat = TokenBatch.of(steps)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         alone, ranked = critic(paths["tied"]), critic(paths["tied"], {"ranks": 2})
         for _ in range(2):

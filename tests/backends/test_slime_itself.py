@@ -118,7 +118,7 @@ def test_slimes_own_normalisation_is_another_one_which_is_why_there_is_a_hook(
 
 @pytest.fixture
 def pool_name() -> Iterator[str]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     name = uuid.uuid4().hex
     handle = start_data_pool(PoolConfig(), name=name)
     yield name

@@ -256,7 +256,7 @@ def test_verls_actor_makes_the_update_that_the_torch_backend_makes(
 
 @pytest.fixture(scope="module")
 def queue() -> Iterator[Any]:
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     transfer_queue.init()
     yield transfer_queue
     transfer_queue.close()

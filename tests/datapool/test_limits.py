@@ -521,7 +521,7 @@ CHANNELS = {
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Any]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield start_data_pool(PoolConfig(channels=CHANNELS), name=uuid.uuid4().hex)
     ray.shutdown()
 

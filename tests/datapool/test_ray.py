@@ -29,7 +29,7 @@ NAMESPACE = f"datapool-test-{uuid.uuid4().hex}"
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
     yield
     ray.shutdown()
 

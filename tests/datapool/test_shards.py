@@ -48,7 +48,7 @@ N = 2
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
     yield
     ray.shutdown()
 

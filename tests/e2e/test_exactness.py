@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from backends.torch_backend import TorchBackend
-from datapool.types import Lease, Step, VersionSpan
+from datapool.types import Step, VersionSpan
 from tests.e2e.conftest import ROOT, EngineRecorder, engine, small_config
 from trainer.cluster import start_cluster
 from trainer.config import RunConfig
+from trainer.recording import load_recording, recordings
 from trainer.run import build_trainer, training_prompts
 
 pytestmark = pytest.mark.e2e
@@ -31,22 +32,6 @@ class Run:
     steps: list[Step]
     answers: list[tuple[list[int], dict[str, Any]]]
     records: list[dict[str, Any]]
-
-
-class RecordingPool:
-    """The pool's client, remembering every lease."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self.steps: list[Step] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pool, name)
-
-    async def lease_batch(self, *args: Any, **kwargs: Any) -> Lease | None:
-        lease: Lease | None = await self._pool.lease_batch(*args, **kwargs)
-        self.steps += lease.steps if lease else []
-        return lease
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +50,15 @@ async def recorded_run(folder: Path) -> Run:
             "async_training.trigger_parameter_sync_step=1",
             "engine.kind=attach",
             f"engine.urls=[{recorder.url}]",
+            f"trainer.save_debug_rollout_data={folder / 'batches'}",
         )
         async with start_cluster(config) as cluster:
             with build_trainer(config, cluster, training_prompts(config)) as trainer:
-                pool = RecordingPool(cluster.pool)
-                trainer.pool = pool
                 async with trainer.producer.running() as generation:
                     records = [r async for r in trainer.train(STEPS, generation)]
-        return Run(config, pool.steps, recorder.answers, records)
+        batches = [load_recording(path) for _, path in recordings(str(folder / "batches"))]
+        steps = [s for batch in batches for group in batch.groups for s in group.steps]
+        return Run(config, steps, recorder.answers, records)
 
 
 def test_a_run_has_steps_of_several_versions(run: Run) -> None:

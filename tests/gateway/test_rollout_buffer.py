@@ -552,7 +552,7 @@ async def test_held_groups_come_again_when_nobody_acks(world: Any, consumer: Con
 async def test_a_pool_that_dies_during_an_answer_neither_loses_nor_repeats_it(
     tokenizer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         pool = DataPoolClient(start_data_pool(PoolConfig()))
         app = create_app(GatewayConfig(), pool, tokenizer_of("chatml"))

@@ -131,7 +131,9 @@ async def test_the_ray_actor_serves_agents_and_stores_steps_in_the_pool_actor(
     worlds: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     world = await worlds()
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="gateway-test")
+    ray.init(
+        "local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="gateway-test"
+    )
     try:
         pool = DataPoolClient(start_data_pool(PoolConfig(), name="pool"))
         config = GatewayConfig(

@@ -15,7 +15,7 @@ from tests.trainer.small_run import small_config, small_run
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Any:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

@@ -18,7 +18,7 @@ from trainer.rollout import Producer, WorkerHandle
 
 @pytest.fixture(scope="module")
 def cluster() -> Any:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 

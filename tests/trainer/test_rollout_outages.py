@@ -159,7 +159,9 @@ async def rig_in(folder: Path, outstanding: int = 16) -> AsyncIterator[Rig]:
 
 @pytest.fixture(autouse=True, scope="module")
 def own_ray() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        "local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+    )
     yield
     ray.shutdown()
 

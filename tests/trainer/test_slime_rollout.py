@@ -34,7 +34,7 @@ POOL = f"slime-{uuid.uuid4().hex}"
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     handle = start_data_pool(PoolConfig(), name=POOL)
     yield
     ray.kill(handle)

@@ -122,7 +122,9 @@ async def test_a_part_that_cannot_start_stops_the_others(
 
 @pytest.fixture
 def own_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
+    )
     yield
     ray.shutdown()
 

@@ -248,7 +248,9 @@ async def test_the_list_holds_who_answers_and_has_the_committed_weights(
 
 @pytest.fixture
 def own_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
+    )
     yield
     ray.shutdown()
 

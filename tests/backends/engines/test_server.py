@@ -21,7 +21,9 @@ from tests.helpers import actor_processes
 
 @pytest.fixture(scope="module")
 def _ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(
+        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
+    )
     yield
     ray.shutdown()
 
