@@ -51,7 +51,7 @@ from datapool.errors import (
 )
 from datapool.events import Events
 from datapool.incarnation import STATE as GENERATION
-from datapool.incarnation import Incarnation, Known, check_journal, record
+from datapool.incarnation import Incarnation, Known, former_of, record
 from datapool.journal import FILE_NAME as JOURNAL_FILE
 from datapool.journal import Journal
 from datapool.line import LineServer
@@ -207,21 +207,21 @@ class DataPoolActor:
     def _recover(self, folder: Path, restarted: bool) -> Journal:
         """Open the journal and make the pool what it says."""
         began = time.monotonic()
-        before = check_journal(folder, JOURNAL_FILE)
+        former = former_of(folder, JOURNAL_FILE)
         journal = Journal(
             folder,
             "power" if self._pool.config.durability == "power" else "process",
             # Ray declared the former process dead. If only its node was cut off, that one ends as
             # soon as it learns so, or cannot reach the cluster for a minute.
             lock_timeout_s=CUT_OFF_S if restarted else LOCK_S,
-            take_over=restarted,
+            take_over=None if former is None else former.pid,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(journal.close)
             states = journal.states()
             self.incarnation = here = Incarnation.after(journal.identity, states.get(GENERATION))
-            if before is not None:
-                here._replace(generation=here.generation - 1).check_follows(before)
+            if former is not None:
+                here._replace(generation=here.generation - 1).check_follows(former.incarnation)
             with growing_heap():
                 n_rows = restore(self._pool, journal, journal.rows(), states, journal.read)
             last = max(channel.now for channel in self._pool.channels.values())

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import socket
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -72,8 +73,15 @@ class Incarnation(NamedTuple):
         )
 
 
-def check_journal(folder: Path, file_name: str) -> Known:
-    """What this actor's pool was before it was restarted; None in its first start or without Ray.
+class Former(NamedTuple):
+    """What this actor was before Ray started it again."""
+
+    incarnation: Incarnation
+    pid: int
+
+
+def former_of(folder: Path, file_name: str) -> Former | None:
+    """What this actor was before it was restarted; None in its first start or without Ray.
 
     Raises:
         PoolReplacedError: it had a journal, and there is none in `folder`. None is made.
@@ -82,7 +90,7 @@ def check_journal(folder: Path, file_name: str) -> Known:
     value = None if key is None else _internal_kv_get(key, namespace=_NAMESPACE)
     if value is None:
         return None
-    pool, generation, host = json.loads(value)
+    pool, generation, host, pid = json.loads(value)
     before = Incarnation(pool, generation)
     if not (folder / file_name).exists():
         raise PoolReplacedError(
@@ -90,13 +98,13 @@ def check_journal(folder: Path, file_name: str) -> Known:
             f"{socket.gethostname()} there is none: what it acknowledged would be missing. Put the "
             "folder back, or make it reachable from this node, and start the run again"
         )
-    return before
+    return Former(before, pid)
 
 
 def record(incarnation: Incarnation) -> None:
     """Let the cluster know what this actor's pool is now."""
     if (key := _key()) is not None:
-        value = json.dumps([*incarnation, socket.gethostname()]).encode()
+        value = json.dumps([*incarnation, socket.gethostname(), os.getpid()]).encode()
         _internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
 
 

@@ -273,8 +273,8 @@ class Journal:
         folder: on a local disk; created with its parents.
         durability: what a finished transaction survives (module docstring).
         lock_timeout_s: seconds to wait for a process that is about to die.
-        take_over: after that time, write all the same. For the successor of a process that was
-            declared dead: its first transaction is the last thing that one sees
+        take_over: a process that was declared dead. If the folder is still its after that time,
+            write all the same: our first transaction is the last thing that it sees
             (`JournalFencedError`).
 
     Raises:
@@ -291,7 +291,7 @@ class Journal:
         durability: Literal["process", "power"],
         *,
         lock_timeout_s: float = 5.0,
-        take_over: bool = False,
+        take_over: int | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.path = self.folder / FILE_NAME
@@ -321,8 +321,11 @@ class Journal:
             if not self._is_alone:
                 self._db = self._reading(self._connect)
                 undo.callback(self._db.close)
-                # The former process commits nothing from here to our first transaction.
+                # The former process commits nothing from here to our first transaction. It may
+                # stand still in the middle of one.
+                self._db.execute(f"PRAGMA busy_timeout={int(1000 * lock_timeout_s)}")
                 self._reading(lambda: self._db.execute("BEGIN IMMEDIATE"))
+                self._db.execute(f"PRAGMA busy_timeout={BUSY_MS}")
             self._books, self._state_crcs, self._next_row = self._reading(self._verify)
             self._in_file = self._books.pack()
             if self._is_alone:
@@ -346,12 +349,12 @@ class Journal:
         if durability == "power":
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="journal-commit")
 
-    def _take_folder(self, timeout_s: float, take_over: bool) -> tuple[int, bool]:
+    def _take_folder(self, timeout_s: float, take_over: int | None) -> tuple[int, bool]:
         """A descriptor of the folder, and whether the folder is locked by it."""
         try:
             return lock_folder(self.folder, timeout_s), True
         except JournalLockedError as e:
-            if not take_over:
+            if _pid_of_holder(self.folder) != str(take_over):
                 raise
             logger.warning("%s; it was declared dead and can write nothing more from now on", e)
             return os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), False
@@ -1033,6 +1036,10 @@ class Journal:
             return JournalFullError(
                 f"{self.path}: the disk takes no more ({name}: {e}); free space under "
                 f"{self.folder}" + (f". {kept} rows are kept in memory until then" if kept else "")
+            )
+        if code == sqlite3.SQLITE_BUSY:
+            return JournalLockedError(
+                f"{self.path}: another process is in the middle of a write ({name}: {e}); stop it"
             )
         if code in _CORRUPT or extended == sqlite3.SQLITE_IOERR_SHORT_READ:
             return self._corrupt(f"{name}: {e}")

@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from datapool.actor import APPLY_STEPS, Operation, unavailable
+from datapool.actor import APPLY_STEPS, CUT_OFF_S, Operation, unavailable
 from datapool.errors import DataPoolError, UnknownBaseError
 from datapool.incarnation import KnownPool
 from datapool.line import Line, LineCall
@@ -39,8 +39,9 @@ MAX_CALLS = 2
 PART_BYTES = 94_000
 """Of one argument: below the 100 kB that Ray sends along with a call."""
 STEP_OVERHEAD_BYTES = 160
-RESTART_S = 120.0
-"""How long a pool that restarts is waited for: a journal of a million steps takes a minute."""
+RESTART_S = CUT_OFF_S + 90.0
+"""How long a pool that restarts is waited for: until it may take its journal over, and has read it.
+A journal of a million steps takes a minute."""
 RETRY_S = 0.05
 TIP_BYTES = 64 << 20
 """Tokens of recent steps that are kept, to send the next ones relative to them."""

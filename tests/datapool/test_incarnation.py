@@ -32,7 +32,8 @@ from datapool import (
     start_data_pool,
 )
 from datapool import actor as actor_module
-from datapool.incarnation import Incarnation
+from datapool.incarnation import Former, Incarnation
+from datapool.journal import read_acked
 
 MakeStep = Callable[..., Step]
 NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"
@@ -175,6 +176,38 @@ def test_each_opening_of_a_journal_is_one_generation_more(tmp_path: Path) -> Non
     assert DataPoolActor(PoolConfig(durability="none")).incarnation is None
 
 
+def declare_dead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pool is made as Ray makes it after it lost sight of the one that uses `folder`."""
+    acked = read_acked(folder)
+    assert acked is not None
+    former = Former(Incarnation(acked.books.journal.hex(), 1), acked.pid)
+    monkeypatch.setattr(actor_module, "_was_restarted", lambda: True)
+    monkeypatch.setattr(actor_module, "former_of", lambda *_: former)
+
+
+async def test_a_restarted_pool_takes_nothing_over_from_another_one_than_its_former_process(
+    tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run was started a second time while its killed pool was not up again."""
+    killed = subprocess.Popen(  # noqa: ASYNC220 - what it prints first is waited for anyway
+        [sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "accepted t0\n"
+    declare_dead(tmp_path, monkeypatch)
+    killed.kill()
+    killed.communicate()
+    with monkeypatch.context() as once:
+        once.setattr(actor_module, "_was_restarted", lambda: False)
+        other = DataPoolActor(None, tmp_path)
+    monkeypatch.setattr(actor_module, "CUT_OFF_S", 0.05)
+    with pytest.raises(JournalLockedError, match=f"in use by process {os.getpid()}"):
+        DataPoolActor(None, tmp_path)
+    assert await other.submit_step(make_step("b", "q", is_last=True)) == "accepted"
+    assert other._journal is not None
+    other._journal.close()
+
+
 @pytest.mark.parametrize("durability", ["process", "power"])
 async def test_a_process_that_was_declared_dead_acknowledges_nothing_when_it_comes_back(
     tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch, durability: Any
@@ -186,7 +219,7 @@ async def test_a_process_that_was_declared_dead_acknowledges_nothing_when_it_com
     monkeypatch.setattr(actor_module, "LOCK_S", 0.05)
     with pytest.raises(JournalLockedError):
         DataPoolActor(config, tmp_path)
-    monkeypatch.setattr(actor_module, "_was_restarted", lambda: True)
+    declare_dead(tmp_path, monkeypatch)
     successor = DataPoolActor(config, tmp_path)
 
     with pytest.raises(JournalFencedError, match="another process has taken this journal over"):
@@ -219,7 +252,7 @@ async def test_a_takeover_holds_against_a_former_process_that_never_stops_writin
     assert former.stdout is not None
     assert former.stdout.readline() == "accepted t0\n"
     monkeypatch.setattr(actor_module, "CUT_OFF_S", 0.1)
-    monkeypatch.setattr(actor_module, "_was_restarted", lambda: True)
+    declare_dead(tmp_path, monkeypatch)
     successor = DataPoolActor(None, tmp_path)
     out, _ = former.communicate()
     *accepted, end = out.splitlines()

@@ -317,6 +317,42 @@ def test_no_file_that_somebody_removes_lets_a_second_writer_in(tmp_path: Path) -
     journal.close()
 
 
+def test_a_process_that_stands_still_in_a_transaction_is_taken_over_once_it_is_gone(
+    tmp_path: Path, durability: Durability
+) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", STANDS_STILL, str(tmp_path), durability],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "writing\n"
+        with pytest.raises(JournalLockedError, match="in the middle of a write"):
+            Journal(tmp_path, durability, lock_timeout_s=0.1, take_over=child.pid)
+    finally:
+        child.kill()
+        child.communicate()
+    journal = Journal(tmp_path, durability, take_over=child.pid)
+    assert [row.head for row in journal.rows()] == [b"head"]
+    journal.close()
+
+
+STANDS_STILL = """
+import os, signal, sqlite3, sys
+from pathlib import Path
+from datapool.journal import Journal
+
+journal = Journal(Path(sys.argv[1]), sys.argv[2])
+journal.append("train", "step", b"head")
+journal.flush()
+sqlite3.connect(journal.path, isolation_level=None).execute("BEGIN IMMEDIATE")
+print("writing", flush=True)
+signal.pause()
+"""
+
+
 def test_a_reader_in_another_process_gets_in_and_leaves_the_log_alone(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "process")
     journal.append("train", "step", b"0")
