@@ -26,7 +26,7 @@ import time
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -822,8 +822,10 @@ class DataPoolActor:
     def _change(self, operation: Callable[[], T], channel: str | None = None) -> T:
         """Every state change passes here, and what follows from it is done at once."""
         if self._journal is not None:
-            with self._ended_if_fenced():
+            try:
                 self._journal.check()  # nothing is changed that cannot be written down
+            except JournalFencedError as e:
+                raise _end(e) from None
         try:
             return operation()
         finally:
@@ -846,20 +848,11 @@ class DataPoolActor:
     async def _durable(self) -> None:
         """Return once everything done so far is."""
         if self._journal is not None:
-            with self._ended_if_fenced():
+            try:
                 await self._journal.committed()
+            except JournalFencedError as e:
+                raise _end(e) from None
             self._pool.written()
-
-    @contextlib.contextmanager
-    def _ended_if_fenced(self) -> Iterator[None]:
-        """A process that has a successor ends, so that its clients go there."""
-        try:
-            yield
-        except JournalFencedError as e:
-            logger.critical("DataPool: %s", e)
-            if _is_actor():
-                os._exit(1)
-            raise
 
     def _write_soon(self) -> None:
         """Make durable what nobody waits for."""
@@ -1124,6 +1117,14 @@ def _in_order(cls: type[DataPoolActor]) -> type[DataPoolActor]:
         if not name.startswith("_") and inspect.iscoroutinefunction(method)
     }
     return type(cls.__name__, (cls,), {**methods, "__doc__": cls.__doc__})
+
+
+def _end(e: JournalFencedError) -> JournalFencedError:
+    """A process that has a successor ends, so that its clients go there."""
+    logger.critical("DataPool: %s", e)
+    if _is_actor():
+        os._exit(1)
+    return e
 
 
 def _is_actor() -> bool:

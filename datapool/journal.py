@@ -103,6 +103,8 @@ WITHOUT ROWID;
 _INSERT = "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)"
 _DELETE = "DELETE FROM rows WHERE row = ?"
 _PUT = "REPLACE INTO states VALUES (?, ?, ?)"
+_FOLLOW = "UPDATE states SET crc = ?, value = ? WHERE key = ? AND value = ?"
+"""The Books of a transaction, if those in the file are the ones of the transaction before it."""
 _SCAN = (
     "SELECT row, channel, kind, head_crc, payload_crc, head, length(payload), {} "
     "FROM rows WHERE row > ? ORDER BY row LIMIT ?"
@@ -149,11 +151,11 @@ class Acked(NamedTuple):
     pid: int
     """Who has, or had, the journal open."""
 
-    def pack(self) -> bytes:
-        body = _ACKED_FORMAT.pack(
-            _ACKED_MAGIC, self.books.pack(), self.boot, self.power, self.closed, self.pid
-        )
-        return body + _CRC_FORMAT.pack(crc32(body))
+
+def _acked(books: bytes, boot: bytes, power: bool, closed: bool) -> bytes:
+    """What `read_acked` reads."""
+    body = _ACKED_FORMAT.pack(_ACKED_MAGIC, books, boot, power, closed, os.getpid())
+    return body + _CRC_FORMAT.pack(crc32(body))
 
 
 _ACKED_MAGIC = b"swpool-2"
@@ -245,6 +247,8 @@ class _Written:
     batch: _Batch
     deleted: int
     books: Books
+    packed: bytes
+    """The same as bytes."""
     state_crcs: dict[str, int]
 
 
@@ -336,7 +340,7 @@ class Journal:
             undo.callback(self._reader.close)
             self._acked = self._reading(partial(_private, self._acked_path, os.O_WRONLY))
             undo.callback(os.close, self._acked)
-            self._reading(lambda: self._record(self._books))
+            self._reading(lambda: self._record(self._in_file))
             if durability == "power":
                 for path in (self.folder / ACKED_NAME, self.folder, *made):
                     _fsync(path)
@@ -574,7 +578,7 @@ class Journal:
             with contextlib.suppress(OSError, JournalError):
                 if not self._is_fenced:  # else the record is the successor's
                     _fsync(self.path)
-                    self._record(self._books, closed=True)
+                    self._record(self._in_file, closed=True)
                     os.fsync(self._acked)
             os.close(self._acked)
             os.close(self._lock)
@@ -631,10 +635,8 @@ class Journal:
         """Everything but the COMMIT."""
         executemany = self._db.executemany
         if not self._db.in_transaction:
-            self._begin()
+            self._db.execute("BEGIN IMMEDIATE")
         deleted, deleted_sum = self._delete(batch.deletes) if batch.deletes else (0, 0)
-        if batch.rows:  # after the deletions, so that they find free pages
-            executemany(_INSERT, batch.rows.values())
         state_crcs = {key: _state_crc(key, value) for key, value in batch.states.items()}
         all_crcs = {**self._state_crcs, **state_crcs}
         before = self._books
@@ -650,25 +652,19 @@ class Journal:
         packed = books.pack()
         # Written by every transaction. One that failed may have left frames in the log that look
         # committed after a crash; whatever comes next has to write over them.
-        executemany(
-            _PUT,
-            [
-                (_BOOKS, _state_crc(_BOOKS, packed), packed),
-                *((key, state_crcs[key], value) for key, value in batch.states.items()),
-            ],
-        )
-        return _Written(batch, deleted, books, state_crcs)
-
-    def _begin(self) -> None:
-        """A transaction, after the one that this process committed last and no other."""
-        self._db.execute("BEGIN IMMEDIATE")
-        found = self._db.execute("SELECT value FROM states WHERE key = ?", (_BOOKS,)).fetchone()
-        if found is None or found[0] != self._in_file:
+        put = (_state_crc(_BOOKS, packed), packed, _BOOKS, self._in_file)
+        if not self._db.execute(_FOLLOW, put).rowcount:
             self._is_fenced = True
             raise JournalFencedError(
                 f"{self.folder}: another process has taken this journal over, after this one was "
                 "declared dead; this one can write nothing more, end it"
             )
+        if batch.rows:  # after the deletions, so that they find free pages
+            executemany(_INSERT, batch.rows.values())
+        if state_crcs:
+            states = batch.states.items()
+            executemany(_PUT, [(key, state_crcs[key], value) for key, value in states])
+        return _Written(batch, deleted, books, packed, state_crcs)
 
     def _delete(self, rows: set[int]) -> tuple[int, int]:
         """How many of these rows were there to be deleted, and the sum of their ids."""
@@ -678,14 +674,14 @@ class Journal:
             return n, sum(ordered)
         # Some were not stored. Again, one by one, to know which.
         self._db.execute("ROLLBACK")
-        self._begin()
+        self._db.execute("BEGIN IMMEDIATE")
         found = [row for row in ordered if self._db.execute(_DELETE, (row,)).rowcount]
         return len(found), sum(found)
 
     def _commit(self, written: _Written) -> None:
         self._db.execute("COMMIT")
         try:
-            self._record(written.books)
+            self._record(written.packed)
         except OSError as e:
             raise _NotRecorded from e
         # The rows are safe; what follows is a courtesy that the next transaction repeats.
@@ -695,10 +691,9 @@ class Journal:
             if time.monotonic() - self._checkpointed_at > CHECKPOINT_S:
                 self._checkpoint()
 
-    def _record(self, books: Books, closed: bool = False) -> None:
+    def _record(self, books: bytes, closed: bool = False) -> None:
         """What was acknowledged, or is about to be. Not synced: see the module's docstring."""
-        record = Acked(books, self._boot, self.durability == "power", closed, os.getpid())
-        os.pwrite(self._acked, record.pack(), 0)
+        os.pwrite(self._acked, _acked(books, self._boot, self.durability == "power", closed), 0)
 
     def _give_back_pages(self) -> None:
         (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
@@ -729,7 +724,7 @@ class Journal:
         self._rows_written += len(written.batch.rows)
         self._rows_deleted += written.deleted
         self._books = written.books
-        self._in_file = self._books.pack()
+        self._in_file = written.packed
         self._state_crcs |= written.state_crcs
 
     def _failed(
@@ -885,8 +880,7 @@ class Journal:
         books = Books(uuid.uuid4().bytes)
         draft = self.folder / f"{ACKED_NAME}.new"
         with open(draft, "wb", opener=_private) as file:
-            acked = Acked(books, _boot_id(), self.durability == "power", False, os.getpid())
-            file.write(acked.pack())
+            file.write(_acked(books.pack(), _boot_id(), self.durability == "power", False))
             if self.durability == "power":
                 file.flush()
                 os.fsync(file.fileno())
