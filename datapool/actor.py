@@ -1050,7 +1050,9 @@ def _check_shards(folder: Path, n_shards: int) -> None:
             before = str(n_shards)
             if n_shards > 1:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                note.write_text(f"{n_shards}\n")
+                draft = note.with_suffix(".new")  # a full disk, or a kill, leaves no empty note
+                draft.write_text(f"{n_shards}\n")
+                draft.replace(note)
     except OSError as e:
         raise JournalError(
             f"{folder}: the number of shards cannot be read or written there ({e}); set "

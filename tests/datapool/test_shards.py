@@ -7,6 +7,7 @@ import fcntl
 import inspect
 import os
 import pickle
+import resource
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -233,6 +234,18 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
     assert start(1, tmp_path / "b") == tmp_path / "b"
     with pytest.raises(JournalError, match=r"shards is 2, .* written by 1 shard"):
         start(2, tmp_path / "b")
+
+
+def test_a_number_of_shards_that_the_full_disk_refused_is_written_at_the_next_start(tmp_path):
+    config = PoolConfig(shards=2, journal_dir=tmp_path)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, unlimited[1]))
+    try:
+        with pytest.raises(JournalError, match="the number of shards cannot be read or written"):
+            journal_folder(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert journal_folder(config) == tmp_path
 
 
 def test_one_handle_of_several_shards_is_refused(cluster):
