@@ -13,37 +13,37 @@ not to be compared with another clock.
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import time
 from dataclasses import dataclass
-from pathlib import Path
+
+from datapool.process import boot_id
 
 STATE = "clock"
 """The clock's name among the journal's states."""
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
     """Seconds, from a steady clock."""
 
-    boot: str
-    """Of the machine whose steady clock this is; "" if it has no name for it."""
+    boot: bytes | None
+    """Of the machine whose steady clock this is; None (not Linux): every restart counts as a
+    reboot."""
     offset: float
     """What is added to the steady clock."""
 
     @classmethod
     def start(cls, not_before: float = 0.0) -> Clock:
         """A clock that begins with the wall clock, or with `not_before` if that is later."""
-        return cls(_boot(), max(time.time(), not_before) - time.monotonic())
+        return cls(boot_id(), max(time.time(), not_before) - time.monotonic())
 
     @classmethod
     def resume(cls, state: bytes | None, not_before: float) -> Clock:
         """The clock that `dump` wrote, if its machine has not rebooted since; else a new one."""
         if state is not None:
             boot, offset = pickle.loads(state)
-            if boot and boot == _boot():
+            if boot is not None and boot == boot_id():
                 return cls(boot, offset)
         return cls.start(not_before)
 
@@ -52,9 +52,3 @@ class Clock:
 
     def now(self) -> float:
         return time.monotonic() + self.offset
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):  # not Linux: every restart counts as a reboot
-        return BOOT_ID.read_text().strip()
-    return ""

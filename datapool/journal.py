@@ -69,6 +69,7 @@ from datapool.errors import (
     JournalLockedError,
     JournalVersionError,
 )
+from datapool.process import boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class Acked(NamedTuple):
     books: Books
     """Of the last transaction that was acknowledged, or found when the journal was opened."""
     boot: bytes
-    """Of the machine, when it was written."""
+    """`process.boot_id` when it was written; zeros where there is none."""
     power: bool
     """Durability `power`."""
     closed: bool
@@ -319,9 +320,9 @@ class Journal:
         self._lock, self._is_alone = self._take_folder(lock_timeout_s, take_over)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._lock)
+            self._boot = boot_id() or bytes(16)
             if self._reading(self._is_new):
                 self._reading(self._create)
-            self._boot = _boot_id()
             if not self._is_alone:
                 self._db = self._reading(self._connect)
                 undo.callback(self._db.close)
@@ -578,6 +579,7 @@ class Journal:
             with contextlib.suppress(OSError, JournalError):
                 if not self._is_fenced:  # else the record is the successor's
                     _fsync(self.path)
+                    _fsync(self.folder)  # of which SQLite has removed the log
                     self._record(self._in_file, closed=True)
                     os.fsync(self._acked)
             os.close(self._acked)
@@ -880,7 +882,7 @@ class Journal:
         books = Books(uuid.uuid4().bytes)
         draft = self.folder / f"{ACKED_NAME}.new"
         with open(draft, "wb", opener=_private) as file:
-            file.write(_acked(books.pack(), _boot_id(), self.durability == "power", False))
+            file.write(_acked(books.pack(), self._boot, self.durability == "power", False))
             if self.durability == "power":
                 file.flush()
                 os.fsync(file.fileno())
@@ -1125,14 +1127,6 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
 
-def _boot_id() -> bytes:
-    """16 bytes that change when the machine restarts; zeros where the kernel does not say."""
-    try:
-        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
-    except (OSError, ValueError):
-        return bytes(16)
-
-
 def _make_folder(folder: Path) -> list[Path]:
     """Creates `folder`, for its owner only; returns the parents that got a new entry."""
     try:
@@ -1199,16 +1193,16 @@ def _pid_of_holder(folder: Path) -> str:
     return "unknown"
 
 
-def _fsync(folder: Path) -> None:
-    """Makes the folder's entries survive a power failure."""
+def _fsync(path: Path) -> None:
+    """Makes a file's content, or a folder's entries, survive a power failure."""
     try:
-        fd = os.open(folder, os.O_RDONLY)
+        fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)
         finally:
             os.close(fd)
     except OSError as e:
         raise JournalError(
-            f"{folder} cannot be synced ({e}), so new files in it might not survive a power "
+            f"{path} cannot be synced ({e}), so what is in it might not survive a power "
             "failure; set data_pool.journal_dir to a local disk, or durability to 'process'"
         ) from e

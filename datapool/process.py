@@ -1,11 +1,14 @@
-"""What a long-running process of ours does once it is up. Imports nothing of ours."""
+"""What a long-running process of ours does once it is up, and asks of its machine. Imports nothing
+of ours."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 BETWEEN_COLLECTIONS = (50_000, 5, 20)
 """Allocations, less what was freed, before the youngest objects are looked through; and how many
@@ -16,6 +19,16 @@ call goes on; half of that is no stall that an agent notices."""
 
 M_MMAP_THRESHOLD = -3
 """mallopt(3)."""
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> bytes | None:
+    """16 bytes that change when the machine restarts; None where the kernel does not say."""
+    try:
+        return uuid.UUID(BOOT_ID.read_text().strip()).bytes
+    except (OSError, ValueError):
+        return None
 
 
 @contextmanager

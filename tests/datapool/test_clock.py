@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from datapool import DataPoolActor, PoolConfig, Step, clock
+from datapool import DataPoolActor, PoolConfig, Step, process
 from datapool.errors import LeaseExpiredError
 
 MakeStep = Callable[..., Step]
@@ -83,8 +84,8 @@ async def test_after_a_reboot_time_goes_on_and_not_back(
     actor = DataPoolActor(None, tmp_path / "pool")
     await actor.open_group("p", 2, deadline_s=0.2)
     await actor.submit_step(make_step("t", "p", is_last=True))
-    (tmp_path / "boot_id").write_text("another boot\n")
-    monkeypatch.setattr(clock, "BOOT_ID", tmp_path / "boot_id")
+    (tmp_path / "boot_id").write_text(f"{uuid.uuid4()}\n")
+    monkeypatch.setattr(process, "BOOT_ID", tmp_path / "boot_id")
     set_wall_clock(-HOUR)
     actor = restarted(actor, tmp_path / "pool")
     lease = await actor.lease_batch(timeout_s=None)

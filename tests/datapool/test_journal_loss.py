@@ -10,6 +10,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Literal
 import pytest
 
 from datapool import journal as journal_module
+from datapool import process
 from datapool.errors import (
     JournalCorruptError,
     JournalError,
@@ -181,8 +183,12 @@ def test_a_state_of_an_earlier_transaction_is_missed(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def restarted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    return lambda: monkeypatch.setattr(journal_module, "_boot_id", lambda: b"another boot id.")
+def restarted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[], None]:
+    boot_id = tmp_path_factory.mktemp("machine") / "boot_id"
+    boot_id.write_text(f"{uuid.uuid4()}\n")
+    return lambda: monkeypatch.setattr(process, "BOOT_ID", boot_id)
 
 
 def test_a_machine_that_restarted_may_cost_the_tail_that_was_never_promised(
