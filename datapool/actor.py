@@ -21,6 +21,7 @@ import inspect
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -47,6 +48,7 @@ from datapool.errors import (
     LeaseClosedError,
     LeaseExpiredError,
     PoolFullError,
+    PoolReplacedError,
     PoolUnavailableError,
 )
 from datapool.events import Events
@@ -71,7 +73,8 @@ T = TypeVar("T")
 
 DEFAULT_NAME = "data_pool"
 SHARDS_FILE = "shards"
-"""In a journal_dir that several shards share: how many."""
+"""In a journal_dir that several shards share: how many, and `STARTED` once each has a journal."""
+STARTED = "started"
 Operation: TypeAlias = tuple[str, tuple[Any, ...]]
 """(method, its positional arguments)"""
 APPLY_STEPS = "apply_steps"
@@ -173,8 +176,16 @@ class DataPoolActor:
     """Async actor around one `DataPool`. Start it with `start_data_pool`."""
 
     def __init__(
-        self, config: PoolConfig | None = None, folder: Path | None = None, shard: int = 0
+        self,
+        config: PoolConfig | None = None,
+        folder: Path | None = None,
+        shard: int = 0,
+        has_journal: bool = False,
     ) -> None:
+        """
+        Args:
+            has_journal: there is one in `folder` already; none is made.
+        """
         config = config or PoolConfig()
         restarted = _was_restarted()
         self._shard = shard
@@ -188,6 +199,13 @@ class DataPoolActor:
                 logger.warning("DataPool restarted without a journal: what it held is gone")
         else:
             self._pool = DataPool(config, epoch=str(shard), life=f"{shard}.{uuid.uuid4().hex[:12]}")
+            if has_journal and not (folder / JOURNAL_FILE).exists():
+                raise PoolReplacedError(
+                    f"shard {shard} had its journal in {folder}, and on {socket.gethostname()} "
+                    "there is none: what it acknowledged would be missing. Put the folder back, or "
+                    f"make it reachable from this node; or remove {folder.parent / SHARDS_FILE} "
+                    "to start this shard empty"
+                )
             self._journal = self._recover(folder, restarted)
             if not restarted:
                 self._pool.reopen()
@@ -984,6 +1002,7 @@ def create_actor(
     shard: int,
     name: str,
     namespace: str | None,
+    has_journal: bool = False,
     **options: Any,
 ) -> DataPoolHandle:
     """The handle of a new actor, which need not be up yet.
@@ -1008,7 +1027,7 @@ def create_actor(
     }
     # Any: Ray's own types do not cover `.options`.
     actor_class: Any = ray.remote(_in_order(DataPoolActor))
-    return actor_class.options(**settings).remote(config, folder, shard)
+    return actor_class.options(**settings).remote(config, folder, shard, has_journal)
 
 
 def _nodes() -> list[str]:
@@ -1043,16 +1062,14 @@ def _check_shards(folder: Path, n_shards: int) -> None:
     note = folder / SHARDS_FILE
     try:
         if note.exists():
-            before = note.read_text().strip()
+            before = note.read_text().split()[0]
         elif (folder / JOURNAL_FILE).exists():
             before = "1"
         else:
             before = str(n_shards)
             if n_shards > 1:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                draft = note.with_suffix(".new")  # a full disk, or a kill, leaves no empty note
-                draft.write_text(f"{n_shards}\n")
-                draft.replace(note)
+                _write_note(folder, before)
     except OSError as e:
         raise JournalError(
             f"{folder}: the number of shards cannot be read or written there ({e}); set "
@@ -1060,10 +1077,29 @@ def _check_shards(folder: Path, n_shards: int) -> None:
         ) from e
     if before != str(n_shards):
         raise JournalError(
-            f"data_pool.shards is {n_shards}, but {folder} was written by {before or 'unknown'} "
+            f"data_pool.shards is {n_shards}, but {folder} was written by {before} "
             f"shard(s); start with data_pool.shards={before}, or export, and import into a pool "
             "with another journal_dir"
         )
+
+
+def have_started(folder: Path) -> bool:
+    """Whether all shards of `folder` have a journal since an earlier start."""
+    note = folder / SHARDS_FILE
+    return note.exists() and STARTED in note.read_text().split()
+
+
+def note_started(folder: Path, n_shards: int) -> None:
+    """From now on a shard without a journal has lost it."""
+    if not have_started(folder):
+        _write_note(folder, f"{n_shards} {STARTED}")
+
+
+def _write_note(folder: Path, text: str) -> None:
+    note = folder / SHARDS_FILE
+    draft = note.with_suffix(".new")  # a full disk, or a kill, leaves no empty note
+    draft.write_text(f"{text}\n")
+    draft.replace(note)
 
 
 def unavailable(error: RayActorError) -> PoolUnavailableError:

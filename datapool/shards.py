@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from zlib import crc32
@@ -21,7 +22,9 @@ from datapool.actor import (
     DEFAULT_NAME,
     DataPoolHandle,
     create_actor,
+    have_started,
     journal_folder,
+    note_started,
     unavailable,
 )
 from datapool.client import DataPoolClient
@@ -91,10 +94,13 @@ def start_shards(
     Raises:
         PoolUnavailableError: one cannot start; the message says why. None is left running.
         JournalError: `journal_dir` holds what another number of shards wrote.
+
+    Once all shards were up, a later start refuses a shard whose journal is gone.
     """
     config = config or PoolConfig()
     n = config.shards
     root = journal_folder(config)
+    has_journals = n > 1 and root is not None and have_started(root)
     if n > 1:
         config = share(config)
         if root is None:
@@ -103,8 +109,9 @@ def start_shards(
     try:
         # The first one last: who finds it finds the others.
         for k in reversed(range(n)):
+            folder, actor_name = _folder(root, k, n), _actor_name(name, k)
             handles[k] = create_actor(
-                config, _folder(root, k, n), k, _actor_name(name, k), namespace, **options
+                config, folder, k, actor_name, namespace, has_journals, **options
             )
         for k in range(n):
             try:
@@ -112,6 +119,9 @@ def start_shards(
             except RayActorError as e:
                 gone = unavailable(e)
                 raise (PoolUnavailableError(f"shard {k} of {n}: {gone}") if n > 1 else gone) from e
+        if n > 1 and root is not None:
+            with suppress(OSError):  # a full disk: the next start notes it
+                note_started(root, n)
     except BaseException:  # whatever it was: no shard is left running
         for handle in handles.values():
             ray.kill(handle)

@@ -262,6 +262,25 @@ def test_a_pool_that_cannot_start_leaves_no_shard_behind(cluster, tmp_path):
         DataPoolClient.connect("broken")
 
 
+async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_run(
+    cluster, tmp_path, make_step
+):
+    config = PoolConfig(shards=2, journal_dir=tmp_path)
+    client = client_of(start_shards(config, name="first run"))
+    await fill(client, both(1), make_step)
+    for actor in client.actors:
+        ray.kill(actor)
+    (tmp_path / "shard-1").rename(tmp_path / "elsewhere")
+    with pytest.raises(PoolUnavailableError, match=r"shard 1 of 2: .*had its journal in .*shard-1"):
+        start_shards(config, name="second run")
+    assert not (tmp_path / "shard-1" / FILE_NAME).exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "shard-1")
+    again = client_of(start_shards(config, name="third run"))
+    assert (await again.get_statistics("train"))["groups"]["ready"] == 2
+    for actor in again.actors:
+        ray.kill(actor)
+
+
 async def test_connect_finds_all_shards_and_the_client_travels(client, channel, make_step):
     found = DataPoolClient.connect("pool", NAMESPACE)
     assert isinstance(found, ShardedDataPoolClient)
