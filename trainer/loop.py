@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IN_FLIGHT_S = 1.0
-"""For the answer to a request that the pool has served before generation ended."""
+"""For the answer to a request that the pool has served before generation had no prompt left."""
 
 
 @dataclass(slots=True)
@@ -538,29 +538,32 @@ class Trainer:
         self, generation: asyncio.Task[None] | None, size: int | None = None
     ) -> Sequence[Group] | None:
         """The next `size` ready groups, by default `require_batches` × `groups_per_step`; None when
-        generation has ended (all epochs are done) and fewer are left."""
+        generation has no prompt left (all epochs are done) and fewer are there."""
         trainer = self.config.trainer
         size = size or trainer.groups_per_step * self.config.async_training.require_batches
         request = asyncio.ensure_future(
             self.keeper.lease(size, timeout_s=trainer.starvation_timeout_s)
         )
         try:
-            await asyncio.wait(
-                {request, generation} if generation else {request},
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if generation is not None and generation.done() and not request.done():
-                generation.result()  # raises what made it fail
-                # The last groups may be on their way here: to ask anew would not bring them.
+            while generation is not None and not request.done():
+                drained = asyncio.ensure_future(self.producer.drained())
+                await asyncio.wait(
+                    {request, generation, drained}, return_when=asyncio.FIRST_COMPLETED
+                )
+                drained.cancel()
+                if generation.done():
+                    generation.result()  # raises what made it fail
+                # The last groups, or word of a drop whose prompt is issued again, may be on their
+                # way here: to ask anew would not bring them.
                 await self.pool.get_statistics(TRAIN)
                 await asyncio.wait({request}, timeout=IN_FLIGHT_S)
-                groups = request.result() if request.done() else None
-            elif (groups := await request) is None:
+                if (self.producer.is_drained or generation.done()) and not request.done():
+                    return None
+            if (groups := await request) is None:
                 raise StarvedError(await self._why_starved())
         finally:
             request.cancel()
-        if groups is not None:
-            self.producer.leased(group.prompt_uid for group in groups)
+        self.producer.leased(group.prompt_uid for group in groups)
         return groups
 
     async def _why_starved(self) -> str:

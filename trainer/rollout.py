@@ -36,7 +36,15 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count, cycle
@@ -455,6 +463,9 @@ class Producer:
         """Prompts handed out and not yet settled, by prompt_uid: what a resume re-issues."""
         self._taken: set[str] = set()
         """Of `in_flight`, groups that training took."""
+        self._drained = asyncio.Event()
+        self._returned = asyncio.Event()
+        """A prompt came back to the source since the last look."""
 
     def adopt(self, groups: Mapping[str, Task]) -> None:
         """These groups of a former process are ready in the pool, by prompt_uid."""
@@ -501,8 +512,10 @@ class Producer:
 
     @asynccontextmanager
     async def running(self, limit: int | None = None) -> AsyncIterator[asyncio.Task[None]]:
-        """Generation goes on inside the block, for `limit` groups or as long as there is data; the
-        yielded task fails if generation does."""
+        """Generation goes on inside the block, without a `limit` of groups to its end: what training
+        does not take may come back when all prompts were drawn. The yielded task fails if
+        generation does."""
+        self._drained.clear()
         task = asyncio.create_task(self._run(limit), name="producer")
         drops = asyncio.create_task(self._follow_drops(), name="drops")
         try:
@@ -511,6 +524,15 @@ class Producer:
             task.cancel()
             drops.cancel()
             await asyncio.gather(task, drops, return_exceptions=True)
+
+    @property
+    def is_drained(self) -> bool:
+        """No prompt is left to draw, and no rollout runs."""
+        return self._drained.is_set()
+
+    async def drained(self) -> None:
+        """Returns once `is_drained`: until a prompt comes back there will be no more groups."""
+        await self._drained.wait()
 
     async def evaluate(
         self, tasks: Sequence[Task], n: int, channel: str, *, beside_training: bool = False
@@ -540,35 +562,45 @@ class Producer:
 
     async def _run(self, limit: int | None) -> None:
         numbers = iter(count() if limit is None else range(limit))
-        begun = True
-        while begun:
-            begun = False
-            async with asyncio.TaskGroup() as groups:
-                for number in numbers:
-                    await self._recovered()
-                    try:
-                        task = self._source.next()
-                    except DataExhaustedError as e:
-                        log.info("generation ends: %s", e)
-                        break
-                    begun = True
-                    # Before the waits for credit and admission: a checkpoint meanwhile must know
-                    # of it.
-                    prompt_uid = _new_uid(task)
-                    self._admitting = prompt_uid
-                    self.in_flight[prompt_uid] = task
-                    self.ledger.issued(prompt_uid, task["instance_id"])
-                    with self.idle.blocked():
-                        await self._pace.admit(prompt_uid)
-                        self._opening = prompt_uid
-                        await self._start(prompt_uid, task, self._n, self._min_n, TRAIN)
-                        self._opening = None
-                    self._admitting = None
-                    running = groups.create_task(self._train_group(number, task, prompt_uid))
-                    self._running[prompt_uid] = running
-                    self.idle.running(len(self._running))
-                    running.add_done_callback(partial(self._ended, prompt_uid))
-            # Once more: while the last groups ran some may have come back to the source.
+        while True:
+            self._returned.clear()
+            if await self._draw_all(numbers):
+                continue  # while the last groups ran some may have come back to the source
+            if not self._returned.is_set():
+                self._drained.set()
+                if limit is not None:
+                    return
+            await self._returned.wait()
+
+    async def _draw_all(self, numbers: Iterator[int]) -> bool:
+        """Issue prompts until there is none, and wait for their rollouts; False: there was none."""
+        begun = False
+        async with asyncio.TaskGroup() as groups:
+            for number in numbers:
+                await self._recovered()
+                try:
+                    task = self._source.next()
+                except DataExhaustedError as e:
+                    log.info("no prompt is left: %s", e)
+                    break
+                begun = True
+                # Before the waits for credit and admission: a checkpoint meanwhile must know
+                # of it.
+                prompt_uid = _new_uid(task)
+                self._admitting = prompt_uid
+                self.in_flight[prompt_uid] = task
+                self.ledger.issued(prompt_uid, task["instance_id"])
+                with self.idle.blocked():
+                    await self._pace.admit(prompt_uid)
+                    self._opening = prompt_uid
+                    await self._start(prompt_uid, task, self._n, self._min_n, TRAIN)
+                    self._opening = None
+                self._admitting = None
+                running = groups.create_task(self._train_group(number, task, prompt_uid))
+                self._running[prompt_uid] = running
+                self.idle.running(len(self._running))
+                running.add_done_callback(partial(self._ended, prompt_uid))
+        return begun
 
     def _ended(self, prompt_uid: str, _: asyncio.Task[None]) -> None:
         self._running.pop(prompt_uid, None)
@@ -604,7 +636,12 @@ class Producer:
         task = self.in_flight.pop(prompt_uid, None)
         self.ledger.dropped(prompt_uid, reason, returned=returned and task is not None)
         if task is not None and returned:
-            self._source.put_back([task], reason)
+            self._put_back(task, reason)
+
+    def _put_back(self, task: Task, reason: str) -> None:
+        self._source.put_back([task], reason)
+        self._drained.clear()
+        self._returned.set()
 
     async def _find_dropped(self) -> None:
         """The pool was restarted and forgot its events: what it does not hold any more, and was
@@ -616,7 +653,7 @@ class Producer:
                 continue  # trained; its lease was acked
             if (task := self.in_flight.pop(prompt_uid, None)) is not None:
                 self.ledger.dropped(prompt_uid, FORGOTTEN, returned=True)
-                self._source.put_back([task], FORGOTTEN)
+                self._put_back(task, FORGOTTEN)
                 self._pace.lost(prompt_uid)
 
     async def _start(self, prompt_uid: str, task: Task, n: int, min_n: int, channel: str) -> None:

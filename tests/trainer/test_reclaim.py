@@ -162,8 +162,8 @@ async def test_a_group_whose_worker_died_after_it_was_leased_is_not_issued_again
     config = RolloutConfig(agent="nobody:agent", n=1, min_n=1)
     worker = cast(WorkerHandle, DiesAfterwards())
     producer = Producer(config, cast(PromptSource, source), pool, [worker], Ledger())
-    async with producer.running() as generation:
-        await generation
+    async with producer.running():
+        await producer.drained()
     assert source.returned == []
     assert len(producer.in_flight) == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -569,3 +569,35 @@ def test_the_presets_can_be_had() -> None:
     for preset in ("quickstart", "smollm2"):
         with suppress(ConfigError):  # a model that is not there says so last
             load_config(preset)
+
+
+# ── the end of the data ──────────────────────────────────────────────────────────────────────────
+
+RETURNS = (
+    ASYNC,
+    "pool.channels.train.on_stale=return",
+    "pool.channels.train.max_staleness=0",
+)
+
+
+@pytest.mark.parametrize(
+    "options", [(SYNC, "sampling.over_sampling_batch_size=6"), RETURNS, (ONE_STEP_OFF,)]
+)
+async def test_prompts_that_come_back_after_the_last_was_drawn_are_trained(
+    tmp_path: Path, options: Sequence[str]
+) -> None:
+    config = small_config(tmp_path, *options, train=6)
+    async with small_run(config) as run:
+        records = await run.train()
+    assert [r["groups"] for r in records] == [2] * 3
+    result = audit(config.run.dir / "ledger.jsonl", [f"train{i}" for i in range(6)])
+    assert result.skipped == result.doubled == result.waiting == ()
+    assert result.trained == 6
+
+
+async def test_a_batch_that_the_data_cannot_fill_ends_the_run(tmp_path: Path) -> None:
+    config = small_config(tmp_path, SYNC, "sampling.over_sampling_batch_size=3", train=5)
+    async with small_run(config) as run:
+        records = await run.train()
+    assert len(records) == 2
+    assert audit(config.run.dir / "ledger.jsonl").trained == 4
