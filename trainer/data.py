@@ -131,17 +131,18 @@ class PromptSource:
                 self._handed_out += 1
                 return task
 
-    def put_back(self, tasks: Iterable[Task], reason: str = "") -> None:
+    def put_back(self, tasks: Iterable[Task], reason: str = "", *, counts: bool = True) -> None:
         """These were handed out but not trained: hand them out again, before anything new.
 
         Args:
             reason: why they came back, for the buffer filter.
+            counts: towards `max_returns`; False: a restart, an outage or a surplus sent them back.
         """
         for task in tasks:
             instance_id = task["instance_id"]
-            self._returns[instance_id] += 1
+            self._returns[instance_id] += counts
             returns, limit = self._returns[instance_id], self._config.max_returns
-            if limit is not None and returns > limit:
+            if counts and limit is not None and returns > limit:
                 log.warning("%s is given up: it came back %d times", instance_id, returns)
                 self.given_up["max_returns"] += 1
                 continue

@@ -28,7 +28,8 @@ class _Source(BaseModel):
     """Which returned task goes out next: `pop_first`, `pop_least_returned`, or a dotted path of
     `buffer_filter(config, rollout_id, buffer, num_samples)` (`trainer/buffer_filters.py`)."""
     max_returns: int | None = Field(default=None, ge=0)
-    """A task that came back more often within an epoch is given up; null = never."""
+    """A task that came back more often within an epoch is given up; null = never. What a restart,
+    an outage or a surplus sends back does not count."""
 
     @field_validator("skip_instance_ids", mode="before")
     @classmethod

@@ -463,7 +463,7 @@ class Trainer:
         self.producer.adopt(reclaimed.kept)
         for prompt_uid in reclaimed.again:
             self.ledger.dropped(prompt_uid, PRODUCER_GONE, returned=True)
-        self._source.put_back(reclaimed.again.values(), "resumed")
+        self._source.put_back(reclaimed.again.values(), "resumed", counts=False)
         versions = await serving(self._engines, self.config.trainer.starvation_timeout_s)
         before = (await self.pool.get_statistics(TRAIN))["policy_version"]
         bare = self.config.engine.weight_transport == "lora"  # engines have no adapter yet

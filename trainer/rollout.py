@@ -22,7 +22,8 @@ its engines or the pool, has failed through no fault of the agent's. It does not
                             └──none within OUTAGE_S, or the group has closed──► INFRASTRUCTURE
 
 A group that came out too small because of INFRASTRUCTURE, or whose worker died, is dropped and its
-prompt issued again; the producer draws no prompt until worker, gateway and engine answer.
+prompt issued again, `LOSSES` times at most; the producer draws no prompt until worker, gateway and
+engine answer.
 
 Does not own: scoring (an agent that returns None leaves its trajectory unscored, the trainer scores
 it), group readiness (the pool).
@@ -78,6 +79,9 @@ OUTAGES = 8
 """Attempts in a row that a rollout loses to infrastructure before its group is given up."""
 OUTAGE_PAUSE_S = (0.25, 10.0)
 """Before the next attempt: doubles, from the first to the second."""
+LOSSES = 10
+"""Groups of a prompt that infrastructure lost, after which the prompt is given up: it is then the
+agent that ends its worker, or the engine, whenever it is given that prompt."""
 EVALUATION_ISSUES = 3
 """How often a prompt of an evaluation is issued whose groups are lost to infrastructure."""
 RECOVERY_S = 900.0
@@ -256,12 +260,14 @@ class RolloutWorker:
         except TimeoutError:
             reason = "timeout"
         except asyncio.CancelledError:
-            await self._abort(base_url, "cancelled", patience_s=0)
-            raise
+            if (us := asyncio.current_task()) is None or us.cancelling():
+                await self._abort(base_url, "cancelled", patience_s=0)
+                raise
+            reason = "CancelledError: the agent was cancelled from within"
         except _ClosedError as closed:
             log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
             return CLOSED
-        except Exception as e:  # noqa: BLE001 - an agent is foreign code: any failure ends its rollout
+        except (Exception, SystemExit) as e:  # noqa: BLE001 - an agent is foreign code
             reason = f"{type(e).__name__}: {e}"[:200]
         else:
             return COMPLETE
@@ -463,6 +469,8 @@ class Producer:
         """Prompts handed out and not yet settled, by prompt_uid: what a resume re-issues."""
         self._taken: set[str] = set()
         """Of `in_flight`, groups that training took."""
+        self._losses: Counter[str] = Counter()
+        """Groups lost to infrastructure, by instance_id."""
         self._drained = asyncio.Event()
         self._returned = asyncio.Event()
         """A prompt came back to the source since the last look."""
@@ -512,9 +520,9 @@ class Producer:
 
     @asynccontextmanager
     async def running(self, limit: int | None = None) -> AsyncIterator[asyncio.Task[None]]:
-        """Generation goes on inside the block, without a `limit` of groups to its end: what training
-        does not take may come back when all prompts were drawn. The yielded task fails if
-        generation does."""
+        """Generation goes on inside the block, for `limit` groups or to its end: what training does
+        not take may come back when all prompts were drawn. The yielded task fails if generation
+        does."""
         self._drained.clear()
         task = asyncio.create_task(self._run(limit), name="producer")
         drops = asyncio.create_task(self._follow_drops(), name="drops")
@@ -634,12 +642,21 @@ class Producer:
         if prompt_uid in self._taken:
             return  # its lease ran out; it is trained from the copy that training has
         task = self.in_flight.pop(prompt_uid, None)
+        if task is not None and reason == INFRASTRUCTURE:
+            self._losses[task["instance_id"]] += 1
+            if self._losses[task["instance_id"]] == LOSSES:
+                returned = False
+                log.error(
+                    "%s is given up: worker, gateway or engine failed each of its %d groups",
+                    *(task["instance_id"], LOSSES),
+                )
         self.ledger.dropped(prompt_uid, reason, returned=returned and task is not None)
         if task is not None and returned:
             self._put_back(task, reason)
 
     def _put_back(self, task: Task, reason: str) -> None:
-        self._source.put_back([task], reason)
+        of_its_own = reason not in (INFRASTRUCTURE, FORGOTTEN, SURPLUS)
+        self._source.put_back([task], reason, counts=of_its_own)
         self._drained.clear()
         self._returned.set()
 

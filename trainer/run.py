@@ -7,6 +7,7 @@ behind.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -37,6 +38,7 @@ from trainer.sampling import Pace, credit_limit, drops_surplus
 from trainer.scoring import Scorer
 from trainer.validation import COLUMNS, VALIDATION, read_samples, samples_path
 
+LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 EVALUATION_ATTEMPTS = 3
 """Evaluations of which not one rollout finished, in a row, that end the run."""
@@ -49,6 +51,11 @@ async def train(config: RunConfig) -> dict[str, Any]:
         backend = build_backend(config.trainer.backend, config.backend, config.model.path)
         return await replay(config, backend, build_critic(config))
     source = training_prompts(config)  # a mistake in the data costs no start, and removes no run
+    with only_run_in(config.run.dir):
+        return await _run(config, source)
+
+
+async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
     folder = config.run.dir
     display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
     if config.run.resume == "never":
@@ -76,6 +83,25 @@ async def train(config: RunConfig) -> dict[str, Any]:
                     await trainer.memory.take_back()
                     await trainer.validator.stop()
                     await trainer.scorer.aclose()
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """No other process runs in the run's folder inside the block. The kernel ends the lock of a
+    process that dies.
+
+    Raises:
+        ConfigError: one does already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run is alive in {folder}; stop it first, or choose another run.name"
+            ) from None
+        yield
 
 
 def training_prompts(config: RunConfig) -> PromptSource:
@@ -268,6 +294,11 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
 
 async def serve(config: RunConfig) -> None:
     """Pool, engine and gateway without training, until interrupted."""
+    with only_run_in(config.run.dir):
+        await _serve(config)
+
+
+async def _serve(config: RunConfig) -> None:
     async with start_cluster(config) as cluster:
         where = "\n           ".join(cluster.gateway_urls)
         key = config.run.dir / GATEWAY_KEY

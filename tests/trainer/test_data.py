@@ -200,6 +200,15 @@ def test_what_came_back_least_often_goes_first_if_so_configured() -> None:
     assert [source.next(), source.next()] == [fine, poison]
 
 
+def test_a_return_that_is_not_the_tasks_own_doing_does_not_count_against_it() -> None:
+    source = PromptSource(chain_sum(size=2, max_returns=0))
+    first = source.next()
+    for _ in range(3):
+        source.put_back([first], "resumed", counts=False)
+        assert source.next() == first
+    assert not source.given_up
+
+
 def test_a_task_that_keeps_coming_back_is_given_up_until_the_next_epoch() -> None:
     source = PromptSource(chain_sum(size=2, max_returns=2, epochs=2))
     poison = source.next()

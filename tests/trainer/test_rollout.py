@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from typing import Any
@@ -90,6 +91,17 @@ async def crashes(task: Mapping[str, Any], base_url: str, api_key: str) -> float
     raise ValueError("no such tool")
 
 
+async def exits(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    sys.exit("usage: agent [--help]")
+
+
+async def is_cancelled_within(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    tool = asyncio.create_task(asyncio.sleep(3600))
+    asyncio.get_running_loop().call_soon(tool.cancel)
+    await tool
+    return 1.0
+
+
 async def hangs(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     async with aiohttp.ClientSession() as session:
         await session.post(f"{base_url}/v1/hangs_trajectory", json={})
@@ -149,6 +161,17 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
     assert await run(gateway, "crashes", max_attempts=1) == {"ValueError": 1}
     assert gateway.told("abort") == [{"reason": "ValueError: no such tool", "will_retry": False}]
     assert gateway.told("complete") == []
+
+
+@pytest.mark.parametrize(
+    ("agent", "end"), [("exits", "SystemExit"), ("is_cancelled_within", "CancelledError")]
+)
+async def test_an_agent_that_ends_itself_fails_alone(
+    gateway: RecordingGateway, agent: str, end: str
+) -> None:
+    assert await run(gateway, agent, max_attempts=1) == {end: 1}
+    [told] = gateway.told("abort")
+    assert told["reason"].startswith(end)
 
 
 async def test_a_hanging_agent_is_cut_off_and_aborted(gateway: RecordingGateway) -> None:

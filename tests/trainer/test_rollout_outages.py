@@ -31,7 +31,7 @@ from trainer.config import RolloutConfig
 from trainer.data import PromptSource
 from trainer.data_config import JsonlSource
 from trainer.ledger import Ledger, audit
-from trainer.rollout import INFRASTRUCTURE, Producer, RolloutWorker, start_workers
+from trainer.rollout import INFRASTRUCTURE, LOSSES, Producer, RolloutWorker, start_workers
 
 FAST = {
     "engine_retries": 1,
@@ -336,3 +336,21 @@ async def test_prompts_outlast_the_death_of_a_rollout_worker(rig: Rig) -> None:
     assert told.draws == tuple(f"p{i}" for i in range(4))
     assert told.dropped == {INFRASTRUCTURE: 4}
     assert told.returned == 4
+
+
+async def test_a_prompt_that_kills_its_worker_every_time_is_given_up(rig: Rig) -> None:
+    class DiesOfOne(RolloutWorker):
+        async def run_group(self, task: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
+            if task["instance_id"] == "p1":
+                raise ray.exceptions.RayActorError
+            return await super().run_group(task, *args, **kwargs)
+
+    worker = DiesOfOne(rig.config(), [rig.gateway.url])
+    producer = rig.producer(4, [worker])
+    await rig.generate(producer)
+    await worker.close()
+    assert (await rig.groups())["ready"] == 3
+    told = audit(rig.folder / "ledger.jsonl")
+    assert told.draws == tuple(f"p{i}" for i in range(4))
+    assert told.dropped == {INFRASTRUCTURE: LOSSES}
+    assert told.waiting == ()

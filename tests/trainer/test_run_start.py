@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from trainer.config import load_config
-from trainer.errors import DataError
-from trainer.run import train
+from trainer.errors import ConfigError, DataError
+from trainer.run import only_run_in, train
 
 
 async def test_training_prompts_that_are_all_held_out_are_refused_before_anything_starts(
@@ -25,3 +25,23 @@ async def test_training_prompts_that_are_all_held_out_are_refused_before_anythin
         await train(config.model_copy(update={"data": shared}))
     assert not ray.is_initialized()
     assert (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+async def test_the_folder_of_a_live_run_is_refused_whatever_its_pool_keeps_on_disk(
+    tmp_path: Path, resume: str
+) -> None:
+    options = [
+        "logging.console=quiet",
+        f"run.resume={resume}",
+        f"run.dir={tmp_path}",
+        "pool.durability=none",
+    ]
+    (tmp_path / "metrics.jsonl").write_text("of the live run\n")
+    with (
+        only_run_in(tmp_path),
+        pytest.raises(ConfigError, match=r"another run is alive in .* run\.name"),
+    ):
+        await train(load_config("quickstart", options))
+    assert not ray.is_initialized()
+    assert (tmp_path / "metrics.jsonl").exists()
