@@ -1,6 +1,6 @@
 """This module kills what a run leaves behind, so that no process of it outlives the driver.
 
-    driver ── pipe ──► python -m trainer.process_guard MARK        in a session of its own
+    driver ── pipe ──► python -P process_guard.py MARK             in a session of its own
        │ ends, or is killed: the pipe closes
        └──► processes with MARK in their environment, their children, and the agents it was told of
 
@@ -18,6 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable
+from contextlib import suppress
 
 import psutil
 
@@ -34,22 +35,21 @@ class ProcessGuard:
         self.mark = uuid.uuid4().hex
         """To be set as `VARIABLE` in the environment of what is guarded."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.process_guard", self.mark],
+            # By its path, and -P: the folder that a run is started in may have a `trainer.py`.
+            [sys.executable, "-P", __file__, self.mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the driver
-            text=True,
+            bufsize=0,
         )
 
     def watch(self, processes: Iterable[psutil.Process]) -> None:
         """Guard these, too, whatever their environment says."""
-        stdin = self._process.stdin
-        if stdin is None or self._process.poll() is not None:
-            return  # without a guard a run goes on
-        for process in processes:
-            stdin.write(f"{process.pid} {process.create_time()!r}\n")
-        stdin.flush()
+        lines = "".join(f"{process.pid} {process.create_time()!r}\n" for process in processes)
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # without its guard a run goes on
+                self._process.stdin.write(lines.encode())
 
     def close(self) -> None:
         """Returns once nothing is left. Idempotent."""
