@@ -1062,7 +1062,7 @@ def _check_shards(folder: Path, n_shards: int) -> None:
     note = folder / SHARDS_FILE
     try:
         if note.exists():
-            before = note.read_text().split()[0]
+            before = next(iter(note.read_text().split()), "unknown")
         elif (folder / JOURNAL_FILE).exists():
             before = "1"
         else:

@@ -38,7 +38,7 @@ from datapool import (
     start_data_pool,
     start_shards,
 )
-from datapool.actor import journal_folder
+from datapool.actor import SHARDS_FILE, journal_folder
 from datapool.journal import FILE_NAME
 from datapool.sharded import parts
 from datapool.shards import client_of, shard_of, share
@@ -234,6 +234,9 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
     assert start(1, tmp_path / "b") == tmp_path / "b"
     with pytest.raises(JournalError, match=r"shards is 2, .* written by 1 shard"):
         start(2, tmp_path / "b")
+    (tmp_path / "a" / SHARDS_FILE).write_text("")
+    with pytest.raises(JournalError, match=r"shards is 2, .* written by unknown shard"):
+        start(2, tmp_path / "a")
 
 
 def test_a_number_of_shards_that_the_full_disk_refused_is_written_at_the_next_start(tmp_path):
