@@ -17,7 +17,8 @@ A process that hangs (stopped, deadlocked) does not end by itself. While it is u
     GET /model_info         its HTTP side answers, whatever the engine does
     GET /health_generate    it generates: any token of any request will do. Not asked while a
                             publication holds the store's lock or its memory is lent (it may be
-                            paused, and new requests then wait)
+                            paused, and new requests then wait); a question that a publication met
+                            does not count
 
 One that gave no answer to one of the two for `engine.hang_timeout_s` is killed and restarted. Only
 time spent asking counts, so a machine that was suspended kills nothing when it wakes up.
@@ -377,12 +378,20 @@ class Supervisor:
         """It generated a token, or need not: it may be paused, or have no such endpoint."""
         if self.config.release_memory and self.config.kind != "embedded":
             return True  # SGLang may be asked for no token while its memory is lent
-        if self._weights_dir is not None:
-            with StoreLock(self._weights_dir).tried() as mine:
-                if not mine:
-                    return True
+        if self._publishes():
+            return True
+        before = self._committed()
         status = _status(f"{self.url}/health_generate", limit_s)
-        return status == 200 or status in _NOT_FOUND
+        if status == 200 or status in _NOT_FOUND:
+            return True
+        return self._publishes() or self._committed() != before  # paused while it was asked
+
+    def _publishes(self) -> bool:
+        """A publication is under way."""
+        if self._weights_dir is None:
+            return False
+        with StoreLock(self._weights_dir).tried() as mine:
+            return not mine
 
     def _note_crash(self, lived_s: float) -> None:
         code = self._process.returncode if self._process is not None else None

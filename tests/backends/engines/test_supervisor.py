@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,9 @@ if not first and os.environ["STUB"] == "crashes at its start":
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/health_generate" and os.environ["STUB"] == "is slow to generate":
+            pathlib.Path(__file__).with_suffix(".asked").touch()
+            time.sleep(1.0)
         stuck_at = {
             "does not continue": "/continue_generation",
             "generates nothing": "/health_generate",
@@ -136,7 +140,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_POST = do_GET
 
 port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
 
@@ -247,6 +251,37 @@ def test_an_engine_that_generates_nothing_hangs_but_not_during_a_publication(
             time.sleep(0.02)
         time.sleep(1.0)  # the second launch generates
         assert supervisor.restarts == 1
+    finally:
+        supervisor.stop()
+
+
+@contextmanager
+def asked_for_a_token(store: WeightStore, folder: Path) -> Iterator[None]:
+    """Holds the store's lock from the moment at which the stub is asked."""
+    while not (asked := folder / "stub.asked").exists():
+        time.sleep(0.01)
+    with store.lock.tried() as mine:
+        assert mine
+        asked.unlink()
+        yield
+
+
+def test_a_publication_that_begins_while_the_engine_is_asked_for_a_token_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is paused in the middle of the question."""
+    monkeypatch.setattr("backends.engines.supervisor.PROBE_EVERY_S", 0.05)
+    store = WeightStore(tmp_path / "weights")
+    supervisor = stub(tmp_path, "is slow to generate", store.folder, hang_timeout_s=0.5)
+    try:
+        supervisor.start()
+        with asked_for_a_token(store, tmp_path):
+            time.sleep(0.8)
+        with asked_for_a_token(store, tmp_path):
+            store.commit(1, tmp_path)  # one that has ended before the question is given up
+        with asked_for_a_token(store, tmp_path):
+            time.sleep(0.8)
+            assert supervisor.restarts == 0
     finally:
         supervisor.stop()
 
