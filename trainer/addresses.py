@@ -15,7 +15,6 @@ Pure. Does not own what runs where (`placement.py`, `cluster.py`).
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from pydantic import SecretStr
 
 from backends.config import EngineConfig
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, is_loopback
 from trainer.placement import Node
 
 
@@ -40,7 +39,7 @@ class Network:
     def gateway(self, config: GatewayConfig) -> GatewayConfig:
         """With the address to listen on, and a key if others reach it."""
         update: dict[str, object] = {}
-        if len(self.nodes) > 1 and is_loopback(config.host):
+        if len(self.nodes) > 1 and _is_loopback(config.host):
             update["host"] = self._driver.ip
             if not config.admin_keys:
                 update["admin_keys"] = (SecretStr(secrets.token_urlsafe(32)),)
@@ -53,20 +52,18 @@ class Network:
             ip: of its node; None: the driver's.
         """
         elsewhere = ip is not None and ip != self._driver.ip
-        if (elsewhere or self._is_spread(gateway)) and is_loopback(config.host):
+        if (elsewhere or self._is_spread(gateway)) and _is_loopback(config.host):
             return config.model_copy(update={"host": ip or self._driver.ip})
         return config
 
     def _is_spread(self, gateway: GatewayConfig) -> bool:
         """Its replicas are on several nodes."""
-        everywhere = gateway.host != "localhost" and ipaddress.ip_address(gateway.host)
-        return (
-            len(self.nodes) > 1
-            and gateway.replicas > 1
-            and bool(everywhere and everywhere.is_unspecified)
-        )
+        everywhere = gateway.host in ("0.0.0.0", "::")
+        return len(self.nodes) > 1 and gateway.replicas > 1 and everywhere
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
-    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+def _is_loopback(host: str) -> bool:
+    try:
+        return is_loopback(host)
+    except ValueError:  # a name: somebody chose it
+        return False

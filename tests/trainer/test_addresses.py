@@ -56,3 +56,8 @@ def test_a_host_that_is_configured_stays(host: str) -> None:
     assert network.gateway(GatewayConfig(host=host, admin_keys=(KEY,))).host == host
     engine = ENGINE.model_copy(update={"host": host})
     assert network.engine(engine, GatewayConfig(), "10.0.0.2").host == host
+
+
+def test_an_engine_host_that_is_a_name_stays() -> None:
+    engine = ENGINE.model_copy(update={"host": "gpu-1.cluster"})
+    assert Network([HERE, THERE]).engine(engine, GatewayConfig(), "10.0.0.2") == engine
