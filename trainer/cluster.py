@@ -39,7 +39,7 @@ from trainer.addresses import Network
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
 from trainer.placement import Placement, assumed, cluster_nodes, describe, machine, place, plan
-from trainer.ray_cluster import connected, joined
+from trainer.ray_cluster import connected, joined, while_raylet_lives
 from trainer.rollout import WorkerHandle, start_workers
 from trainer.sampling import train_channel
 
@@ -78,6 +78,8 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         stack.enter_context(
             connected(config.cluster.address, namespace, config.cluster.object_store_mb)
         )
+        if config.cluster.address is None:
+            await stack.enter_async_context(while_raylet_lives())
         train = train_channel(config)
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()

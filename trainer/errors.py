@@ -14,7 +14,8 @@ the matching built-in::
     ├── VersionError(LookupError)             a step's policy version was never published
     ├── ColumnError(LookupError, ValueError)  a token column is missing or has the wrong length
     ├── StarvedError(TimeoutError)            no group became ready for too long
-    └── RolloutError(RuntimeError)            no agent can be run (import, gateway)
+    ├── RolloutError(RuntimeError)            no agent can be run (import, gateway)
+    └── RayEndedError(ConnectionError)        the Ray of the run has ended under it
 """
 
 from __future__ import annotations
@@ -66,3 +67,7 @@ class ColumnError(TrainerError, LookupError, ValueError):
 
 class StarvedError(TrainerError, TimeoutError):
     """Training waits for data that does not come; the message says what the pool is waiting for."""
+
+
+class RayEndedError(TrainerError, ConnectionError):
+    """The Ray that the run started has ended; run the same command again."""

@@ -1,28 +1,31 @@
 """This module kills what a run leaves behind, so that no process of it outlives the driver.
 
     driver ── pipe ──► python -P process_guard.py MARK             in a session of its own
+       │ lives: once a second the guard notes what descends from the driver's raylet
        │ ends, or is killed: the pipe closes
-       └──► processes with MARK in their environment, their children, and the agents it was told of
+       └──► what was noted, processes with MARK in their environment, and their children
 
 Ray ends its own processes if all goes well. It does not when the driver is killed at a bad moment,
-or when its GCS was: the raylet's agents are then left to init. Every process of a Ray that the
-driver starts inherits MARK; the agents overwrite their environment, so the driver names them.
+or when its GCS or raylet was: actors and agents are then left to init. Every process of a Ray that
+the driver starts inherits MARK. Those that give themselves a title overwrite their environment;
+they are known by their descent while the raylet lives.
 
 Owns the guard's process. Does not own Ray (`ray_cluster.py`).
 """
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterable
-from contextlib import suppress
 
 import psutil
 
 VARIABLE = "STEPWELL_RUN_MARK"
+NOTE_EVERY_S = 1.0
 GRACE_S = 2.0
 """For processes that are ending by themselves."""
 KILL_S = 10.0
@@ -44,13 +47,6 @@ class ProcessGuard:
             bufsize=0,
         )
 
-    def watch(self, processes: Iterable[psutil.Process]) -> None:
-        """Guard these, too, whatever their environment says."""
-        lines = "".join(f"{process.pid} {process.create_time()!r}\n" for process in processes)
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # without its guard a run goes on
-                self._process.stdin.write(lines.encode())
-
     def close(self) -> None:
         """Returns once nothing is left. Idempotent."""
         if self._process.stdin is not None:
@@ -58,9 +54,9 @@ class ProcessGuard:
         self._process.wait()
 
 
-def left(mark: str, told: Iterable[psutil.Process]) -> list[psutil.Process]:
+def left(mark: str, noted: Iterable[psutil.Process]) -> list[psutil.Process]:
     """What is guarded and still runs."""
-    found = {process.pid: process for process in told if _runs(process)}
+    found = {process.pid: process for process in noted if runs(process)}
     for process in psutil.process_iter():
         try:
             if process.environ().get(VARIABLE) == mark:
@@ -68,10 +64,11 @@ def left(mark: str, told: Iterable[psutil.Process]) -> list[psutil.Process]:
                 found |= {child.pid: child for child in process.children(recursive=True)}
         except (psutil.Error, OSError):  # it ended meanwhile, or is somebody else's
             continue
-    return [process for process in found.values() if _runs(process)]
+    return [process for process in found.values() if runs(process)]
 
 
-def _runs(process: psutil.Process) -> bool:
+def runs(process: psutil.Process) -> bool:
+    """Whether it does anything yet: a zombie has ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -79,24 +76,30 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def main(mark: str) -> None:
-    told: list[psutil.Process] = []
-    for line in sys.stdin:  # ends with the driver
-        pid, created = line.split()
-        try:
-            process = psutil.Process(int(pid))
-            if process.create_time() == float(created):
-                told.append(process)
-        except psutil.Error:
-            continue
-    psutil.wait_procs(left(mark, told), timeout=GRACE_S)
+    driver, noted = psutil.Process().parent(), set[psutil.Process]()
+    while not select.select([sys.stdin], [], [], NOTE_EVERY_S)[0]:  # readable: the driver ended
+        noted = {process for process in noted if runs(process)} | _descendants(driver)
+    psutil.wait_procs(left(mark, noted), timeout=GRACE_S)
     until = time.monotonic() + KILL_S
-    while (processes := left(mark, told)) and time.monotonic() < until:
+    while (processes := left(mark, noted)) and time.monotonic() < until:
         for process in processes:
             try:
                 process.kill()
             except psutil.Error:
                 continue
         psutil.wait_procs(processes, timeout=1.0)
+
+
+def _descendants(driver: psutil.Process | None) -> set[psutil.Process]:
+    """What the driver's raylet has started, and what that has."""
+    found: set[psutil.Process] = set()
+    try:
+        for process in driver.children() if driver is not None else ():
+            if process.name() == "raylet":
+                found.update(process.children(recursive=True))
+    except psutil.Error:
+        return found  # one ended meanwhile: the next look finds the others
+    return found
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ cluster (`cluster.py`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import psutil
@@ -28,13 +29,14 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
-from trainer.errors import ConfigError
-from trainer.process_guard import VARIABLE, ProcessGuard
+from trainer.errors import ConfigError, RayEndedError
+from trainer.process_guard import VARIABLE, ProcessGuard, runs
 
 CONNECT_S = 5.0
 """A GCS answers within this."""
 RETRIES = 2
 """Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
+RAYLET_LOOK_S = 1.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What a client says first; a gRPC server, as a GCS is, answers with its settings. Ray itself would
 wait for a mute one for over a minute."""
@@ -64,9 +66,41 @@ def connected(address: str | None, namespace: str, object_store_mb: int) -> Iter
                     **_QUIET,
                 )
             stack.callback(ray.shutdown)
-            stack.callback(_watch_agents, guard)  # those of a raylet that was slow to start them
-            _watch_agents(guard)
         yield
+
+
+@asynccontextmanager
+async def while_raylet_lives() -> AsyncIterator[None]:
+    """Cancels the body if the raylet that this process has started ends: no actor can be started
+    again then, and what waits for one would wait for ever.
+
+    Raises:
+        RayEndedError: it has.
+    """
+    raylets = [c for c in psutil.Process().children() if c.name() == "raylet"]
+    body = asyncio.current_task()
+    ended = False
+
+    async def watch() -> None:
+        nonlocal ended
+        while all(runs(raylet) for raylet in raylets):  # noqa: ASYNC110 - Ray tells nobody
+            await asyncio.sleep(RAYLET_LOOK_S)
+        ended = True
+        if body is not None:
+            body.cancel()
+
+    watching = asyncio.create_task(watch(), name="raylet")
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not ended or body is None or body.uncancel():
+            raise
+        raise RayEndedError(
+            "the raylet of this run's Ray has ended (killed, or out of memory: see `dmesg`); run "
+            "the same command again, it goes on from the last checkpoint"
+        ) from None
+    finally:
+        watching.cancel()
 
 
 @contextmanager
@@ -180,13 +214,3 @@ def _loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def _watch_agents(guard: ProcessGuard) -> None:
-    for process in psutil.Process().children():
-        try:
-            if process.name() == "raylet":
-                children = process.children()
-                guard.watch(c for c in children if c.name().startswith("ray::"))
-        except psutil.Error:  # it ended meanwhile
-            continue

@@ -29,9 +29,9 @@ from trainer.ray_cluster import connected, joined
 from trainer.rollout import RolloutWorker
 
 DRIVER = """
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 import psutil, ray
-from trainer.ray_cluster import connected
+from trainer.ray_cluster import connected, while_raylet_lives
 
 @ray.remote(num_cpus=0)
 class Agent:
@@ -47,6 +47,12 @@ with connected(None, "test", 100):
     if sys.argv[1] == "gcs":
         next(p for p in processes if p.name() == "gcs_server").kill()
         time.sleep(1)
+    elif sys.argv[1] == "raylet":
+        async def wait():
+            async with while_raylet_lives():
+                next(p for p in processes if p.name() == "raylet").kill()
+                await asyncio.sleep(600)
+        asyncio.run(wait())
     else:
         time.sleep(600)
 """
@@ -61,7 +67,7 @@ def _gone(pids: list[int], timeout_s: float = 60.0) -> bool:
     return not left
 
 
-@pytest.mark.parametrize("dies", ["driver", "gcs"])
+@pytest.mark.parametrize("dies", ["driver", "gcs", "raylet"])
 def test_no_process_is_left_whoever_is_killed(dies: str) -> None:
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, dies], stdout=subprocess.PIPE, text=True
