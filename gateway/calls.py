@@ -515,10 +515,11 @@ class Call:
         )
 
     def _step(self, index: int) -> Step | None:
-        """None: another gateway has stored it."""
+        """None: it is stored. Another gateway did that, or another call's commit found that the
+        pool had it, while a retry waited to commit it again."""
         if self.reply is None:
             raise RuntimeError("a call is committed only after its generation")
-        if self._finished is not None:
+        if self._finished is not None or self.state == "done":
             return None
         if self._note is None:
             self._note = self._make_note(self.reply)
@@ -784,11 +785,12 @@ class CallService:
         with trajectory.in_use():
             self._check(request)
             begin = partial(self._start_each, trajectory, request, keys, dialect)
-            may_be_known = any(m["role"] == "assistant" for m in request.messages)
-            if trajectory.is_new and not may_be_known and trajectory.channel not in self._blocking:
-                listeners = await self._start_ahead(trajectory, begin)
-                if listeners is not None:
-                    return listeners
+            if trajectory.is_new and trajectory.channel not in self._blocking:
+                goes_on = any(m["role"] == "assistant" for m in request.messages)
+                if not (goes_on and await trajectory.is_stored()):
+                    listeners = await self._start_ahead(trajectory, begin)
+                    if listeners is not None:
+                        return listeners
             was_new = trajectory.is_new
             await trajectory.open()
             if not was_new:

@@ -58,7 +58,7 @@ class Commit(NamedTuple):
     """A Step to be stored, at whatever index it gets."""
 
     make_step: Callable[[int], Step | None]
-    """None: it is not to be stored any more, another gateway has stored it."""
+    """None: it is not to be stored any more, for it is stored already."""
     stored: Callable[[int], None]
 
 
@@ -163,6 +163,20 @@ class LiveTrajectory:
                 await self._register_again(channel, attempt, metadata)
             self._check_open()
 
+    async def is_stored(self) -> bool:
+        """The pool has it in its channel. Opens nothing.
+
+        Raises:
+            PoolUnavailableError
+        """
+        page = await ask(
+            self._pool.list_trajectories(
+                self.channel, limit=1, prompt_uid=self.prompt_uid, trajectory_uid=self.uid
+            ),
+            self._timeout_s,
+        )
+        return bool(page.items)
+
     async def catch_up(self) -> bool:
         """Read what other gateways stored since; whether that was anything.
 
@@ -171,8 +185,9 @@ class LiveTrajectory:
         """
         async with self._lock:
             self._check_open()
-            if self._uncertain:
-                return False  # what was read could be ours; the next commit settles that
+            if not self._opened or self._uncertain:
+                # To read would open it, or find what could be ours; the next commit settles that.
+                return False
             before = self.steps
             await self._read()
             self._check_open()

@@ -424,6 +424,16 @@ LONG = "word " * 20_000
             {"messages": [{"role": "user", "content": LONG}], "stream": True},
         ),
         ({"context_length": 100}, {"prompt": LONG}),
+        (
+            {"context_length": 100},
+            {
+                "messages": [
+                    *MESSAGES,
+                    {"role": "assistant", "content": "of another model"},
+                    {"role": "user", "content": LONG},
+                ]
+            },
+        ),
         ({"engine_urls": ["http://127.0.0.1:9"]}, {"messages": MESSAGES}),
         ({"family": "no_tools"}, {"messages": MESSAGES, "tools": [TOOL]}),
         ({"pool": "away"}, {"messages": MESSAGES}),
@@ -613,6 +623,33 @@ async def test_a_body_that_is_too_large_answers_413(worlds: Any) -> None:
         )
     assert refusal.value.status_code == 413
     assert "gateway.max_body_bytes" in refusal.value.message
+
+
+async def test_a_retry_that_waits_while_its_step_is_found_in_the_pool_stores_no_second(
+    world: Any,
+) -> None:
+    client = await world.client()
+    world.pool.failures = ["after"]
+    with pytest.raises(openai.InternalServerError):
+        await client.chat.completions.create(model="m", messages=MESSAGES)
+    world.pool.door.clear()
+    world.pool.waiting.clear()
+    other: list[Any] = [{"role": "user", "content": "another"}]
+    commit = asyncio.create_task(client.chat.completions.create(model="m", messages=other))
+    await world.pool.waiting.wait()
+    retry = asyncio.create_task(
+        client.chat.completions.create(
+            model="m", messages=MESSAGES, extra_headers={"x-stainless-retry-count": "1"}
+        )
+    )
+    (trajectory,) = world.gateway.trajectories
+    await until(lambda: [c.state for c in trajectory.in_flight] == ["committing"] * 2)
+    world.pool.door.set()
+    assert (await retry).choices[0].message.content == "fine"
+    await commit
+    assert [s.step_index for s in world.pool.stored()] == [0, 1]
+    assert len(world.engine.requests) == 2
+    world.check_exact()
 
 
 async def test_of_several_commits_lost_at_one_index_the_stored_one_is_found(world: Any) -> None:
