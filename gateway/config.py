@@ -155,8 +155,9 @@ class GatewayConfig(BaseModel):
     """A stream without a token for this long carries an SSE comment, so that no proxy cuts it."""
 
     allowed_hosts: tuple[str, ...] = ()
-    """Further names that requests may have in their Host header, beside IP addresses, localhost and
-    the host of `public_url`. On loopback others are refused (DNS rebinding)."""
+    """Further names that requests may have in their Host header, beside IP addresses, localhost,
+    host.docker.internal and the host of `public_url`. On loopback others are refused (DNS
+    rebinding)."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages that may send requests from a browser, as `https://name:port`; others may not."""
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
@@ -164,7 +165,8 @@ class GatewayConfig(BaseModel):
     header_timeout_s: float = Field(default=10.0, gt=0)
     """A request's headers must arrive within this; then 408."""
     max_unauthenticated_connections: int = Field(default=1024, ge=1)
-    """Connections of one address on which no request was authorised yet; more are refused."""
+    """Connections of one address on which no request was authorised yet; more are refused. Without
+    keys there is no bound."""
     max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused with 413."""
     body_timeout_s: float = Field(default=60.0, gt=0)

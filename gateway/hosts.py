@@ -4,7 +4,8 @@ browser of whoever runs one.
 A page may post to any address, and its own name may resolve to a loopback address (DNS rebinding).
 Its browser then says so: `Origin` names the page, and `Host` the name that it asked for.
 
-    Host      ours: an IP address, localhost, the host of `public_url`, `allowed_hosts`
+    Host      ours: an IP address, localhost, a container's name for its host, the host of
+              `public_url`, `allowed_hosts`
               another: refused on loopback; elsewhere keys protect, and no address follows it
     Origin    none, the same as the request's own, that of `public_url`, `allowed_origins`
               another: refused
@@ -23,6 +24,8 @@ from starlette.types import Scope
 from gateway.config import GatewayConfig, is_loopback
 from gateway.errors import HostError, OriginError
 
+LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
+"""Names of this machine, here and in containers. No public name server may resolve `.internal`."""
 REMEMBERED = 1024
 """Host headers whose judgement is kept."""
 
@@ -37,7 +40,7 @@ class Hosts:
             (config.public_url or "").replace("{replica}", str(i)) for i in range(config.replicas)
         ]
         known = [urlsplit(url).hostname for url in (*public, *config.replica_urls)]
-        self._names = {"localhost", config.host, *config.allowed_hosts, *filter(None, known)}
+        self._names = {*LOCAL_NAMES, config.host, *config.allowed_hosts, *filter(None, known)}
         self._origins = {origin.encode() for origin in config.allowed_origins}
         self._origins |= {f"{p.scheme}://{p.netloc}".encode() for p in map(urlsplit, public)}
         self._judged: dict[bytes, bool] = {}

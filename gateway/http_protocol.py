@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import math
 from collections import Counter
 from typing import Any, cast
 
@@ -38,6 +39,9 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 """Between a refusal and the end of its connection, so that the client can read it."""
+_UPGRADE, _NO_UPGRADE = b"\r\nUpgrade: h2c\r\n", b"\r\nIgnored: h2c\r\n"
+"""An offer to go on in HTTP/2, as Java's client makes it. A server may ignore it; httptools takes
+the body that follows for HTTP/2 and drops it."""
 
 
 class ConnectionLimits:
@@ -46,7 +50,9 @@ class ConnectionLimits:
     def __init__(self, config: GatewayConfig) -> None:
         self.max_header_bytes = config.max_header_bytes
         self.header_timeout_s = config.header_timeout_s
-        self._most = config.max_unauthenticated_connections
+        has_keys = bool(config.admin_keys or config.agent_keys)
+        self._most: float = config.max_unauthenticated_connections if has_keys else math.inf
+        """Without keys nobody is a stranger, and a thousand agents may connect at once."""
         self._strangers: Counter[str] = Counter()
         """Connections by peer, of which no request was authorised yet."""
 
@@ -119,6 +125,8 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        if self._is_resting:
+            data = data.replace(_UPGRADE, _NO_UPGRADE, 1)
         self._n_read = len(data)
         self._has_moved = False
         super().data_received(data)
@@ -144,6 +152,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
+        if self._is_refused:  # a request behind the one that was refused
+            return
         if self._n_loose + self._n_read > self._limits.max_header_bytes:
             n = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if n > self._limits.max_header_bytes:

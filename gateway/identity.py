@@ -61,7 +61,7 @@ SESSION_HEADERS = (
 REMEMBERED_REQUESTS = 100_000
 
 Peer: TypeAlias = tuple[str, int] | None
-"""The other end of a connection."""
+"""The other end of a connection. Port 0: a proxy's word for it, and any of its connections."""
 Caller: TypeAlias = bytes
 """Digest of the API keys of a request."""
 
@@ -230,7 +230,8 @@ class Identities:
         known = self._trajectories.known(first.uid) if first is not None else None
         if first is None or known is None:
             return None
-        is_same_client = retry.is_named or (peer is not None and peer == first.peer)
+        is_same_connection = peer is not None and peer[1] != 0 and peer == first.peer
+        is_same_client = retry.is_named or is_same_connection
         if (retry.is_retry and is_same_client) or known.awaits_retry(retry):
             return known.uid
         return None

@@ -128,9 +128,10 @@ def restore(graph: TurnGraph, steps: Sequence[Step]) -> list[tuple[bytes, Finish
     turns = graph.steps()
     finished: list[tuple[bytes, FinishedCall]] = []
     for step in steps:
-        if step.step_index in turns or (note := read_note(step)) is None:
+        if step.step_index in turns:
             continue
-        if note.keys is None:
+        note = read_note(step)
+        if note is None or note.keys is None:
             continue
         parent = None if step.parent_index is None else turns.get(step.parent_index)
         turn = graph.restore(

@@ -94,6 +94,7 @@ async def test_an_empty_body_needs_no_content_type(
         ("LOCALHOST", True),
         ("10.0.0.7:80", True),
         ("[::1]:8100", True),
+        ("host.docker.internal:8100", True),
         ("gateway.example", True),
         ("lab.example:8100", True),
         ("lab.example.", True),

@@ -181,6 +181,32 @@ async def test_a_peer_without_a_key_has_so_many_connections_and_one_with_a_key_m
         wire.writer.close()
 
 
+async def test_without_keys_nobody_is_a_stranger(worlds: Any) -> None:
+    world = await worlds(max_unauthenticated_connections=2)
+    wires = [await Wire.to(world) for _ in range(5)]
+    for wire in wires:
+        await wire.send(HEAD + "\r\n")
+        assert (await wire.one())[0] == 200
+        wire.writer.close()
+
+
+async def test_an_offer_of_http_2_takes_no_body_away(worlds: Any) -> None:
+    world = await worlds()
+    offer = "connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\nUpgrade: h2c\r\n"
+    wire = await Wire.to(world)
+    for uid in ("a", "b"):
+        body = f'{{"trajectory_uid": "{uid}"}}'
+        await wire.send(
+            "POST /init_trajectory HTTP/1.1\r\nhost: localhost\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{offer}\r\n"
+        )
+        await asyncio.sleep(0.05)
+        await wire.send(body)
+        status, answer = await wire.one()
+        assert (status, f'"trajectory_uid":"{uid}"' in answer) == (200, True)
+    wire.writer.close()
+
+
 async def test_no_byte_of_a_body_is_kept_for_a_stranger(worlds: Any) -> None:
     world = await worlds(admin_keys=[KEY], max_body_bytes=10_000_000)
     wire = await Wire.to(world)

@@ -160,6 +160,17 @@ async def test_a_retry_of_an_agent_joins_no_conversation_of_another_one(
     assert "two" in str(other)
 
 
+async def test_agents_behind_one_proxy_are_not_one_client(world: Any) -> None:
+    world.say("one")
+    world.say("two")
+    body = FIRST_CALLS["chat/completions"]
+    proxy = {"x-forwarded-for": "10.0.0.5"}  # of the machine, not of the agent on it
+    await post(world, "chat/completions", body, **proxy)
+    other = await post(world, "chat/completions", body, **proxy, **{"x-stainless-retry-count": "1"})
+    assert len(set(uids(world))) == 2
+    assert "two" in str(other)
+
+
 async def test_a_retry_of_a_first_call_that_failed_goes_on_in_its_conversation(world: Any) -> None:
     world.engine.script += [Sampled([1], status=500)] * 2
     body, retry = FIRST_CALLS["chat/completions"], {"x-stainless-retry-count": "1"}
