@@ -242,7 +242,7 @@ class Call:
         self._task = self._start()
 
     def n_told(self, n_deltas: int) -> int:
-        """How many of `tokens` the first `n_deltas` deltas tell, of a stream with log-probs."""
+        """How many of `tokens` the first `n_deltas` deltas tell, if log-probs are asked for."""
         return self._reader.told[n_deltas - 1] if self._reader is not None and n_deltas else 0
 
     def listen(self) -> Listener:
@@ -419,7 +419,7 @@ class Call:
             parse_tools=request.parse_tools,
             stop=request.stop,
             raw=request.is_completion,
-            counts=request.stream and request.n_logprobs is not None,
+            counts=request.n_logprobs is not None,
         )
 
     async def _recall(self, finished: FinishedCall) -> None:
@@ -481,7 +481,7 @@ class Call:
             self.tokens += map(SampledToken, ids, log_probs, tops)
         if self._reader is None:
             return
-        if self.request.stream:
+        if self.request.stream or self.request.n_logprobs is not None:
             self._publish(self._reader.feed(ids))
         else:
             self._reader.take(ids)

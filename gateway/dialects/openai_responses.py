@@ -224,8 +224,9 @@ class OpenAIResponses:
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `Response`."""
         answer = Answer(exchange)
-        for delta in exchange.calls[0].deltas:
-            answer.feed(delta)
+        call = exchange.calls[0]
+        for i, delta in enumerate(call.deltas, 1):
+            answer.feed(delta, call.n_told(i))
         return self._finished(exchange, answer, replies[0])[1]
 
     async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
@@ -250,7 +251,7 @@ class OpenAIResponses:
                     yield frame({"type": f"response.{response['status']}", "response": response})
                     exchange.delivered()
                 else:
-                    for event in answer.feed(step.item):
+                    for event in answer.feed(step.item, step.n_told):
                         yield frame(event)
         except GatewayError as e:
             # OpenAI sends both: its SDK raises the first, Codex reads the second.

@@ -67,9 +67,11 @@ class Answer:
         self._logprobs: list[dict[str, Any]] = []
         self._blank = ""
         self._tokens = TokenReader(exchange.tokenizer)
+        self._n_told = 0
 
-    def feed(self, delta: Delta) -> list[Event]:
-        """Events of a delta."""
+    def feed(self, delta: Delta, n_told: int) -> list[Event]:
+        """Events of a delta; `n_told` as of `exchange.Event`."""
+        self._n_told = n_told
         events: list[Event] = []
         if isinstance(delta, ToolCall):
             self._blank = ""
@@ -208,7 +210,7 @@ class Answer:
         self._texts.append(text)
         logprobs: list[dict[str, Any]] = []
         if self._options.logprobs:
-            tokens = self._tokens.take(self._exchange.calls[0].tokens, text)
+            tokens = self._tokens.take(self._exchange.calls[0].tokens[: self._n_told], text)
             if self._kind == "message":
                 logprobs = [_logprob(t, self._exchange.tokenizer) for t in tokens]
                 self._logprobs += logprobs
@@ -280,7 +282,10 @@ class TokenReader:
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._stream = tokenizer.stream()
+        self._control = frozenset(tokenizer.special.values())
         self._text = ""
+        self._plain = ""
+        """The same without the letters of control tokens, of which one ends the reply."""
         self._ends: list[int] = []
         """Where in the text each token ends."""
         self._at = 0
@@ -290,12 +295,17 @@ class TokenReader:
         """The tokens of `text`, which comes behind what was taken before; markup is passed over.
 
         Args:
-            tokens: all that were sampled so far, at least those of `text`.
+            tokens: all up to the end of `text`. What stands before it may hold its letters, too
+                (the `h` of `<think>`), so it is looked for from the end on.
         """
         for token in tokens[len(self._ends) :]:
-            self._text += self._stream.feed([token.token_id])
+            new = self._stream.feed([token.token_id])
+            self._text += new
+            self._plain += "\0" * len(new) if token.token_id in self._control else new
             self._ends.append(len(self._text))
-        start = self._text.find(text, self._at)
+        start = self._plain.rfind(text, self._at)
+        if start < 0:  # markup that no parser could read is text
+            start = self._text.rfind(text, self._at)
         if start < 0:  # bytes that are no character show in the text only at its end
             start = self._at
         end = min(start + len(text), len(self._text))

@@ -563,7 +563,9 @@ async def test_a_body_that_is_no_json_object_or_nested_too_deeply_is_refused(wor
     async with aiohttp.ClientSession(headers={"content-type": "application/json"}) as session:
         for body in (b"{", b"[]", b"\xff", nested):
             async with session.post(
-                f"{world.base_url()}/v1/chat/completions", data=body
+                f"{world.base_url()}/v1/chat/completions",
+                data=body,
+                headers={"content-type": "application/json"},
             ) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["type"] == "invalid_request_error"

@@ -279,6 +279,24 @@ async def test_logprobs_are_those_of_the_text(worlds: Any) -> None:
             assert [e for d in deltas for e in d["logprobs"]] == part["logprobs"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_not_those_of_markup_with_the_same_letters(
+    worlds: Any, stream: bool
+) -> None:
+    world = await worlds("qwen3")
+    http = await connect(world)
+    world.say("<think>\nh\n</think>\n\nn")
+    options = {"include": ["message.output_text.logprobs"], "top_logprobs": 0}
+    if stream:
+        output = (await http.stream("go", **options))[-1]["response"]["output"]
+    else:
+        output = (await http.create("go", **options))["output"]
+    [part] = next(i for i in output if i["type"] == "message")["content"]
+    assert [entry["token"] for entry in part["logprobs"]] == ["n"]
+    wanted = [log_prob(i) for i in world.tokenizer.encode("n").tolist()]
+    assert [entry["logprob"] for entry in part["logprobs"]] == pytest.approx(wanted)
+
+
 @given(st.lists(st.sampled_from(["a", " naïve", "東京", "🦊🦊", "\n", "<|im_end|>"]), max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_every_token_of_a_text_is_taken_once(pieces: list[str]) -> None:
@@ -286,7 +304,10 @@ def test_every_token_of_a_text_is_taken_once(pieces: list[str]) -> None:
     ids = tokenizer.encode("".join(pieces)).tolist()
     tokens = [type("T", (), {"token_id": i})() for i in ids]
     reader = TokenReader(tokenizer)
-    taken = [t for piece in pieces for t in reader.take(tokens, piece)]  # type: ignore[arg-type]
+    taken: list[Any] = []
+    for i, piece in enumerate(pieces, 1):
+        n = len(tokenizer.encode("".join(pieces[:i])))
+        taken += reader.take(tokens[:n], piece)
     assert [t.token_id for t in taken] == ids
 
 
