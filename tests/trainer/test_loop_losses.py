@@ -228,8 +228,11 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
     trainer.config = load_config("quickstart", [])
     trainer.pool = cast(Any, Pool())
     trainer.keeper = LeaseKeeper(trainer.pool, TRAIN, 600.0)
-    trainer.producer = cast(Any, SimpleNamespace(leased=list))
-    generation = asyncio.create_task(asyncio.sleep(0))
-    await generation
+    drained = asyncio.Event()
+    drained.set()
+    producer = SimpleNamespace(leased=list, drained=drained.wait, is_drained=True)
+    trainer.producer = cast(Any, producer)
+    generation = asyncio.create_task(asyncio.Event().wait())
     assert await trainer._lease(generation) == last
     assert await trainer._lease(generation) is None
+    generation.cancel()
