@@ -557,7 +557,9 @@ class Trainer:
                 # way here: to ask anew would not bring them.
                 await self.pool.get_statistics(TRAIN)
                 await asyncio.wait({request}, timeout=IN_FLIGHT_S)
-                if (self.producer.is_drained or generation.done()) and not request.done():
+                if (self.producer.is_drained or generation.done()) and (
+                    not request.done() or request.result() is None
+                ):
                     return None
             if (groups := await request) is None:
                 raise StarvedError(await self._why_starved())
