@@ -232,7 +232,7 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
     drained.set()
     producer = SimpleNamespace(leased=list, drained=drained.wait, is_drained=True)
     trainer.producer = cast(Any, producer)
-    generation = asyncio.create_task(asyncio.Event().wait())
+    generation = asyncio.create_task(asyncio.sleep(3600))
     assert await trainer._lease(generation) == last
     assert await trainer._lease(generation) is None
     generation.cancel()
