@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-BETWEEN_COLLECTIONS = (50_000, 5, 20)
+BETWEEN_COLLECTIONS = (25_000, 5, 20)
 """Allocations, less what was freed, before the youngest objects are looked through; and how many
 times before older ones are. Reference counting frees the objects of a call, so collections find
 nothing, but each walks through the objects of all calls in flight: with Python's 700 they took a
-third of the gateway's CPU time. A walk through 100,000 young objects takes 20 to 30 ms, in which no
-call goes on; half of that is no stall that an agent notices."""
+third of the gateway's CPU time. A walk through 50,000 young objects takes 12 to 19 ms, in which no
+call goes on."""
 
 M_MMAP_THRESHOLD = -3
 """mallopt(3)."""
