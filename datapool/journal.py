@@ -1179,7 +1179,7 @@ def _take(folder: Path) -> int:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
+    except BaseException:  # whatever stops it, the descriptor is not kept
         os.close(fd)
         raise
     return fd

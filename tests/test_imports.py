@@ -17,7 +17,6 @@ ALLOWED = {
 }
 # The composition root: these wire the packages together, and only they may see the gateway.
 COMPOSERS = {
-    "trainer/addresses.py",
     "trainer/cli.py",
     "trainer/config.py",
     "trainer/cluster.py",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,12 +34,20 @@ from datapool.client import DataPoolClient
 from datapool.process import settle_heap
 from datapool.shards import client_of, start_shards
 from datapool.types import TRAIN
-from gateway.config import GatewayConfig
+from gateway.config import GatewayConfig, is_loopback
 from gateway.replicas import start_replicas
-from trainer.addresses import Network
 from trainer.config import RunConfig
 from trainer.errors import ConfigError
-from trainer.placement import Placement, assumed, cluster_nodes, describe, machine, place, plan
+from trainer.placement import (
+    Node,
+    Placement,
+    assumed,
+    cluster_nodes,
+    describe,
+    machine,
+    place,
+    plan,
+)
 from trainer.ray_cluster import connected, joined, while_raylet_lives
 from trainer.rollout import WorkerHandle, start_workers
 from trainer.sampling import train_channel
@@ -221,3 +230,57 @@ def dry_run(config: RunConfig, assumed_gpus: Sequence[int] = ()) -> str:
         with joined(config.cluster.address):
             nodes = cluster_nodes()
     return describe(plan(config, nodes), nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Chooses the addresses that gateway and engines listen on, so that every part of a run reaches
+    those it needs and nobody else more than that. Pure.
+
+        one node                  loopback, as configured by default
+        several nodes, gateway    the address of the driver's node, where it runs: rollout workers
+                                  may be on any. With an admin key: one is made if none is set
+        several nodes, an engine  loopback if it is on the driver's node, as the gateway, the router
+                                  and the trainer are; otherwise its own node's address
+
+    A host that is configured and no loopback address stays as it is. Engines know no keys: what
+    they listen on beyond loopback must be reached by the run's machines alone.
+    """
+
+    nodes: Sequence[Node]
+
+    @property
+    def _driver(self) -> Node:
+        return next(node for node in self.nodes if node.is_driver)
+
+    def gateway(self, config: GatewayConfig) -> GatewayConfig:
+        """With the address to listen on, and a key if others reach it."""
+        update: dict[str, object] = {}
+        if len(self.nodes) > 1 and _is_loopback(config.host):
+            update["host"] = self._driver.ip
+            if not config.admin_keys:
+                update["admin_keys"] = (SecretStr(secrets.token_urlsafe(32)),)
+        return config.model_copy(update=update)
+
+    def engine(self, config: EngineConfig, gateway: GatewayConfig, ip: str | None) -> EngineConfig:
+        """With the address to listen on.
+
+        Args:
+            ip: of its node; None: the driver's.
+        """
+        elsewhere = ip is not None and ip != self._driver.ip
+        if (elsewhere or self._is_spread(gateway)) and _is_loopback(config.host):
+            return config.model_copy(update={"host": ip or self._driver.ip})
+        return config
+
+    def _is_spread(self, gateway: GatewayConfig) -> bool:
+        """Its replicas are on several nodes."""
+        everywhere = gateway.host in ("0.0.0.0", "::")
+        return len(self.nodes) > 1 and gateway.replicas > 1 and everywhere
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return is_loopback(host)
+    except ValueError:  # a name: somebody chose it
+        return False

@@ -8,7 +8,7 @@ import pytest
 
 from backends.config import EngineConfig
 from gateway.config import GatewayConfig
-from trainer.addresses import Network
+from trainer.cluster import Network
 from trainer.placement import Node
 
 HERE = Node("10.0.0.1", "a", 0, is_driver=True)
