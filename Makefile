@@ -46,13 +46,13 @@ smollm2: install
 bench: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt TransferQueue tensordict pyvers cloudpickle pyzmq msgspec
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt rllm-model-gateway sglang-router aiosqlite setproctitle trl
-	$(BIN)/stepwell bench overlap
-	$(BIN)/stepwell bench pool
-	$(BIN)/stepwell bench pool-starvation
-	$(BIN)/stepwell bench pool-crash
-	$(BIN)/stepwell bench gateway
-	$(BIN)/stepwell bench trainer
-	$(BIN)/stepwell bench resume
+	$(BIN)/python -m benchmarks overlap
+	$(BIN)/python -m benchmarks pool
+	$(BIN)/python -m benchmarks pool-starvation
+	$(BIN)/python -m benchmarks pool-crash
+	$(BIN)/python -m benchmarks gateway
+	$(BIN)/python -m benchmarks trainer
+	$(BIN)/python -m benchmarks resume
 
 #   make fuzz   more than 10,000 requests generated from the gateway's OpenAPI document
 fuzz: install

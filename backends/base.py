@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
-from backends.registry import BACKENDS
-from datapool.types import Step
+from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
+from stepwell.backends.registry import BACKENDS
+from stepwell.datapool.types import Step
 
 
 @dataclass(eq=False, slots=True)

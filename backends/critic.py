@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from backends.base import LossOutput, Mean, TokenBatch
-from backends.critic_config import CriticConfig
-from backends.errors import BatchError
-from backends.forward import prepare
-from backends.rows import Row
-from backends.torch_backend import TorchBackend, TorchBatch
-from backends.torch_config import TorchBackendConfig
-from backends.tree import is_enabled
+from stepwell.backends.base import LossOutput, Mean, TokenBatch
+from stepwell.backends.critic_config import CriticConfig
+from stepwell.backends.errors import BatchError
+from stepwell.backends.forward import prepare
+from stepwell.backends.rows import Row
+from stepwell.backends.torch_backend import TorchBackend, TorchBatch
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.backends.tree import is_enabled
 
 
 class Critic:

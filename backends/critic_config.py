@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from backends.torch_config import TorchBackendConfig
+from stepwell.backends.torch_config import TorchBackendConfig
 
 
 class CriticConfig(BaseModel):

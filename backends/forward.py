@@ -26,10 +26,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.base import TokenBatch
-from backends.chunked_head import chunked
-from backends.rows import Row
-from backends.tree import Tree, is_enabled, pack
+from stepwell.backends.base import TokenBatch
+from stepwell.backends.chunked_head import chunked
+from stepwell.backends.rows import Row
+from stepwell.backends.tree import Tree, is_enabled, pack
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from backends.errors import BackendConfigError
-from backends.rows import Row, RowForm, computed_tokens, micro_batches
+from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.rows import Row, RowForm, computed_tokens, micro_batches
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from backends.errors import BackendConfigError
-from backends.torch_config import TorchBackendConfig
+from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.torch_config import TorchBackendConfig
 
 
 def learning_rate(config: TorchBackendConfig, updates: int) -> float:

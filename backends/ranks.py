@@ -37,11 +37,11 @@ from ray import cloudpickle
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from backends.base import LossFn, TokenBatch, TrainingBackend
-from backends.errors import BackendConfigError, BackendError, BatchError, RankError
-from backends.torch_backend import TorchBackend, TorchBatch
-from backends.torch_config import TorchBackendConfig
-from datapool.types import Step
+from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
+from stepwell.backends.errors import BackendConfigError, BackendError, BatchError, RankError
+from stepwell.backends.torch_backend import TorchBackend, TorchBatch
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.datapool.types import Step
 
 _GRACE_S = 10.0
 """After one rank's error, how long the others may take to raise theirs."""

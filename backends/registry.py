@@ -26,11 +26,11 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from backends.errors import BackendConfigError, EngineStartError
+from stepwell.backends.errors import BackendConfigError, EngineStartError
 
 if TYPE_CHECKING:
-    from backends.base import TrainingBackend
-    from backends.engines.commands import Builder
+    from stepwell.backends.base import TrainingBackend
+    from stepwell.backends.engines.commands import Builder
 
 T = TypeVar("T")
 
@@ -175,7 +175,7 @@ def _line(error: BaseException) -> str:
 
 
 def _is_backend(found: Any) -> bool:
-    from backends.base import TrainingBackend
+    from stepwell.backends.base import TrainingBackend
 
     return isinstance(found, type) and issubclass(found, TrainingBackend)
 
@@ -190,8 +190,8 @@ def _about_backend(backend: type[TrainingBackend]) -> str:
 
 def _engine_lacks(name: str, builder: Builder) -> str | None:
     """A command line is made for a model that is not there: builders look at the machine only."""
-    from backends.config import EngineConfig
-    from backends.engines.commands import Launch, command_line
+    from stepwell.backends.config import EngineConfig
+    from stepwell.backends.engines.commands import Launch, command_line
 
     config = EngineConfig(kind=name, model_path=Path("model"))
     try:
@@ -209,9 +209,9 @@ BACKENDS: Registry[type[TrainingBackend]] = Registry(
     lacks=lambda name, backend: backend.missing(),
     about=_about_backend,
     built_in={
-        "torch": "backends.torch_backend:TorchBackend",
-        "verl": "backends.verl_backend:VerlBackend",
-        "slime": "backends.slime_backend:SlimeBackend",
+        "torch": "stepwell.backends.torch_backend:TorchBackend",
+        "verl": "stepwell.backends.verl_backend:VerlBackend",
+        "slime": "stepwell.backends.slime_backend:SlimeBackend",
     },
 )
 
@@ -223,8 +223,8 @@ ENGINES: Registry[Builder] = Registry(
     lacks=_engine_lacks,
     about=_first_line,
     built_in={
-        "embedded": "backends.engines.commands:embedded",
-        "sglang": "backends.engines.sglang:command",
+        "embedded": "stepwell.backends.engines.commands:embedded",
+        "sglang": "stepwell.backends.engines.sglang:command",
     },
     reserved={"attach": "Servers at engine.urls that somebody else runs."},
 )

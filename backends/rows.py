@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from datapool.types import Step, TokenIds
+from stepwell.datapool.types import Step, TokenIds
 
 RowForm: TypeAlias = Literal["step", "merged", "tree"]
 

@@ -8,7 +8,7 @@ slime's loss is Σ over samples of (Σ mask · L) / rollout_mask_sums, over the 
 trajectory of three samples with 4, 2 and 2 trained tokens has `rollout_mask_sums` 8 on each: it
 weighs as one. slime's own normalisation of rewards has no such care: it reshapes *samples* by
 `n_samples_per_prompt`, or else takes the whole batch as one group. Hence the hook for
-`--custom-reward-post-process-path`, `backends.slime_backend.post_process_rewards`.
+`--custom-reward-post-process-path`, `stepwell.backends.slime_backend.post_process_rewards`.
 
 Sources: THUDM/slime 0.3.1, `slime/ray/rollout.py` (`_post_process_rewards`,
 `_convert_samples_to_train_data`), `slime/backends/megatron_utils/cp_utils.py`.
@@ -25,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import TrainingBackend
-from backends.errors import BackendConfigError, BatchError
-from backends.slime_samples import PADDING, SlimeSample, groups_of, to_samples
-from datapool.types import Step
+from stepwell.backends.base import TrainingBackend
+from stepwell.backends.errors import BackendConfigError, BatchError
+from stepwell.backends.slime_samples import PADDING, SlimeSample, groups_of, to_samples
+from stepwell.datapool.types import Step
 
 EPSILON = 1e-6
 """Added to the std that rewards are divided by, as slime does."""
@@ -68,8 +68,9 @@ class SlimeBackend(TrainingBackend):
         if args:
             raise BackendConfigError(
                 "backend is 'slime', which runs its own loop, so `stepwell train` cannot drive it: "
-                "start slime with --rollout-function-path trainer.slime_rollout.generate_rollout "
-                "beside `stepwell gateway` (docs/design/backends.md), or set trainer.backend=torch"
+                "start slime with --rollout-function-path "
+                "stepwell.trainer.slime_rollout.generate_rollout beside `stepwell gateway` "
+                "(docs/design/backends.md), or set trainer.backend=torch"
             )
         return cls(**kwargs)
 

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from backends.errors import BatchError
-from backends.rows import Row, Segment, build_rows
-from datapool.types import GREEDY, Group, Step, Trajectory
+from stepwell.backends.errors import BatchError
+from stepwell.backends.rows import Row, Segment, build_rows
+from stepwell.datapool.types import GREEDY, Group, Step, Trajectory
 
 NO_LOG_PROBS = "no_log_probs"
 OTHER_TEMPERATURE = "other_temperature"

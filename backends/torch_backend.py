@@ -44,17 +44,24 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from backends import lora, tree
-from backends.base import LossFn, Mean, TokenBatch, TrainingBackend
-from backends.chunked_head import chunk_tokens
-from backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
-from backends.forward import forward
-from backends.fsdp import Ranks, full, full_optimizer_state, load_weights, reshard, shard_like
-from backends.master_weights import MasterWeights
-from backends.optimizers import build_optimizer, learning_rate, load_optimizer
-from backends.rows import Row, build_rows, computed_tokens, select
-from backends.torch_config import TorchBackendConfig
-from datapool.types import Step
+from stepwell.backends import lora, tree
+from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
+from stepwell.backends.chunked_head import chunk_tokens
+from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
+from stepwell.backends.forward import forward
+from stepwell.backends.fsdp import (
+    Ranks,
+    full,
+    full_optimizer_state,
+    load_weights,
+    reshard,
+    shard_like,
+)
+from stepwell.backends.master_weights import MasterWeights
+from stepwell.backends.optimizers import build_optimizer, learning_rate, load_optimizer
+from stepwell.backends.rows import Row, build_rows, computed_tokens, select
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.datapool.types import Step
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 _END = 1 << 16
@@ -135,7 +142,7 @@ class TorchBackend(TrainingBackend):
         cls, config: TorchBackendConfig, model_path: str | Path, **kwargs: Any
     ) -> TrainingBackend:
         """A backend in this process, or `config.ranks` of them behind one (`ranks.start`)."""
-        from backends import ranks
+        from stepwell.backends import ranks
 
         if config.ranks == 1 and ranks.torchrun_rank() is None:
             return cls(config, model_path)

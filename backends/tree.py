@@ -47,9 +47,9 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as transformers_logging
 
-from backends.errors import BackendConfigError, UnsupportedByBackendError
-from backends.rows import common_prefix, in_tree_order
-from datapool.types import TokenIds
+from stepwell.backends.errors import BackendConfigError, UnsupportedByBackendError
+from stepwell.backends.rows import common_prefix, in_tree_order
+from stepwell.datapool.types import TokenIds
 
 TREE_ATTENTION = "stepwell_tree"
 """The name in transformers' registry of attention functions."""

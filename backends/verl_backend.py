@@ -30,12 +30,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from backends.base import TrainingBackend
-from backends.errors import BackendConfigError, BatchError
-from backends.verl_config import VerlConfig
-from backends.verl_media import Processor
-from backends.verl_rows import VerlRow, build
-from datapool.types import GREEDY, Group, Step
+from stepwell.backends.base import TrainingBackend
+from stepwell.backends.errors import BackendConfigError, BatchError
+from stepwell.backends.verl_config import VerlConfig
+from stepwell.backends.verl_media import Processor
+from stepwell.backends.verl_rows import VerlRow, build
+from stepwell.datapool.types import GREEDY, Group, Step
 
 DataProto: TypeAlias = Any
 """`verl.DataProto`."""
@@ -169,8 +169,8 @@ class VerlBackend(TrainingBackend):
             raise BackendConfigError(
                 f"the verl backend was given a {type(config).__name__}; it takes a VerlConfig. "
                 "verl runs its own loop, so `stepwell train` cannot drive it: feed your verl "
-                "trainer from the pool with backends.verl_feed.VerlFeed (docs/design/backends.md), "
-                "or set trainer.backend=torch"
+                "trainer from the pool with stepwell.backends.verl_feed.VerlFeed "
+                "(docs/design/backends.md), or set trainer.backend=torch"
             )
         return cls(config, *args, **kwargs)
 

@@ -28,10 +28,10 @@ from types import TracebackType
 
 from torch import Tensor
 
-from backends.verl_backend import DataProto, VerlBackend
-from datapool.errors import DataPoolError, LeaseExpiredError
-from datapool.lease_keeper import LeaseKeeper, LeasingPool
-from datapool.types import TRAIN, Group
+from stepwell.backends.verl_backend import DataProto, VerlBackend
+from stepwell.datapool.errors import DataPoolError, LeaseExpiredError
+from stepwell.datapool.lease_keeper import LeaseKeeper, LeasingPool
+from stepwell.datapool.types import TRAIN, Group
 
 Columns = Callable[[Sequence[Group]], Mapping[str, Tensor]]
 """Groups -> Stepwell's columns over `trained_steps(groups)`: advantages of your own."""

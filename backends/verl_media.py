@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from backends.errors import BatchError
-from datapool.types import Step
+from stepwell.backends.errors import BatchError
+from stepwell.datapool.types import Step
 
 Processor: TypeAlias = Any
 """A Hugging Face processor with the model's `get_rope_index` bound to it, as

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from backends.errors import BackendConfigError, BatchError
-from backends.verl_backend import REMEDY, require_verl
-from backends.verl_rows import VerlRow
+from stepwell.backends.errors import BackendConfigError, BatchError
+from stepwell.backends.verl_backend import REMEDY, require_verl
+from stepwell.backends.verl_rows import VerlRow
 
 NAMED_OTHERWISE = {"__num_turns__": "num_turns"}
 TAGGED = ("min_global_steps", "max_global_steps")

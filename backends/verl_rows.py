@@ -24,10 +24,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from backends.errors import BatchError
-from backends.rows import Row, RowForm, build_rows
-from backends.verl_media import Media, Processor
-from datapool.types import Step
+from stepwell.backends.errors import BatchError
+from stepwell.backends.rows import Row, RowForm, build_rows
+from stepwell.backends.verl_media import Media, Processor
+from stepwell.datapool.types import Step
 
 COLUMNS = {
     "advantages": "advantages",

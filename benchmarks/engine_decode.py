@@ -69,10 +69,10 @@ def prompts(n: int) -> list[list[int]]:
 def scheduler_run(path: Path) -> Callable[[int], None]:
     import torch
 
-    from backends.engines.embedded.model import ModelRunner
-    from backends.engines.embedded.request import Request, SamplingParams
-    from backends.engines.embedded.scheduler import Scheduler
-    from backends.engines.embedded.text import StopStrings
+    from stepwell.backends.engines.embedded.model import ModelRunner
+    from stepwell.backends.engines.embedded.request import Request, SamplingParams
+    from stepwell.backends.engines.embedded.scheduler import Scheduler
+    from stepwell.backends.engines.embedded.text import StopStrings
 
     torch.set_num_threads(1)
     scheduler = Scheduler(ModelRunner(str(path)), stop_strings=StopStrings(None))
@@ -172,8 +172,15 @@ def main() -> int:
         url = ""
         try:
             if {"http", "stream"} & set(args.via):
-                command = [sys.executable, "-m", "backends.engines.embedded", "--port", "0"]
-                command += ["--model-path", folder, "--stream-interval", str(args.stream_interval)]
+                command = [sys.executable, "-m", "stepwell.backends.engines.embedded"]
+                command += [
+                    "--port",
+                    "0",
+                    "--model-path",
+                    folder,
+                    "--stream-interval",
+                    str(args.stream_interval),
+                ]
                 server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
                 if server.stdout is None:
                     raise RuntimeError("the engine has no stdout")

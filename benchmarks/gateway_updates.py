@@ -28,13 +28,13 @@ from typing import Any
 
 import aiohttp
 
-from backends.config import PauseMode
-from backends.engines.client import EngineClient
-from datapool.config import PoolConfig
-from datapool.pool import DataPool
-from datapool.types import Step, VersionSpan
-from gateway.config import GatewayConfig
-from gateway.server import HttpServer
+from stepwell.backends.config import PauseMode
+from stepwell.backends.engines.client import EngineClient
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.types import Step, VersionSpan
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.server import HttpServer
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
@@ -98,10 +98,10 @@ async def engine(model: Path, log: Path) -> AsyncIterator[RunningEngine]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = (sys.executable, "-m", "backends.engines.embedded", "--model-path", str(model))
+    command = (sys.executable, "-m", "stepwell.backends.engines.embedded")
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            *command, "--port", str(port), stdout=output, stderr=output
+            *command, "--model-path", str(model), "--port", str(port), stdout=output, stderr=output
         )
     url = f"http://127.0.0.1:{port}"
     try:

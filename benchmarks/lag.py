@@ -60,11 +60,11 @@ def overrides(lag: int, method: str, seed: int, steps: int) -> list[str]:
 
 def one(lag: int, method: str, seed: int, steps: int) -> dict[str, Any]:
     """One run, in this process."""
-    import trainer.sampling
-    from datapool.types import TRAIN
-    from trainer.config import load_config
-    from trainer.loop import Trainer
-    from trainer.run import train
+    from stepwell.config import load_config
+    from stepwell.datapool.types import TRAIN
+    from stepwell.run import train
+    from stepwell.trainer import sampling
+    from stepwell.trainer.loop import Trainer
 
     at_once = Trainer.publish
 
@@ -75,7 +75,7 @@ def one(lag: int, method: str, seed: int, steps: int) -> dict[str, Any]:
         await at_once(self)
 
     Trainer.publish = publish  # type: ignore[method-assign]
-    trainer.sampling.LAG_LIMIT = {**trainer.sampling.LAG_LIMIT, "one_step_off": lag}
+    sampling.LAG_LIMIT = {**sampling.LAG_LIMIT, "one_step_off": lag}
     summary = asyncio.run(train(load_config("quickstart", overrides(lag, method, seed, steps))))
     return {
         "lag": lag,

@@ -42,14 +42,14 @@ import aiohttp
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from backends.config import EngineConfig, PublishMode, WeightTransport
-from backends.engines.client import EngineClient
-from backends.engines.supervisor import Supervisor
-from backends.errors import EngineError, WeightUpdateError
-from backends.weights import WeightStore, publish
-from backends.weights.transaction import PHASES, Phase, When
 from benchmarks.gateway_updates import MODEL, MemoryPool, gateway
-from datapool.types import Step, VersionSpan
+from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.backends.errors import EngineError, WeightUpdateError
+from stepwell.backends.weights import WeightStore, publish
+from stepwell.backends.weights.transaction import PHASES, Phase, When
+from stepwell.datapool.types import Step, VersionSpan
 
 WHENS: tuple[When, ...] = ("before", "during", "after")
 MODES: tuple[PublishMode, ...] = ("retract", "retract", "abort", "in_place", "drain")

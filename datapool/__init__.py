@@ -9,8 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from datapool.config import ChannelConfig, PoolConfig
-from datapool.errors import (
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.errors import (
     ChannelShutDownError,
     DataPoolError,
     ExportError,
@@ -40,15 +40,15 @@ from datapool.errors import (
     UnknownLeaseError,
     UnknownTrajectoryError,
 )
-from datapool.pool import DataPool
-from datapool.records import SubmitOutcome, TrajectoryOutcome
-from datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, VersionSpan
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
-    from datapool.actor import DataPoolActor, start_data_pool
-    from datapool.client import DataPoolClient
-    from datapool.sharded import ShardedDataPoolClient
-    from datapool.shards import start_shards
+    from stepwell.datapool.actor import DataPoolActor, start_data_pool
+    from stepwell.datapool.client import DataPoolClient
+    from stepwell.datapool.sharded import ShardedDataPoolClient
+    from stepwell.datapool.shards import start_shards
 
 __all__ = [
     "TRAIN",
@@ -109,7 +109,7 @@ _NEEDS_RAY = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: an engine's process reads `datapool.types` and should not pay for Ray.
+    # Imported on first use: an engine's process reads `types` and should not pay for Ray.
     if name in _NEEDS_RAY:
-        return getattr(import_module(f"datapool.{_NEEDS_RAY[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_NEEDS_RAY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

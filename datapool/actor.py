@@ -36,10 +36,10 @@ import ray
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from datapool.clock import STATE as CLOCK
-from datapool.clock import Clock
-from datapool.config import PoolConfig, SelectionConfig
-from datapool.errors import (
+from stepwell.datapool.clock import STATE as CLOCK
+from stepwell.datapool.clock import Clock
+from stepwell.datapool.config import PoolConfig, SelectionConfig
+from stepwell.datapool.errors import (
     DataPoolError,
     InvalidRequestError,
     JournalError,
@@ -51,21 +51,21 @@ from datapool.errors import (
     PoolReplacedError,
     PoolUnavailableError,
 )
-from datapool.events import Events
-from datapool.incarnation import STATE as GENERATION
-from datapool.incarnation import Incarnation, Known, former_of, record
-from datapool.journal import FILE_NAME as JOURNAL_FILE
-from datapool.journal import Journal
-from datapool.line import LineServer
-from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from datapool.payload import PackedLease, PackedStep, PackedSteps
-from datapool.pool import Credit, DataPool, check_lease_request
-from datapool.process import growing_heap, return_large_blocks, settle_heap
-from datapool.records import SubmitOutcome, TrajectoryOutcome
-from datapool.replay import restore
-from datapool.selection import DryRun, Marks
-from datapool.turns import Numbering, Order, Turns
-from datapool.types import TRAIN, Step
+from stepwell.datapool.events import Events
+from stepwell.datapool.incarnation import STATE as GENERATION
+from stepwell.datapool.incarnation import Incarnation, Known, former_of, record
+from stepwell.datapool.journal import FILE_NAME as JOURNAL_FILE
+from stepwell.datapool.journal import Journal
+from stepwell.datapool.line import LineServer
+from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.payload import PackedLease, PackedStep, PackedSteps
+from stepwell.datapool.pool import Credit, DataPool, check_lease_request
+from stepwell.datapool.process import growing_heap, return_large_blocks, settle_heap
+from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.replay import restore
+from stepwell.datapool.selection import DryRun, Marks
+from stepwell.datapool.turns import Numbering, Order, Turns
+from stepwell.datapool.types import TRAIN, Step
 
 logger = logging.getLogger(__name__)
 

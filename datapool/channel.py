@@ -33,9 +33,9 @@ from typing import Any, Literal, TypeAlias
 
 from sortedcontainers import SortedDict
 
-from datapool.accounting import Counts
-from datapool.config import ChannelConfig
-from datapool.errors import (
+from stepwell.datapool.accounting import Counts
+from stepwell.datapool.config import ChannelConfig
+from stepwell.datapool.errors import (
     ChannelShutDownError,
     DataPoolError,
     GroupClosedError,
@@ -51,10 +51,10 @@ from datapool.errors import (
     UnknownGroupError,
     UnknownTrajectoryError,
 )
-from datapool.heap import KeyedHeap
-from datapool.payload import PackedGroup, PackedStep, PackedTrajectory, StoredStep, unpack
-from datapool.ready import ReadyOrder
-from datapool.records import (
+from stepwell.datapool.heap import KeyedHeap
+from stepwell.datapool.payload import PackedGroup, PackedStep, PackedTrajectory, StoredStep, unpack
+from stepwell.datapool.ready import ReadyOrder
+from stepwell.datapool.records import (
     Closing,
     GroupRecord,
     GroupTerms,
@@ -64,7 +64,7 @@ from datapool.records import (
     TrajectoryOutcome,
     TrajectoryRecord,
 )
-from datapool.selection import (
+from stepwell.datapool.selection import (
     NOT_TRAINABLE,
     STALE,
     Drop,

@@ -26,30 +26,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from datapool.actor import (
+from stepwell.datapool.actor import (
     APPLY_STEPS,
     DEFAULT_NAME,
     DataPoolHandle,
     Unserved,
 )
-from datapool.config import SelectionConfig
-from datapool.errors import (
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import (
     DataPoolError,
     InvalidStepError,
     JournalFullError,
     PoolFullError,
 )
-from datapool.events import Events
-from datapool.export import ExportFormat, ExportSummary
-from datapool.incarnation import Known, KnownPool
-from datapool.line import Line
-from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from datapool.outbox import PART_BYTES, Outbox, begin, call
-from datapool.pool import outcomes_or_raise
-from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
-from datapool.selection import DryRun, Marks
-from datapool.transfer import ImportSummary, export_pages, import_file
-from datapool.types import TRAIN, Group, Lease, Step
+from stepwell.datapool.events import Events
+from stepwell.datapool.export import ExportFormat, ExportSummary
+from stepwell.datapool.incarnation import Known, KnownPool
+from stepwell.datapool.line import Line
+from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.outbox import PART_BYTES, Outbox, begin, call
+from stepwell.datapool.pool import outcomes_or_raise
+from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.selection import DryRun, Marks
+from stepwell.datapool.transfer import ImportSummary, export_pages, import_file
+from stepwell.datapool.types import TRAIN, Group, Lease, Step
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class DataPoolClient:
         Raises:
             PoolUnavailableError: there is none.
         """
-        from datapool.shards import connect  # which builds on this module
+        from stepwell.datapool.shards import connect  # which builds on this module
 
         return connect(name, namespace)
 

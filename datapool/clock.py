@@ -17,7 +17,7 @@ import pickle
 import time
 from dataclasses import dataclass
 
-from datapool.process import boot_id
+from stepwell.datapool.process import boot_id
 
 STATE = "clock"
 """The clock's name among the journal's states."""

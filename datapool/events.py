@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from datapool.errors import InvalidRequestError
+from stepwell.datapool.errors import InvalidRequestError
 
 REMEMBERED = 20_000
 KINDS = ("ready", "leased", "returned", "acked", "dropped", "aborted")

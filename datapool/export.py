@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from datapool.errors import ExportError
-from datapool.plain import check_text
-from datapool.rows import (
+from stepwell.datapool.errors import ExportError
+from stepwell.datapool.plain import check_text
+from stepwell.datapool.rows import (
     COLUMNS,
     SCHEMA_VERSION,
     TOKEN_COLUMNS,

@@ -27,7 +27,7 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from datapool.errors import PoolReplacedError
+from stepwell.datapool.errors import PoolReplacedError
 
 logger = logging.getLogger(__name__)
 

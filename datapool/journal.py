@@ -61,7 +61,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 from zlib import crc32
 
-from datapool.errors import (
+from stepwell.datapool.errors import (
     JournalCorruptError,
     JournalError,
     JournalFencedError,
@@ -69,7 +69,7 @@ from datapool.errors import (
     JournalLockedError,
     JournalVersionError,
 )
-from datapool.process import boot_id
+from stepwell.datapool.process import boot_id
 
 logger = logging.getLogger(__name__)
 

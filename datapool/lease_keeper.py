@@ -31,14 +31,14 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Protocol
 
-from datapool.errors import (
+from stepwell.datapool.errors import (
     GroupClosedError,
     LeaseClosedError,
     LeaseExpiredError,
     UnknownGroupError,
     UnknownLeaseError,
 )
-from datapool.types import TRAIN, Group, Lease
+from stepwell.datapool.types import TRAIN, Group, Lease
 
 log = logging.getLogger(__name__)
 

@@ -27,13 +27,13 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar,
 
 import numpy as np
 
-from datapool.channel import Channel
-from datapool.errors import InvalidRequestError
-from datapool.payload import PackedStep, PackedTrajectory, StoredStep
-from datapool.records import GroupRecord, TrajectoryRecord
-from datapool.rows import ExportedTrajectory
-from datapool.selection import UNMARKED, GroupInfo, Marks, TrajectoryInfo
-from datapool.types import FinishReason, LogProbs, TokenIds, Trajectory, VersionSpan
+from stepwell.datapool.channel import Channel
+from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.payload import PackedStep, PackedTrajectory, StoredStep
+from stepwell.datapool.records import GroupRecord, TrajectoryRecord
+from stepwell.datapool.rows import ExportedTrajectory
+from stepwell.datapool.selection import UNMARKED, GroupInfo, Marks, TrajectoryInfo
+from stepwell.datapool.types import FinishReason, LogProbs, TokenIds, Trajectory, VersionSpan
 
 GroupState: TypeAlias = Literal["open", "ready", "held", "leased"]
 TrajectoryState: TypeAlias = Literal["open", "complete", "aborted"]

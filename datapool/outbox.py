@@ -23,12 +23,12 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from datapool.actor import APPLY_STEPS, CUT_OFF_S, Operation, unavailable
-from datapool.errors import DataPoolError, UnknownBaseError
-from datapool.incarnation import KnownPool
-from datapool.line import Line, LineCall
-from datapool.payload import PackedStep, as_bytes, pack
-from datapool.types import Step
+from stepwell.datapool.actor import APPLY_STEPS, CUT_OFF_S, Operation, unavailable
+from stepwell.datapool.errors import DataPoolError, UnknownBaseError
+from stepwell.datapool.incarnation import KnownPool
+from stepwell.datapool.line import Line, LineCall
+from stepwell.datapool.payload import PackedStep, as_bytes, pack
+from stepwell.datapool.types import Step
 
 log = logging.getLogger(__name__)
 

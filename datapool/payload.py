@@ -26,8 +26,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from datapool.errors import InvalidStepError
-from datapool.types import Group, Lease, LogProbs, Step, TokenIds, Trajectory, VersionSpan
+from stepwell.datapool.errors import InvalidStepError
+from stepwell.datapool.types import Group, Lease, LogProbs, Step, TokenIds, Trajectory, VersionSpan
 
 _PUT: tuple[Callable[[Step, Any], None], ...] = tuple(
     vars(Step)[f.name].__set__ for f in fields(Step)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from datapool.errors import ExportError
+from stepwell.datapool.errors import ExportError
 
 _TAG = "__stepwell__"
 

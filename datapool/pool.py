@@ -19,17 +19,17 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from datapool.channel import Channel, Load
-from datapool.config import PoolConfig, SelectionConfig
-from datapool.errors import (
+from stepwell.datapool.channel import Channel, Load
+from stepwell.datapool.config import PoolConfig, SelectionConfig
+from stepwell.datapool.errors import (
     DataPoolError,
     InvalidRequestError,
     InvalidStepError,
     UnknownBaseError,
 )
-from datapool.events import EventLog
-from datapool.leases import LeaseBook, LeaseRecord
-from datapool.listing import (
+from stepwell.datapool.events import EventLog
+from stepwell.datapool.leases import LeaseBook, LeaseRecord
+from stepwell.datapool.listing import (
     ExportedPage,
     GroupRow,
     Page,
@@ -40,16 +40,16 @@ from datapool.listing import (
     list_trajectories,
     read_trajectories,
 )
-from datapool.payload import PackedLease, PackedStep, pack
-from datapool.records import (
+from stepwell.datapool.payload import PackedLease, PackedStep, pack
+from stepwell.datapool.records import (
     GroupTerms,
     Log,
     Resumed,
     SubmitOutcome,
     TrajectoryOutcome,
 )
-from datapool.selection import DryRun, Marks, dry_run
-from datapool.types import MAX_REWARD, TRAIN, VAL, Lease, Step, is_reward
+from stepwell.datapool.selection import DryRun, Marks, dry_run
+from stepwell.datapool.types import MAX_REWARD, TRAIN, VAL, Lease, Step, is_reward
 
 
 class Credit(NamedTuple):

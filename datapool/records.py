@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from datapool.payload import PackedStep, StoredStep, unpack
-from datapool.selection import UNMARKED, Marks
-from datapool.types import Step
+from stepwell.datapool.payload import PackedStep, StoredStep, unpack
+from stepwell.datapool.selection import UNMARKED, Marks
+from stepwell.datapool.types import Step
 
 SubmitOutcome: TypeAlias = Literal["accepted", "duplicate", "late"]
 """What became of a submitted step: stored; known already (a no-op); or too late to be served."""

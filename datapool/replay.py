@@ -14,13 +14,13 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from datapool.channel import Channel
-from datapool.errors import DataPoolError, ReplayError
-from datapool.leases import POOL, LeaseRecord
-from datapool.payload import PackedStep
-from datapool.pool import DataPool
-from datapool.records import Closing, GroupTerms, Log
-from datapool.selection import Marks
+from stepwell.datapool.channel import Channel
+from stepwell.datapool.errors import DataPoolError, ReplayError
+from stepwell.datapool.leases import POOL, LeaseRecord
+from stepwell.datapool.payload import PackedStep
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.records import Closing, GroupTerms, Log
+from stepwell.datapool.selection import Marks
 
 COUNTS = "channel/"
 LEASES = "leases"

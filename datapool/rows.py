@@ -43,9 +43,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from datapool.errors import ExportError
-from datapool.plain import check_int, check_text, dumps, from_npy, loads, npy
-from datapool.types import MAX_REWARD, TRAIN, Step, Trajectory, VersionSpan, is_reward
+from stepwell.datapool.errors import ExportError
+from stepwell.datapool.plain import check_int, check_text, dumps, from_npy, loads, npy
+from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, Trajectory, VersionSpan, is_reward
 
 SCHEMA_VERSION = 1
 """Raised when a reader of the version before would misread the rows."""

@@ -34,10 +34,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from datapool.accounting import Counts
-from datapool.config import PoolConfig
-from datapool.errors import JournalCorruptError, JournalError, ReplayError
-from datapool.journal import (
+from stepwell.datapool.accounting import Counts
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.errors import JournalCorruptError, JournalError, ReplayError
+from stepwell.datapool.journal import (
     ACKED_NAME,
     FILE_NAME,
     LOG_NAME,
@@ -56,10 +56,10 @@ from datapool.journal import (
     read_books,
     states_sum,
 )
-from datapool.leases import POOL, LeaseRecord
-from datapool.payload import PackedStep
-from datapool.pool import DataPool
-from datapool.replay import COUNTS, restore
+from stepwell.datapool.leases import POOL, LeaseRecord
+from stepwell.datapool.payload import PackedStep
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.replay import COUNTS, restore
 
 REASON = "damaged"
 """Why groups that were not whole were dropped."""

@@ -48,9 +48,9 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any, Final, Literal, SupportsFloat, TypeAlias
 
-from datapool.config import SelectionConfig
-from datapool.dotted import resolve
-from datapool.errors import InvalidRequestError, SelectionError
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.dotted import resolve
+from stepwell.datapool.errors import InvalidRequestError, SelectionError
 
 ZERO_STD: Final = 1e-6
 """Rewards whose standard deviation is not above this are all equal: slime's threshold. An exact
@@ -647,7 +647,7 @@ class Selection:
             if not isinstance(answer, Drop | Hold) or not _is_word(answer.reason):
                 raise SelectionError(
                     f"{name} returned {answer!r:.80} for group {info.prompt_uid!r}; return None "
-                    "to serve it, or Drop(reason) or Hold(reason) of datapool.selection"
+                    "to serve it, or Drop(reason) or Hold(reason) of stepwell.datapool.selection"
                 )
             return answer
         return None

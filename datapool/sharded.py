@@ -45,15 +45,15 @@ from typing import Any, Final, Generic, Protocol, TypeVar, cast
 from ray import ObjectRef
 from ray.exceptions import ActorUnavailableError
 
-from datapool.actor import (
+from stepwell.datapool.actor import (
     Available,
     DataPoolHandle,
     unavailable,
 )
-from datapool.channel import N_OLDEST_OPEN
-from datapool.client import FULL_S, SLICE_S, DataPoolClient, Results
-from datapool.config import SelectionConfig
-from datapool.errors import (
+from stepwell.datapool.channel import N_OLDEST_OPEN
+from stepwell.datapool.client import FULL_S, SLICE_S, DataPoolClient, Results
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import (
     DataPoolError,
     InvalidRequestError,
     JournalFullError,
@@ -62,15 +62,15 @@ from datapool.errors import (
     UnknownLeaseError,
     UnknownTrajectoryError,
 )
-from datapool.events import Event, Events
-from datapool.incarnation import Known, KnownPool
-from datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from datapool.outbox import RESTART_S, call, received
-from datapool.pool import Credit, check_lease_request
-from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
-from datapool.selection import DryRun, Marks
-from datapool.shards import DOWN_S, shard_of
-from datapool.types import TRAIN, Lease, Step
+from stepwell.datapool.events import Event, Events
+from stepwell.datapool.incarnation import Known, KnownPool
+from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.outbox import RESTART_S, call, received
+from stepwell.datapool.pool import Credit, check_lease_request
+from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.selection import DryRun, Marks
+from stepwell.datapool.shards import DOWN_S, shard_of
+from stepwell.datapool.types import TRAIN, Lease, Step
 
 log = logging.getLogger(__name__)
 

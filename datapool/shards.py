@@ -18,7 +18,7 @@ from zlib import crc32
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from datapool.actor import (
+from stepwell.datapool.actor import (
     DEFAULT_NAME,
     DataPoolHandle,
     create_actor,
@@ -27,12 +27,12 @@ from datapool.actor import (
     note_started,
     unavailable,
 )
-from datapool.client import DataPoolClient
-from datapool.config import ChannelConfig, PoolConfig
-from datapool.errors import (
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.errors import (
     PoolUnavailableError,
 )
-from datapool.outbox import RESTART_S
+from stepwell.datapool.outbox import RESTART_S
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def start_shards(
 
 def client_of(actors: Sequence[DataPoolHandle]) -> DataPoolClient:
     """A client of the pool that `start_shards` started."""
-    from datapool.sharded import ShardedDataPoolClient  # which builds on this module
+    from stepwell.datapool.sharded import ShardedDataPoolClient  # which builds on this module
 
     return DataPoolClient(actors[0]) if len(actors) == 1 else ShardedDataPoolClient(actors)
 

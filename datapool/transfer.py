@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from datapool.errors import (
+from stepwell.datapool.errors import (
     GroupClosedError,
     GroupConflictError,
     PoolFullError,
@@ -35,14 +35,14 @@ from datapool.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from datapool.export import ExportFormat, ExportSummary, read, write
-from datapool.listing import ExportedPage
-from datapool.records import SubmitOutcome
-from datapool.rows import ExportedTrajectory
-from datapool.types import Trajectory
+from stepwell.datapool.export import ExportFormat, ExportSummary, read, write
+from stepwell.datapool.listing import ExportedPage
+from stepwell.datapool.records import SubmitOutcome
+from stepwell.datapool.rows import ExportedTrajectory
+from stepwell.datapool.types import Trajectory
 
 if TYPE_CHECKING:
-    from datapool.client import DataPoolClient
+    from stepwell.datapool.client import DataPoolClient
 
 NOT_IMPORTED = "not_imported"
 BATCH_TRAJECTORIES = 64

@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 import numpy as np
 import numpy.typing as npt
 
-from datapool.errors import InvalidStepError
+from stepwell.datapool.errors import InvalidStepError
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
 LogProbs: TypeAlias = npt.NDArray[np.float32]

@@ -28,32 +28,32 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from datapool.errors import DataPoolError
-from gateway.calls import CallService
-from gateway.config import GatewayConfig
-from gateway.dialects.openai_chat import OpenAIChat
-from gateway.dialects.openai_responses import OpenAIResponses
-from gateway.dialects.registry import DIALECTS, error_response
-from gateway.engine import EngineClient
-from gateway.errors import GatewayError, PathError, RequestError
-from gateway.hosts import Hosts
-from gateway.identity import Identities
-from gateway.keys import KeyRing
-from gateway.limits import CallLimits
-from gateway.openapi import install_openapi
-from gateway.pool_port import PoolPort
-from gateway.protection import Protection
-from gateway.render import ChatRenderer
-from gateway.replicas import Replicas
-from gateway.reply import ReplyFormat
-from gateway.rewards import RewardFunction, load_reward_function
-from gateway.rollout_buffer import RolloutBuffer, load_generator
-from gateway.rollout_buffer import router as rollout_router
-from gateway.routes import router
-from gateway.shortcut import Shortcut
-from gateway.tokenization import ChatTokenizer
-from gateway.trajectories import TrajectoryStore
-from gateway.web import invalid_body
+from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.calls import CallService
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.dialects.openai_chat import OpenAIChat
+from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.dialects.registry import DIALECTS, error_response
+from stepwell.gateway.engine import EngineClient
+from stepwell.gateway.errors import GatewayError, PathError, RequestError
+from stepwell.gateway.hosts import Hosts
+from stepwell.gateway.identity import Identities
+from stepwell.gateway.keys import KeyRing
+from stepwell.gateway.limits import CallLimits
+from stepwell.gateway.openapi import install_openapi
+from stepwell.gateway.pool_port import PoolPort
+from stepwell.gateway.protection import Protection
+from stepwell.gateway.render import ChatRenderer
+from stepwell.gateway.replicas import Replicas
+from stepwell.gateway.reply import ReplyFormat
+from stepwell.gateway.rewards import RewardFunction, load_reward_function
+from stepwell.gateway.rollout_buffer import RolloutBuffer, load_generator
+from stepwell.gateway.rollout_buffer import router as rollout_router
+from stepwell.gateway.routes import router
+from stepwell.gateway.shortcut import Shortcut
+from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.trajectories import TrajectoryStore
+from stepwell.gateway.web import invalid_body
 
 log = logging.getLogger(__name__)
 

@@ -39,11 +39,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from datapool.errors import DataPoolError, InvalidStepError
-from datapool.types import Step, TokenIds, VersionSpan
-from gateway.config import GatewayConfig
-from gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
-from gateway.errors import (
+from stepwell.datapool.errors import DataPoolError, InvalidStepError
+from stepwell.datapool.types import Step, TokenIds, VersionSpan
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
+from stepwell.gateway.errors import (
     ChannelFullError,
     ContextLengthError,
     EngineError,
@@ -52,9 +52,9 @@ from gateway.errors import (
     RequestError,
     TrajectoryConflictError,
 )
-from gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
-from gateway.limits import CallLimits
-from gateway.messages import (
+from stepwell.gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
+from stepwell.gateway.limits import CallLimits
+from stepwell.gateway.messages import (
     Key,
     Message,
     Normalizer,
@@ -64,12 +64,12 @@ from gateway.messages import (
     root_key,
     text_key,
 )
-from gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, ToolCall
-from gateway.rebuild import NOTE, TurnKeys, TurnNote
-from gateway.render import ChatRenderer, CutError
-from gateway.reply import ReplyFormat, ReplyReader
-from gateway.retries import FinishedCall, Remembered, pack, retry_digest, unpack
-from gateway.trajectories import Commit, LiveTrajectory, closed_error
+from stepwell.gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, ToolCall
+from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote
+from stepwell.gateway.render import ChatRenderer, CutError
+from stepwell.gateway.reply import ReplyFormat, ReplyReader
+from stepwell.gateway.retries import FinishedCall, Remembered, pack, retry_digest, unpack
+from stepwell.gateway.trajectories import Commit, LiveTrajectory, closed_error
 
 log = logging.getLogger(__name__)
 

@@ -35,18 +35,18 @@ import aiohttp
 import numpy as np
 import orjson
 
-from datapool.types import LogProbs, TokenIds, VersionSpan
-from gateway.config import GatewayConfig
-from gateway.engine_checks import EngineChecks, version_number
-from gateway.errors import (
+from stepwell.datapool.types import LogProbs, TokenIds, VersionSpan
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.engine_checks import EngineChecks, version_number
+from stepwell.gateway.errors import (
     EngineError,
     EngineTimeoutError,
     EngineUnavailableError,
     RequestError,
 )
-from gateway.fleet import Engine, Fleet, backoff_s
-from gateway.kept import KeptConnections
-from gateway.pace import Pace
+from stepwell.gateway.fleet import Engine, Fleet, backoff_s
+from stepwell.gateway.kept import KeptConnections
+from stepwell.gateway.pace import Pace
 
 log = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from typing import Any
 import aiohttp
 import orjson
 
-from gateway.config import GatewayConfig
-from gateway.errors import EngineError, EngineUnavailableError
-from gateway.fleet import Engine, Fleet
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import EngineError, EngineUnavailableError
+from stepwell.gateway.fleet import Engine, Fleet
 
 log = logging.getLogger(__name__)
 

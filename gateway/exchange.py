@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.calls import Call, Listener, Reply
-from gateway.dialects.base import Dialect, Parsed
-from gateway.errors import (
+from stepwell.gateway.calls import Call, Listener, Reply
+from stepwell.gateway.dialects.base import Dialect, Parsed
+from stepwell.gateway.errors import (
     GatewayError,
     PreviousResponseError,
     RequestError,
     UnknownItemError,
 )
-from gateway.parsing import Delta
-from gateway.tokenization import ChatTokenizer
-from gateway.trajectories import LiveTrajectory
-from gateway.web import (
+from stepwell.gateway.parsing import Delta
+from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.trajectories import LiveTrajectory
+from stepwell.gateway.web import (
     EventStream,
     OrjsonResponse,
     aborts_on_disconnect,
@@ -37,7 +37,7 @@ from gateway.web import (
 )
 
 if TYPE_CHECKING:
-    from gateway.app import Gateway
+    from stepwell.gateway.app import Gateway
 
 
 IGNORED_HEADER = "x-stepwell-ignored"

@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from datapool.types import Step, TokenIds
-from gateway.messages import Key, Message, extend_key, text_key, text_prefix_keys
+from stepwell.datapool.types import Step, TokenIds
+from stepwell.gateway.messages import Key, Message, extend_key, text_key, text_prefix_keys
 
 BranchCause: TypeAlias = Literal[
     "resampled",  # the same first prompt again

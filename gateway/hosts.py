@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from starlette.types import Scope
 
-from gateway.config import GatewayConfig, is_loopback
-from gateway.errors import HostError, OriginError
+from stepwell.gateway.config import GatewayConfig, is_loopback
+from stepwell.gateway.errors import HostError, OriginError
 
 LOCAL_NAMES = frozenset({"localhost", "host.docker.internal", "host.containers.internal"})
 """Names of this machine, here and in containers. No public name server may resolve `.internal`."""

@@ -26,14 +26,14 @@ from typing import Any, cast
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.config import GatewayConfig
-from gateway.errors import (
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import (
     GatewayError,
     HeaderTimeoutError,
     HeaderTooLargeError,
     TooManyConnectionsError,
 )
-from gateway.web import CONNECTION, Connection, error_body
+from stepwell.gateway.web import CONNECTION, Connection, error_body
 
 log = logging.getLogger(__name__)
 

@@ -37,12 +37,12 @@ from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 
-from datapool.errors import DataPoolError
-from gateway.calls import ChatRequest, RetryKey
-from gateway.errors import GatewayError, RequestError, TrajectoryClosedError
-from gateway.keys import presented
-from gateway.messages import Key, extend_key, root_key, text_prefix_keys
-from gateway.trajectories import LiveTrajectory, TrajectoryStore
+from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.calls import ChatRequest, RetryKey
+from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
+from stepwell.gateway.keys import presented
+from stepwell.gateway.messages import Key, extend_key, root_key, text_prefix_keys
+from stepwell.gateway.trajectories import LiveTrajectory, TrajectoryStore
 
 log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from pydantic import SecretStr
 from starlette.datastructures import Headers
 
-from gateway.errors import AuthenticationError, PermissionDeniedError
-from gateway.paths import uid_of
+from stepwell.gateway.errors import AuthenticationError, PermissionDeniedError
+from stepwell.gateway.paths import uid_of
 
 Access: TypeAlias = Literal["open", "agent", "admin"]
 Named: TypeAlias = tuple[str, str]

@@ -20,8 +20,8 @@ import asyncio
 from bisect import bisect_left, insort
 from types import TracebackType
 
-from gateway.config import GatewayConfig
-from gateway.errors import RateLimitedError, TrajectoryLimitError
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
 
 RETRY_AFTER_S = 1.0
 """Whoever is refused has waited already, and may queue again at once."""

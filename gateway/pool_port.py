@@ -1,4 +1,4 @@
-"""What the gateway asks of the DataPool. `datapool.client.DataPoolClient` provides it.
+"""What the gateway asks of the DataPool. `stepwell.datapool.client.DataPoolClient` provides it.
 
 Owns: the protocol, and how a pool that fails becomes the gateway's errors. The pool decides what is
 late or closed; its answers are passed on, never second-guessed.
@@ -11,12 +11,12 @@ import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
-from datapool.errors import PoolUnavailableError as PoolGoneError
-from datapool.listing import Page, TrajectoryRow
-from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
-from datapool.types import Lease, Step
-from gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError
+from stepwell.datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
+from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
+from stepwell.datapool.listing import Page, TrajectoryRow
+from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.types import Lease, Step
+from stepwell.gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError
 
 log = logging.getLogger(__name__)
 

@@ -18,12 +18,17 @@ from functools import lru_cache
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.dialects.registry import error_response
-from gateway.errors import BodyTimeoutError, BodyTooLargeError, GatewayError, MediaTypeError
-from gateway.hosts import Hosts
-from gateway.keys import KeyRing, needed_by
-from gateway.paths import routing_path
-from gateway.web import CONNECTION, Connection
+from stepwell.gateway.dialects.registry import error_response
+from stepwell.gateway.errors import (
+    BodyTimeoutError,
+    BodyTooLargeError,
+    GatewayError,
+    MediaTypeError,
+)
+from stepwell.gateway.hosts import Hosts
+from stepwell.gateway.keys import KeyRing, needed_by
+from stepwell.gateway.paths import routing_path
+from stepwell.gateway.web import CONNECTION, Connection
 
 
 class Protection:

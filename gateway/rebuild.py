@@ -25,11 +25,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from datapool.types import Step
-from gateway.graph import TurnGraph
-from gateway.messages import Key, Message
-from gateway.parsing import ToolCall
-from gateway.retries import FinishedCall
+from stepwell.datapool.types import Step
+from stepwell.gateway.graph import TurnGraph
+from stepwell.gateway.messages import Key, Message
+from stepwell.gateway.parsing import ToolCall
+from stepwell.gateway.retries import FinishedCall
 
 NOTE: Final = "turn"
 """Key of a Step's metadata."""

@@ -26,13 +26,13 @@ from typing import Any
 
 import jinja2
 
-from datapool.types import TokenIds
-from gateway.config import Thinking
-from gateway.errors import RequestError
-from gateway.graph import BranchCause, Turn
-from gateway.messages import Key, Message, Tool, parse_arguments
-from gateway.parsing import THINK_CLOSE, THINK_OPEN, ToolCall
-from gateway.tokenization import ChatTokenizer
+from stepwell.datapool.types import TokenIds
+from stepwell.gateway.config import Thinking
+from stepwell.gateway.errors import RequestError
+from stepwell.gateway.graph import BranchCause, Turn
+from stepwell.gateway.messages import Key, Message, Tool, parse_arguments
+from stepwell.gateway.parsing import THINK_CLOSE, THINK_OPEN, ToolCall
+from stepwell.gateway.tokenization import ChatTokenizer
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
 """What a chat template raises on a conversation that it cannot show."""

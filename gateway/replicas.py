@@ -28,10 +28,10 @@ from zlib import crc32
 
 import aiohttp
 
-from gateway.config import GatewayConfig
-from gateway.errors import PortInUseError
-from gateway.pool_port import PoolPort
-from gateway.server import GatewayServer, absolute_paths, bind
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import PortInUseError
+from stepwell.gateway.pool_port import PoolPort
+from stepwell.gateway.server import GatewayServer, absolute_paths, bind
 
 CHECK_S = 1.0
 """How old the last look at another replica may be, and how long it is waited for."""

@@ -14,10 +14,10 @@ import re
 from collections import deque
 from collections.abc import Sequence
 
-from datapool.types import TokenIds
-from gateway.config import GatewayConfig
-from gateway.messages import Tool
-from gateway.parsing import (
+from stepwell.datapool.types import TokenIds
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.messages import Tool
+from stepwell.gateway.parsing import (
     CALL_CLOSE,
     CALL_OPEN,
     PYTHON_TAG,
@@ -31,8 +31,8 @@ from gateway.parsing import (
     ResponseTemplateParser,
     StopCutter,
 )
-from gateway.render import CallExample, call_example
-from gateway.tokenization import ChatTokenizer
+from stepwell.gateway.render import CallExample, call_example
+from stepwell.gateway.tokenization import ChatTokenizer
 
 _STYLES: tuple[CallStyle, ...] = ("hermes", "qwen3_coder", "llama3_json")
 _TAIL = 64

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from datapool.types import LogProbs, TokenIds
-from gateway.engine import TopLogProbs
-from gateway.errors import RequestError
-from gateway.graph import Calls
+from stepwell.datapool.types import LogProbs, TokenIds
+from stepwell.gateway.engine import TopLogProbs
+from stepwell.gateway.errors import RequestError
+from stepwell.gateway.graph import Calls
 
 if TYPE_CHECKING:
-    from gateway.calls import Call, RetryKey
+    from stepwell.gateway.calls import Call, RetryKey
 
 PackedLogProbs: TypeAlias = tuple[TokenIds, TokenIds, npt.NDArray[np.float64]]
 """Alternatives of all tokens: how many each has; their ids and log-probs one after the other."""

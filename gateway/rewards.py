@@ -13,9 +13,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from datapool.dotted import resolve
-from datapool.types import MAX_REWARD, is_reward
-from gateway.errors import GatewayConfigError, GatewayError, RequestError
+from stepwell.datapool.dotted import resolve
+from stepwell.datapool.types import MAX_REWARD, is_reward
+from stepwell.gateway.errors import GatewayConfigError, GatewayError, RequestError
 
 RewardFunction: TypeAlias = Callable[..., Any]
 

@@ -57,23 +57,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from datapool.dotted import resolve
-from datapool.errors import (
+from stepwell.datapool.dotted import resolve
+from stepwell.datapool.errors import (
     DataPoolError,
     GroupClosedError,
     UnknownGroupError,
     UnknownLeaseError,
 )
-from datapool.types import Group, Lease, Trajectory
-from gateway.config import GatewayConfig
-from gateway.errors import (
+from stepwell.datapool.types import Group, Lease, Trajectory
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import (
     GatewayConfigError,
     PoolUnavailableError,
     RequestError,
     TrajectoryConflictError,
 )
-from gateway.pool_port import PoolPort, ask
-from gateway.rollout_items import (
+from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.rollout_items import (
     SKIPPED,
     InstanceId,
     instance_of,
@@ -81,14 +81,14 @@ from gateway.rollout_items import (
     parse_repeats,
     parse_skipped,
 )
-from gateway.rollout_writes import RolloutWriter, remember
-from gateway.tokenization import ChatTokenizer
-from gateway.trajectories import TrajectoryStore
-from gateway.transcript import Transcript
-from gateway.web import OrjsonResponse, field, parse_object, read_body
+from stepwell.gateway.rollout_writes import RolloutWriter, remember
+from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.trajectories import TrajectoryStore
+from stepwell.gateway.transcript import Transcript
+from stepwell.gateway.web import OrjsonResponse, field, parse_object, read_body
 
 if TYPE_CHECKING:
-    from gateway.app import Gateway
+    from stepwell.gateway.app import Gateway
 
 log = logging.getLogger(__name__)
 

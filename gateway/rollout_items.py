@@ -21,11 +21,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from datapool.errors import InvalidStepError
-from datapool.types import FinishReason, Group, Step, Trajectory
-from gateway.errors import RequestError
-from gateway.transcript import Transcript
-from gateway.web import field, number
+from stepwell.datapool.errors import InvalidStepError
+from stepwell.datapool.types import FinishReason, Group, Step, Trajectory
+from stepwell.gateway.errors import RequestError
+from stepwell.gateway.transcript import Transcript
+from stepwell.gateway.web import field, number
 
 InstanceId: TypeAlias = int | str
 Mask: TypeAlias = npt.NDArray[np.int8]

@@ -20,16 +20,16 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from datapool.errors import StepConflictError, UnknownTrajectoryError
-from datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
-from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from datapool.listing import TrajectoryRow
-from datapool.records import SubmitOutcome
-from gateway.config import GatewayConfig
-from gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
-from gateway.pool_port import PoolPort, ask
-from gateway.rollout_items import Written, steps_of
-from gateway.trajectories import TrajectoryStore
+from stepwell.datapool.errors import StepConflictError, UnknownTrajectoryError
+from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
+from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.listing import TrajectoryRow
+from stepwell.datapool.records import SubmitOutcome
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
+from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.rollout_items import Written, steps_of
+from stepwell.gateway.trajectories import TrajectoryStore
 
 
 class _Home(NamedTuple):

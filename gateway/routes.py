@@ -18,21 +18,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from datapool.errors import StepConflictError, StepIndexError
-from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from datapool.types import Step, VersionSpan
-from gateway.calls import ChatRequest
-from gateway.dialects import openai_chat
-from gateway.dialects.anthropic_messages import AnthropicMessages
-from gateway.dialects.openai_responses import OpenAIResponses
-from gateway.dialects.registry import DIALECTS, error_response
-from gateway.dialects.response_items import StoredResponse
-from gateway.errors import GatewayError, RequestError, TrajectoryConflictError
-from gateway.exchange import refuse_builtin_tools, serve
-from gateway.paths import Uid, quoted, uid_of
-from gateway.pool_port import ask
-from gateway.rewards import compute_reward
-from gateway.web import (
+from stepwell.datapool.errors import StepConflictError, StepIndexError
+from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.types import Step, VersionSpan
+from stepwell.gateway.calls import ChatRequest
+from stepwell.gateway.dialects import openai_chat
+from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
+from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.dialects.registry import DIALECTS, error_response
+from stepwell.gateway.dialects.response_items import StoredResponse
+from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryConflictError
+from stepwell.gateway.exchange import refuse_builtin_tools, serve
+from stepwell.gateway.paths import Uid, quoted, uid_of
+from stepwell.gateway.pool_port import ask
+from stepwell.gateway.rewards import compute_reward
+from stepwell.gateway.web import (
     OrjsonResponse,
     aborts_on_disconnect,
     field,
@@ -42,7 +42,7 @@ from gateway.web import (
 )
 
 if TYPE_CHECKING:
-    from gateway.app import Gateway
+    from stepwell.gateway.app import Gateway
 
 router = APIRouter()
 

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from datapool.process import settle_heap
-from gateway.config import GatewayConfig
-from gateway.errors import GatewayError, PortInUseError
-from gateway.http_protocol import ConnectionLimits, HttpProtocol
-from gateway.pool_port import PoolPort
+from stepwell.datapool.process import settle_heap
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import GatewayError, PortInUseError
+from stepwell.gateway.http_protocol import ConnectionLimits, HttpProtocol
+from stepwell.gateway.pool_port import PoolPort
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -100,7 +100,7 @@ class HttpServer:
             PortInUseError, GatewayConfigError, GatewayError
         """
         # Loads the tokenizer (and with it transformers), which importing this module does not.
-        from gateway.app import create_app
+        from stepwell.gateway.app import create_app
 
         config = self._config
         listening = bind(config.host, config.port)
@@ -196,7 +196,7 @@ class GatewayServer:
 
     def __init__(self, config: GatewayConfig, pool: PoolPort | str) -> None:
         if isinstance(pool, str):
-            from datapool.client import DataPoolClient
+            from stepwell.datapool.client import DataPoolClient
 
             pool = DataPoolClient.connect(pool)
         self._http = HttpServer(config, pool)

@@ -22,16 +22,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from datapool.errors import DataPoolError
-from gateway.dialects.registry import DIALECTS, error_response
-from gateway.errors import GatewayError, RequestError
-from gateway.exchange import serve
-from gateway.paths import uid_of
-from gateway.routes import CompleteTrajectory, complete
-from gateway.web import invalid_body, read_body
+from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.dialects.registry import DIALECTS, error_response
+from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.exchange import serve
+from stepwell.gateway.paths import uid_of
+from stepwell.gateway.routes import CompleteTrajectory, complete
+from stepwell.gateway.web import invalid_body, read_body
 
 if TYPE_CHECKING:
-    from gateway.app import Gateway
+    from stepwell.gateway.app import Gateway
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from datapool.types import TokenIds
-from gateway.errors import ContextLengthError, GatewayConfigError
-from gateway.messages import Message, Tool
+from stepwell.datapool.types import TokenIds
+from stepwell.gateway.errors import ContextLengthError, GatewayConfigError
+from stepwell.gateway.messages import Message, Tool
 
 _UNTRUSTED = ("user", "tool")
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")

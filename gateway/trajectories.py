@@ -30,22 +30,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from datapool.errors import (
+from stepwell.datapool.errors import (
     StepConflictError,
     UnknownTrajectoryError,
 )
-from datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
-from datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
-from datapool.types import GREEDY, Step
-from gateway.errors import PoolUnavailableError, TrajectoryClosedError, TrajectoryConflictError
-from gateway.graph import TurnGraph
-from gateway.pool_port import PoolPort, ask
-from gateway.rebuild import restore
-from gateway.retries import CallMemory, retry_digest
+from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
+from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.types import GREEDY, Step
+from stepwell.gateway.errors import (
+    PoolUnavailableError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+)
+from stepwell.gateway.graph import TurnGraph
+from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.rebuild import restore
+from stepwell.gateway.retries import CallMemory, retry_digest
 
 if TYPE_CHECKING:
-    from gateway.calls import Call, RetryKey
+    from stepwell.gateway.calls import Call, RetryKey
 
 
 class Identity(NamedTuple):

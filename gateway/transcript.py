@@ -29,9 +29,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from datapool.types import TokenIds
-from gateway.messages import Message
-from gateway.tokenization import ChatTokenizer
+from stepwell.datapool.types import TokenIds
+from stepwell.gateway.messages import Message
+from stepwell.gateway.tokenization import ChatTokenizer
 
 _REFUSALS = (jinja2.TemplateError, LookupError, TypeError, ValueError, AttributeError)
 """What a template raises for a conversation that it does not like."""

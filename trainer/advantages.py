@@ -33,9 +33,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from datapool.types import GREEDY, Group
-from trainer.advantage_config import AdvantageConfig, Credit
-from trainer.errors import ColumnError, RewardError, UnknownNameError
+from stepwell.datapool.types import GREEDY, Group
+from stepwell.trainer.advantage_config import AdvantageConfig, Credit
+from stepwell.trainer.errors import ColumnError, RewardError, UnknownNameError
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from datapool.dotted import resolve
-from trainer.errors import DataError
+from stepwell.datapool.dotted import resolve
+from stepwell.trainer.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from backends.checksums import ChecksumError, check, checked_json, seal, sealed_json
-from trainer.errors import CheckpointError
+from stepwell.backends.checksums import ChecksumError, check, checked_json, seal, sealed_json
+from stepwell.trainer.errors import CheckpointError
 
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
 
@@ -274,8 +274,8 @@ def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], targ
     Raises:
         CheckpointError: no such checkpoint, or `target` is there already.
     """
-    from backends.base import build_backend
-    from backends.torch_config import TorchBackendConfig
+    from stepwell.backends.base import build_backend
+    from stepwell.backends.torch_config import TorchBackendConfig
 
     store = CheckpointStore(run_dir / "checkpoints")
     wanted = store.best() if step == "best" else step

@@ -26,11 +26,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer.buffer_filters import Returned, load_buffer_filter
-from trainer.data_config import SourceConfig
-from trainer.datasets import Task, open_tasks, slug
-from trainer.errors import DataError, DataExhaustedError
-from trainer.tables import describe
+from stepwell.trainer.buffer_filters import Returned, load_buffer_filter
+from stepwell.trainer.data_config import SourceConfig
+from stepwell.trainer.datasets import Task, open_tasks, slug
+from stepwell.trainer.errors import DataError, DataExhaustedError
+from stepwell.trainer.tables import describe
 
 __all__ = ["DataError", "DataExhaustedError", "PromptSource", "Returned", "Task", "slug"]
 

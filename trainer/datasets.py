@@ -26,16 +26,16 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data_config import (
+from stepwell.trainer.data_config import (
     JsonlSource,
     ParquetSource,
     ReasoningGymSource,
     SourceConfig,
     TableConfig,
 )
-from trainer.errors import DataError
-from trainer.prompt_length import PromptMeter
-from trainer.tables import (
+from stepwell.trainer.errors import DataError
+from stepwell.trainer.prompt_length import PromptMeter
+from stepwell.trainer.tables import (
     SCAN_ROWS,
     UNREAD,
     JsonlTable,

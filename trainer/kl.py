@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from datapool.types import Group
-from trainer.errors import ColumnError
-from trainer.loss_config import KlConfig, KlEstimator
+from stepwell.datapool.types import Group
+from stepwell.trainer.errors import ColumnError
+from stepwell.trainer.loss_config import KlConfig, KlEstimator
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0

@@ -33,7 +33,7 @@ from typing import Any
 
 import orjson
 
-from trainer.errors import CheckpointError
+from stepwell.trainer.errors import CheckpointError
 
 LEDGER = "ledger.jsonl"
 NOT_TRAINED = "not_trained"

@@ -30,31 +30,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.base import TokenBatch, TrainingBackend
-from backends.config import PublishMode
-from backends.critic import Critic
-from backends.engines.client import EngineClient
-from backends.weights import Publication, WeightStore
-from datapool.client import DataPoolClient
-from datapool.lease_keeper import LeaseKeeper, by_lease
-from datapool.types import TRAIN, Group
-from trainer.advantages import baselined, compute_advantages
-from trainer.checkpoint import CheckpointStore, checkpoint_due, rng_state, set_rng_state
-from trainer.config import RunConfig
-from trainer.data import PromptSource, Task
-from trainer.errors import StarvedError
-from trainer.kl import kl_in_reward, next_coef
-from trainer.losses import loss_columns, make_loss_fn
-from trainer.memory import EngineMemory
-from trainer.metrics import Phases
-from trainer.off_policy import correct, lags, proximal_log_probs
-from trainer.publication import publish_patiently, serving
-from trainer.reclaim import PRODUCER_GONE, reclaim
-from trainer.recording import record_batch
-from trainer.rollout import Producer
-from trainer.sampling import GroupFilter
-from trainer.scoring import Scorer
-from trainer.validation import Evaluation, Policy, Validator, tool_use
+from stepwell.backends.base import TokenBatch, TrainingBackend
+from stepwell.backends.config import PublishMode
+from stepwell.backends.critic import Critic
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.weights import Publication, WeightStore
+from stepwell.config import RunConfig
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.lease_keeper import LeaseKeeper, by_lease
+from stepwell.datapool.types import TRAIN, Group
+from stepwell.trainer.advantages import baselined, compute_advantages
+from stepwell.trainer.checkpoint import CheckpointStore, checkpoint_due, rng_state, set_rng_state
+from stepwell.trainer.data import PromptSource, Task
+from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.kl import kl_in_reward, next_coef
+from stepwell.trainer.losses import loss_columns, make_loss_fn
+from stepwell.trainer.memory import EngineMemory
+from stepwell.trainer.metrics import Phases
+from stepwell.trainer.off_policy import correct, lags, proximal_log_probs
+from stepwell.trainer.publication import publish_patiently, serving
+from stepwell.trainer.reclaim import PRODUCER_GONE, reclaim
+from stepwell.trainer.recording import record_batch
+from stepwell.trainer.rollout import Producer
+from stepwell.trainer.sampling import GroupFilter
+from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.validation import Evaluation, Policy, Validator, tool_use
 
 log = logging.getLogger(__name__)
 

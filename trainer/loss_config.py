@@ -67,7 +67,7 @@ class LossConfig(Section):
 
     policy: str = "ppo"
     """`ppo`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `gpg`, `sft`, or the dotted path
-    `module:NAME` of a `trainer.policy_losses.Policy`."""
+    `module:NAME` of a `stepwell.trainer.policy_losses.Policy`."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio π/π_prox earns nothing below 1 - clip_low (A < 0). Default 0.2; `gspo` 3e-4;
     `cispo` 1, which is no bound."""

@@ -20,11 +20,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from backends.base import LossOutput, Mean, TokenBatch
-from trainer.errors import ColumnError
-from trainer.kl import kl_estimate
-from trainer.loss_config import KlConfig, LossConfig
-from trainer.policy_losses import MAX_LOG_RATIO, policy_loss, ppo_clip, select_by_covariance
+from stepwell.backends.base import LossOutput, Mean, TokenBatch
+from stepwell.trainer.errors import ColumnError
+from stepwell.trainer.kl import kl_estimate
+from stepwell.trainer.loss_config import KlConfig, LossConfig
+from stepwell.trainer.policy_losses import (
+    MAX_LOG_RATIO,
+    policy_loss,
+    ppo_clip,
+    select_by_covariance,
+)
 
 __all__ = ["LossConfig", "PolicyLoss", "coefficients", "loss_columns", "make_loss_fn", "ppo_clip"]
 

@@ -22,8 +22,8 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from backends.engines.client import EngineClient
-from backends.errors import (
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
     EngineTimeoutError,

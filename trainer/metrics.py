@@ -24,8 +24,8 @@ from typing import Any, Self
 import orjson
 import psutil
 
-from trainer.config import RunConfig
-from trainer.trackers import build_trackers
+from stepwell.config import RunConfig
+from stepwell.trackers import build_trackers
 
 
 class MetricsWriter:

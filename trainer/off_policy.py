@@ -36,8 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.errors import ColumnError, VersionError
-from trainer.loss_config import OffPolicyConfig
+from stepwell.trainer.errors import ColumnError, VersionError
+from stepwell.trainer.loss_config import OffPolicyConfig
 
 __all__ = ["Correction", "OffPolicyConfig", "correct", "lags", "proximal_log_probs"]
 

@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data_config import Truncation
-from trainer.errors import DataError
+from stepwell.trainer.data_config import Truncation
+from stepwell.trainer.errors import DataError
 
 
 class PromptMeter:

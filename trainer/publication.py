@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from backends.config import PublishMode, WeightTransport
-from backends.engines.client import EngineClient
-from backends.errors import EngineError, WeightUpdateError
-from backends.weights import Publication, WeightStore, publish
+from stepwell.backends.config import PublishMode, WeightTransport
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import EngineError, WeightUpdateError
+from stepwell.backends.weights import Publication, WeightStore, publish
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ async def publish_patiently(
     transport: WeightTransport,
     patience_s: float,
 ) -> Publication:
-    """`backends.weights.publish`, again while every engine is down.
+    """`stepwell.backends.weights.publish`, again while every engine is down.
 
     Args:
         patience_s: how long the first may take to come back.

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from datapool.client import DataPoolClient
-from datapool.errors import GroupClosedError, UnknownGroupError
-from datapool.lease_keeper import LOST
-from datapool.listing import GroupRow
-from datapool.types import TRAIN, VAL
-from trainer.data import Task
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.errors import GroupClosedError, UnknownGroupError
+from stepwell.datapool.lease_keeper import LOST
+from stepwell.datapool.listing import GroupRow
+from stepwell.datapool.types import TRAIN, VAL
+from stepwell.trainer.data import Task
 
 LOST_POLICY = "lost_policy_version"
 AFTER_CHECKPOINT = "after_checkpoint"

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from datapool.types import Group
-from trainer.errors import CheckpointError
+from stepwell.datapool.types import Group
+from stepwell.trainer.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from trainer.loop import Progress
+    from stepwell.trainer.loop import Progress
 
 _FIELD = "{rollout_id}"
 

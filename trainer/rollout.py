@@ -55,18 +55,18 @@ import aiohttp
 import ray
 from pydantic import SecretStr
 
-from datapool.client import DataPoolClient
-from datapool.dotted import resolve
-from datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
-from datapool.process import settle_heap
-from datapool.types import GREEDY, TRAIN
-from trainer.config import RolloutConfig
-from trainer.data import DataExhaustedError, PromptSource, Task, slug
-from trainer.errors import RolloutError
-from trainer.ledger import Ledger
-from trainer.metrics import Idle
-from trainer.reclaim import live_groups
-from trainer.sampling import SURPLUS, Pace
+from stepwell.config import RolloutConfig
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.dotted import resolve
+from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
+from stepwell.datapool.process import settle_heap
+from stepwell.datapool.types import GREEDY, TRAIN
+from stepwell.trainer.data import DataExhaustedError, PromptSource, Task, slug
+from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.ledger import Ledger
+from stepwell.trainer.metrics import Idle
+from stepwell.trainer.reclaim import live_groups
+from stepwell.trainer.sampling import SURPLUS, Pace
 
 log = logging.getLogger(__name__)
 

@@ -25,13 +25,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from datapool.config import ChannelConfig, SelectionConfig
-from datapool.errors import SelectionError
-from datapool.selection import GroupInfo, Selection, TrajectoryInfo
-from datapool.types import TRAIN, Group, Trajectory
-from trainer.config import RunConfig
-from trainer.errors import ConfigError, StarvedError
-from trainer.sampling_config import LAG_LIMIT
+from stepwell.config import RunConfig
+from stepwell.datapool.config import ChannelConfig, SelectionConfig
+from stepwell.datapool.errors import SelectionError
+from stepwell.datapool.selection import GroupInfo, Selection, TrajectoryInfo
+from stepwell.datapool.types import TRAIN, Group, Trajectory
+from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.sampling_config import LAG_LIMIT
 
 NONZERO_STD = "nonzero_std"
 """What verl and slime call the filter that the pool calls `zero_variance`, after what it drops."""
@@ -164,7 +164,7 @@ class GroupFilter:
         """Those of `groups` that no filter objects to, in order.
 
         Raises:
-            datapool.errors.SelectionError: a filter failed.
+            stepwell.datapool.errors.SelectionError: a filter failed.
         """
         kept = []
         for group in groups:

@@ -19,9 +19,15 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from datapool.types import Group, Trajectory
-from trainer.errors import RewardError
-from trainer.rewards import RewardConfig, RewardManager, RewardResult, RewardSample, build_manager
+from stepwell.datapool.types import Group, Trajectory
+from stepwell.trainer.errors import RewardError
+from stepwell.trainer.rewards import (
+    RewardConfig,
+    RewardManager,
+    RewardResult,
+    RewardSample,
+    build_manager,
+)
 
 log = logging.getLogger(__name__)
 

@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from backends.slime_samples import sample_class
-from datapool.client import DataPoolClient
-from datapool.dotted import resolve
-from datapool.types import TRAIN, VAL, Group
-from trainer.data import PromptSource, Task
-from trainer.data_config import JsonlSource, ParquetSource, SourceConfig
-from trainer.errors import CheckpointError, ConfigError, DataError
-from trainer.slime_pool import SlimePool, write_durably
+from stepwell.backends.slime_samples import sample_class
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.dotted import resolve
+from stepwell.datapool.types import TRAIN, VAL, Group
+from stepwell.trainer.data import PromptSource, Task
+from stepwell.trainer.data_config import JsonlSource, ParquetSource, SourceConfig
+from stepwell.trainer.errors import CheckpointError, ConfigError, DataError
+from stepwell.trainer.slime_pool import SlimePool, write_durably
 
 PREFIX = "stepwell_"
 

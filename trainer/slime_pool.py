@@ -29,13 +29,13 @@ from typing import Any, TypeVar
 
 import orjson
 
-from backends.slime_samples import rollouts_of
-from datapool.client import DataPoolClient
-from datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
-from datapool.lease_keeper import LeaseKeeper, by_lease
-from datapool.types import Group
-from trainer.errors import StarvedError
-from trainer.reclaim import TRAINED, settle_former
+from stepwell.backends.slime_samples import rollouts_of
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
+from stepwell.datapool.lease_keeper import LeaseKeeper, by_lease
+from stepwell.datapool.types import Group
+from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.reclaim import TRAINED, settle_former
 
 log = logging.getLogger(__name__)
 

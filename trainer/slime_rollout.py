@@ -1,8 +1,8 @@
 """What a slime run names on its command line to train on what the gateway records.
 
-    --rollout-function-path            trainer.slime_rollout.generate_rollout
-    --data-source-path                 trainer.slime_data.PoolDataSource
-    --custom-reward-post-process-path  backends.slime_backend.post_process_rewards
+    --rollout-function-path            stepwell.trainer.slime_rollout.generate_rollout
+    --data-source-path                 stepwell.trainer.slime_data.PoolDataSource
+    --custom-reward-post-process-path  stepwell.backends.slime_backend.post_process_rewards
     --custom-config-path               stepwell.yaml        {stepwell_namespace: stepwell-NAME, …}
 
     slime                     generate_rollout                    PoolDataSource          DataPool
@@ -27,15 +27,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from backends.slime_backend import CENTRED
-from backends.slime_samples import Converted, as_slime, to_samples
-from datapool.dotted import resolve
-from datapool.types import Group
-from trainer.errors import ConfigError
-from trainer.slime_data import PoolDataSource
-from trainer.slime_pool import SlimePool, scored
+from stepwell.backends.slime_backend import CENTRED
+from stepwell.backends.slime_samples import Converted, as_slime, to_samples
+from stepwell.datapool.dotted import resolve
+from stepwell.datapool.types import Group
+from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.slime_data import PoolDataSource
+from stepwell.trainer.slime_pool import SlimePool, scored
 
-REWARD_HOOK = "backends.slime_backend.post_process_rewards"
+REWARD_HOOK = "stepwell.backends.slime_backend.post_process_rewards"
 
 
 class TrainOutput(NamedTuple):
@@ -72,8 +72,9 @@ def generate_rollout(args: Any, rollout_id: int, data_buffer: Any, evaluation: b
     """
     if not isinstance(data_buffer, PoolDataSource):
         raise ConfigError(
-            f"generate_rollout was given a {type(data_buffer).__name__}; set --data-source-path to "
-            "trainer.slime_data.PoolDataSource, which holds the groups until they are saved"
+            f"generate_rollout was given a {type(data_buffer).__name__}; set --data-source-path "
+            "to stepwell.trainer.slime_data.PoolDataSource, which holds the groups "
+            "until they are saved"
         )
     if evaluation:
         return _evaluate(args, data_buffer)

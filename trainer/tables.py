@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.data_config import (
+from stepwell.trainer.data_config import (
     HuggingFaceSource,
     JsonlSource,
     ParquetSource,
@@ -30,7 +30,7 @@ from trainer.data_config import (
     SourceConfig,
     TableConfig,
 )
-from trainer.errors import DataError
+from stepwell.trainer.errors import DataError
 
 SCAN_ROWS = 1000
 

@@ -35,13 +35,13 @@ import numpy as np
 import orjson
 from transformers import AutoTokenizer
 
-from datapool.client import DataPoolClient
-from datapool.types import VAL, Group, Trajectory
-from trainer.config import RunConfig
-from trainer.data import Task
-from trainer.errors import ConfigError, StarvedError
-from trainer.rollout import Producer
-from trainer.scoring import Scorer
+from stepwell.config import RunConfig
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.types import VAL, Group, Trajectory
+from stepwell.trainer.data import Task
+from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.rollout import Producer
+from stepwell.trainer.scoring import Scorer
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, Literal, Self, TypeAlias
 import aiohttp
 import orjson
 
-from backends.config import PauseMode
-from backends.errors import (
+from stepwell.backends.config import PauseMode
+from stepwell.backends.errors import (
     EngineInternalError,
     EngineRequestError,
     EngineTimeoutError,

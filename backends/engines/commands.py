@@ -1,7 +1,7 @@
 """What is run for an engine: one builder per kind, registered in `backends/registry.py`.
 
     command_line(config, Launch(port=31000, model_path="/run/weights/v7", …))
-    -> CommandLine(["python", "-m", "backends.engines.embedded", …], {"PYTHONPATH": …})
+    -> CommandLine(["python", "-m", "stepwell.backends.engines.embedded", …], {"PYTHONPATH": …})
 
 A builder is pure but for looking around on its machine (is SGLang installed, is there a GPU) and
 raises `EngineStartError` with the remedy if what it needs is not there. Does not own running it:
@@ -13,12 +13,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import TypeAlias
 
-from backends.config import EngineConfig
-from backends.errors import BackendConfigError, BackendError
-from backends.registry import ENGINES
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.errors import BackendConfigError, BackendError
+from stepwell.backends.registry import ENGINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,10 @@ def common_flags(config: EngineConfig, launch: Launch) -> list[str]:
 
 def embedded(config: EngineConfig, launch: Launch) -> CommandLine:
     """Stepwell's own server over transformers, for a machine without GPUs."""
-    argv = [config.python or sys.executable, "-m", "backends.engines.embedded"]
+    argv = [config.python or sys.executable, "-m", "stepwell.backends.engines.embedded"]
     argv += common_flags(config, launch)
     argv += ["--threads", str(config.threads), "--seed", str(config.seed)]
-    package_root = Path(__file__).resolve().parents[2]
+    package_root = Path(str(files("stepwell"))).parent
     return CommandLine(
         [*argv, *launch.extra_args, *config.extra_args], {"PYTHONPATH": str(package_root)}
     )

@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 
 import ray
 
-from backends.config import EngineConfig
-from backends.engines.addresses import (
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.addresses import (
     Block,
     Host,
     NodeLaunch,
@@ -37,10 +37,10 @@ from backends.engines.addresses import (
     node_ip,
     node_launches,
 )
-from backends.engines.server import KEPT
-from backends.engines.supervisor import HEALTHY_FOR_S, Supervisor
-from backends.errors import EngineStartError
-from backends.weights import StoreLock
+from stepwell.backends.engines.server import KEPT
+from stepwell.backends.engines.supervisor import HEALTHY_FOR_S, Supervisor
+from stepwell.backends.errors import EngineStartError
+from stepwell.backends.weights import StoreLock
 
 log = logging.getLogger(__name__)
 

@@ -36,12 +36,12 @@ from typing import Any, NamedTuple
 
 import ray
 
-from backends.config import EngineConfig
-from backends.engines.addresses import free_port, reachable
-from backends.engines.client import EngineClient
-from backends.engines.server import KEPT
-from backends.errors import EngineError, EngineStartError, EngineTimeoutError
-from backends.weights import read_current
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.addresses import free_port, reachable
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.server import KEPT
+from stepwell.backends.errors import EngineError, EngineStartError, EngineTimeoutError
+from stepwell.backends.weights import read_current
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from urllib.parse import urlsplit
 
 import ray
 
-from backends.config import EngineConfig
-from backends.engines.addresses import node_ip
-from backends.engines.client import EngineClient
-from backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
-from backends.errors import EngineStartError
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.addresses import node_ip
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
+from stepwell.backends.errors import EngineStartError
 
 KEPT: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
 """Ray's options of an actor that is restarted, and its calls made again, until it is killed by its

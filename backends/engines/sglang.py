@@ -19,9 +19,9 @@ import os
 import sys
 from pathlib import Path
 
-from backends.config import EngineConfig
-from backends.engines.commands import CommandLine, Launch, common_flags
-from backends.errors import EngineStartError
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.commands import CommandLine, Launch, common_flags
+from stepwell.backends.errors import EngineStartError
 
 _HERE = Path(__file__).resolve().parent
 _CHECKOUT = _HERE.parents[1]

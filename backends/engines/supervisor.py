@@ -44,12 +44,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Literal
 
-from backends.config import EngineConfig
-from backends.engines.addresses import free_port, reachable
-from backends.engines.commands import Launch, command_line
-from backends.errors import EngineStartError
-from backends.weights import Published, StoreLock, check_version, read_current
-from backends.weights.transports import ADAPTER_NAME
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.addresses import free_port, reachable
+from stepwell.backends.engines.commands import Launch, command_line
+from stepwell.backends.errors import EngineStartError
+from stepwell.backends.weights import Published, StoreLock, check_version, read_current
+from stepwell.backends.weights.transports import ADAPTER_NAME
 
 log = logging.getLogger(__name__)
 

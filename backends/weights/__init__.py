@@ -8,8 +8,14 @@ the weights get there Â· `collective.py` process groups and serialised tensors Â
 bytes were meant. Importing it loads no torch: engines are supervised by processes that need none.
 """
 
-from backends.weights.store import Published, StoreLock, WeightStore, check_version, read_current
-from backends.weights.transaction import Publication, publish
+from stepwell.backends.weights.store import (
+    Published,
+    StoreLock,
+    WeightStore,
+    check_version,
+    read_current,
+)
+from stepwell.backends.weights.transaction import Publication, publish
 
 __all__ = [
     "Publication",

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.checksums import ChecksumError, check, seal
+from stepwell.backends.checksums import ChecksumError, check, seal
 
 CURRENT = "current.json"
 LOCK = ".lock"

@@ -35,9 +35,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from backends.config import PublishMode, WeightTransport
-from backends.engines.client import EngineClient, version_number
-from backends.errors import (
+from stepwell.backends.config import PublishMode, WeightTransport
+from stepwell.backends.engines.client import EngineClient, version_number
+from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
     EngineRequestError,
@@ -45,9 +45,9 @@ from backends.errors import (
     EngineUnavailableError,
     WeightUpdateError,
 )
-from backends.weights.digest import Expected, RankHashes, compare
-from backends.weights.store import Published, WeightStore, check_version
-from backends.weights.transports import ADAPTER_NAME, TRANSPORTS, Target, Update
+from stepwell.backends.weights.digest import Expected, RankHashes, compare
+from stepwell.backends.weights.store import Published, WeightStore, check_version
+from stepwell.backends.weights.transports import ADAPTER_NAME, TRANSPORTS, Target, Update
 
 log = logging.getLogger(__name__)
 

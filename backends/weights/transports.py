@@ -32,10 +32,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from backends.config import WeightTransport
-from backends.engines.client import EngineClient
-from backends.errors import EngineRequestError
-from backends.weights.store import Published, WeightStore
+from stepwell.backends.config import WeightTransport
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import EngineRequestError
+from stepwell.backends.weights.store import Published, WeightStore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -161,7 +161,7 @@ class Distributed(Transport):
         self._read: asyncio.Task[dict[str, Tensor]] | None = None
 
     async def send(self, target: Target) -> None:
-        from backends.weights.collective import Group
+        from stepwell.backends.weights.collective import Group
 
         engine, update = target.engine, self.update
         if self._read is None:  # once for all replicas
@@ -253,7 +253,7 @@ def write_delta(store: WeightStore, base: Published, update: Update) -> Path | N
     Of a version equal to its base it holds one tensor: SGLang refuses a directory without any."""
     from safetensors.torch import save_file
 
-    from backends.weights.digest import changed, read_tensors
+    from stepwell.backends.weights.digest import changed, read_tensors
 
     new = _tensors(update.path)
     tensors = changed(read_tensors(base.path), new)
@@ -298,14 +298,14 @@ async def _begin(engine: EngineClient) -> None:
 
 
 def _serialised(path: str) -> str:
-    from backends.weights.collective import serialise
-    from backends.weights.digest import read_tensors
+    from stepwell.backends.weights.collective import serialise
+    from stepwell.backends.weights.digest import read_tensors
 
     return serialise(read_tensors(path))
 
 
 def _tensors(path: str) -> dict[str, Tensor]:
-    from backends.weights.digest import read_tensors
+    from stepwell.backends.weights.digest import read_tensors
 
     return dict(read_tensors(path))
 

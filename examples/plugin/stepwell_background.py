@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import shutil
 
-from backends.config import EngineConfig
-from backends.engines.commands import CommandLine, Launch, embedded
-from backends.errors import EngineStartError
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.commands import CommandLine, Launch, embedded
+from stepwell.backends.errors import EngineStartError
 
 
 def background(config: EngineConfig, launch: Launch) -> CommandLine:

@@ -10,9 +10,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from backends.base import TrainingBackend
-from backends.rows import Row, build_rows
-from datapool.types import Step
+from stepwell.backends.base import TrainingBackend
+from stepwell.backends.rows import Row, build_rows
+from stepwell.datapool.types import Step
 
 
 class JsonLines(TrainingBackend):

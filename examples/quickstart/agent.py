@@ -18,7 +18,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAioHttpClient
 
-from trainer.rewards.reasoning_gym import score
+from stepwell.trainer.rewards.reasoning_gym import score
 
 MAX_TURNS = 4
 MAX_TOKENS = 48

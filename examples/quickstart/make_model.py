@@ -1,6 +1,6 @@
 """Makes the quickstart's model: a tiny transformer that can use its calculator but seldom does.
 
-    python -m examples.quickstart.make_model [--out examples/quickstart/model]
+    python -m stepwell.quickstart.make_model [--out examples/quickstart/model]
 
 From nothing, with a fixed seed, on one thread: a 512-token byte-level BPE, a 0.85 M-parameter Qwen3
 and a warm-up on a mixture. Some demonstrations call the calculator and copy its result; most guess
@@ -27,8 +27,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from examples.quickstart.agent import MAX_TOKENS, TOOLS, calculator
-from trainer.rewards.reasoning_gym import score
+from stepwell.quickstart.agent import MAX_TOKENS, TOOLS, calculator
+from stepwell.trainer.rewards.reasoning_gym import score
 
 HERE = Path(__file__).parent
 DATASET: dict[str, Any] = {

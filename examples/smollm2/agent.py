@@ -9,8 +9,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from examples.quickstart.agent import http_client
-from trainer.rewards.reasoning_gym import score
+from stepwell.quickstart.agent import http_client
+from stepwell.trainer.rewards.reasoning_gym import score
 
 
 async def agent(task: Mapping[str, Any], base_url: str, api_key: str) -> float | None:

@@ -1,4 +1,4 @@
-"""An agent with all three tools, on top of the loop that `trainer.tools` has.
+"""An agent with all three tools, on top of the loop that `stepwell.trainer.tools` has.
 
 Configure it with `rollout.agent: examples.tools.agent:agent` and a `rollout.reward`: it returns
 None, so that the trainer scores the answer.
@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from trainer.tools import ToolAgent, ToolBox
+from stepwell.trainer.tools import ToolAgent, ToolBox
 
 TOOLS = Path(__file__).with_name("tools.yaml")
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from examples.quickstart.agent import evaluate
-from trainer.tools import ToolError
+from stepwell.quickstart.agent import evaluate
+from stepwell.trainer.tools import ToolError
 
 
 def calculator(

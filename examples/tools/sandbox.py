@@ -32,7 +32,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from trainer.tools import Tool, ToolError, ToolUnavailableError
+from stepwell.trainer.tools import Tool, ToolError, ToolUnavailableError
 
 NAMESPACES = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 """An own network (none) and process ids: the first process that dies takes all others along, even

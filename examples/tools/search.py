@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from trainer.tools import Tool, ToolConfigError
+from stepwell.trainer.tools import Tool, ToolConfigError
 
 
 class Search(Tool):

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 from starlette.datastructures import Headers
 
-from gateway.calls import ChatRequest, Reply
-from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
-from gateway.errors import ContextLengthError, GatewayError, RequestError
-from gateway.messages import Message, Tool
-from gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
-from gateway.web import field, number, top_p
+from stepwell.gateway.calls import ChatRequest, Reply
+from stepwell.gateway.dialects.base import KEEP_ALIVE, Parsed, sse
+from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
+from stepwell.gateway.messages import Message, Tool
+from stepwell.gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.web import field, number, top_p
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from stepwell.gateway.exchange import Exchange
 
 Event = dict[str, Any]
 

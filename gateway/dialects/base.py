@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 from starlette.datastructures import Headers
 
-from gateway.calls import ChatRequest, Reply
-from gateway.errors import GatewayError
+from stepwell.gateway.calls import ChatRequest, Reply
+from stepwell.gateway.errors import GatewayError
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from stepwell.gateway.exchange import Exchange
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 
-from gateway.calls import ChatRequest, Reply, SampledToken
-from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
-from gateway.errors import GatewayError, RequestError
-from gateway.messages import Message, Tool
-from gateway.parsing import ContentDelta, ReasoningDelta, ToolCall
-from gateway.tokenization import ChatTokenizer
-from gateway.web import error_body, field, number, top_p
+from stepwell.gateway.calls import ChatRequest, Reply, SampledToken
+from stepwell.gateway.dialects.base import KEEP_ALIVE, Parsed, sse
+from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.messages import Message, Tool
+from stepwell.gateway.parsing import ContentDelta, ReasoningDelta, ToolCall
+from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.web import error_body, field, number, top_p
 
 if TYPE_CHECKING:
-    from gateway.exchange import Event, Exchange
+    from stepwell.gateway.exchange import Event, Exchange
 
 IGNORED = frozenset(
     {

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from starlette.datastructures import Headers
 
-from datapool.types import TokenIds
-from gateway.calls import ChatRequest, Reply, SampledToken
-from gateway.dialects.base import Parsed
-from gateway.dialects.openai_chat import (
+from stepwell.datapool.types import TokenIds
+from stepwell.gateway.calls import ChatRequest, Reply, SampledToken
+from stepwell.gateway.dialects.base import Parsed
+from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
     MAX_TOP_LOGPROBS,
     NEUTRAL,
@@ -34,13 +34,13 @@ from gateway.dialects.openai_chat import (
     sampling_fields,
     usage,
 )
-from gateway.errors import ContextLengthError, GatewayError, RequestError
-from gateway.parsing import ContentDelta
-from gateway.tokenization import ChatTokenizer
-from gateway.web import error_body, number
+from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
+from stepwell.gateway.parsing import ContentDelta
+from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.web import error_body, number
 
 if TYPE_CHECKING:
-    from gateway.exchange import Event, Exchange
+    from stepwell.gateway.exchange import Event, Exchange
 
 _KNOWN = frozenset(
     {

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from starlette.datastructures import Headers
 
-from gateway.calls import ChatRequest, Reply
-from gateway.dialects.base import KEEP_ALIVE, Parsed, sse
-from gateway.dialects.response_answer import Answer, Event, Options
-from gateway.dialects.response_items import (
+from stepwell.gateway.calls import ChatRequest, Reply
+from stepwell.gateway.dialects.base import KEEP_ALIVE, Parsed, sse
+from stepwell.gateway.dialects.response_answer import Answer, Event, Options
+from stepwell.gateway.dialects.response_items import (
     Conversation,
     Item,
     ResponseStore,
@@ -31,18 +31,18 @@ from gateway.dialects.response_items import (
     additional_tools,
     listed,
 )
-from gateway.errors import (
+from stepwell.gateway.errors import (
     ContextLengthError,
     GatewayError,
     PreviousResponseError,
     RequestError,
     UnknownItemError,
 )
-from gateway.messages import Message, Tool
-from gateway.web import error_body, field, number, top_p
+from stepwell.gateway.messages import Message, Tool
+from stepwell.gateway.web import error_body, field, number, top_p
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from stepwell.gateway.exchange import Exchange
 
 _ECHOED = ("prompt_cache_key", "safety_identifier", "user")
 _IGNORED = frozenset(

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 from starlette.responses import Response
 
-from gateway.dialects.anthropic_messages import AnthropicMessages
-from gateway.dialects.base import Dialect
-from gateway.dialects.openai_chat import OpenAIChat
-from gateway.dialects.openai_completions import OpenAICompletions
-from gateway.dialects.openai_responses import OpenAIResponses
-from gateway.errors import GatewayError
-from gateway.web import OrjsonResponse
+from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
+from stepwell.gateway.dialects.base import Dialect
+from stepwell.gateway.dialects.openai_chat import OpenAIChat
+from stepwell.gateway.dialects.openai_completions import OpenAICompletions
+from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.web import OrjsonResponse
 
 DIALECTS: Mapping[str, Callable[[], Dialect]] = {
     "chat/completions": OpenAIChat,

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from gateway.calls import Reply, SampledToken
-from gateway.dialects.response_items import Item, Toolbox, custom_input, seal
-from gateway.messages import Message
-from gateway.parsing import THINK_CLOSE, Delta, ReasoningDelta, ToolCall
-from gateway.tokenization import ChatTokenizer
+from stepwell.gateway.calls import Reply, SampledToken
+from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
+from stepwell.gateway.messages import Message
+from stepwell.gateway.parsing import THINK_CLOSE, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.tokenization import ChatTokenizer
 
 if TYPE_CHECKING:
-    from gateway.exchange import Exchange
+    from stepwell.gateway.exchange import Exchange
 
 Event: TypeAlias = dict[str, Any]
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
-from gateway.errors import RequestError, UnknownItemError
-from gateway.messages import Message, Tool
+from stepwell.gateway.errors import RequestError, UnknownItemError
+from stepwell.gateway.messages import Message, Tool
 
 Item: TypeAlias = dict[str, Any]
 FindItem: TypeAlias = Callable[[str], Item | None]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
-from datapool.types import Step
+from stepwell.datapool.types import Step
 
 VOCAB = 40
 SMALL: dict[str, Any] = {

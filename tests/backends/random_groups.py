@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from datapool.types import Group, Step, Trajectory, VersionSpan
+from stepwell.datapool.types import Group, Step, Trajectory, VersionSpan
 
 VOCAB = 64
 N_GROUPS = 64

@@ -17,13 +17,17 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
-from backends.base import TokenBatch
-from backends.critic import Critic, ValueLoss, ValueModel, explained_variance
-from backends.critic_config import CriticConfig
-from backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
-from backends.torch_backend import TorchBackend
-from backends.torch_config import TorchBackendConfig
-from datapool.types import Group, Step, Trajectory
+from stepwell.backends.base import TokenBatch
+from stepwell.backends.critic import Critic, ValueLoss, ValueModel, explained_variance
+from stepwell.backends.critic_config import CriticConfig
+from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
+from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.trainer.advantage_config import AdvantageConfig
+from stepwell.trainer.advantages import compute_advantages
+from stepwell.trainer.loss_config import LossConfig
+from stepwell.trainer.losses import loss_columns, make_loss_fn
 from tests.trainer.golden.advantages import (
     KINDS,
     RECORDED,
@@ -32,10 +36,6 @@ from tests.trainer.golden.advantages import (
     random_case,
     verl_results,
 )
-from trainer.advantage_config import AdvantageConfig
-from trainer.advantages import compute_advantages
-from trainer.loss_config import LossConfig
-from trainer.losses import loss_columns, make_loss_fn
 
 VOCAB = 40
 TINY = {

@@ -18,14 +18,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from backends import fsdp, ranks
-from backends.base import LossOutput, Mean, TrainingBackend, build_backend
-from backends.errors import BackendConfigError, BatchError, RankError
-from backends.fsdp import Ranks
-from backends.ranks import RankedBackend, RayRanks
-from backends.rows import build_rows, computed_tokens
-from backends.torch_config import TorchBackendConfig
-from datapool.types import Step
+from stepwell.backends import fsdp, ranks
+from stepwell.backends.base import LossOutput, Mean, TrainingBackend, build_backend
+from stepwell.backends.errors import BackendConfigError, BatchError, RankError
+from stepwell.backends.fsdp import Ranks
+from stepwell.backends.ranks import RankedBackend, RayRanks
+from stepwell.backends.rows import build_rows, computed_tokens
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.datapool.types import Step
 from tests.backends.models import VOCAB, qwen3, save_model, step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,8 +182,8 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 import test_ranks as t
-from backends import ranks, torch_backend
-from backends.base import build_backend
+from stepwell.backends import ranks, torch_backend
+from stepwell.backends.base import build_backend
 torch_backend.chunk_tokens = lambda limit_mb, vocab: 5
 config = t.config_of(ranks=2, **{options!r})
 path, out = Path({str(model_path)!r}), Path({str(tmp_path)!r})
@@ -242,7 +242,7 @@ def test_every_row_is_computed_by_one_rank_and_rounds_are_balanced(
 
 
 def test_more_ranks_than_processes_are_refused_with_the_remedy(model_path: Path) -> None:
-    from backends.torch_backend import TorchBackend
+    from stepwell.backends.torch_backend import TorchBackend
 
     with pytest.raises(BackendConfigError, match=r"ranks is 2, but 1 process share"):
         TorchBackend(config_of(ranks=2), model_path)

@@ -12,20 +12,20 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from backends.base import TrainingBackend, backend_class, build_backend, loop_backend
-from backends.config import EngineConfig
-from backends.engines.commands import CommandLine, Launch, command_line
-from backends.engines.supervisor import Supervisor
-from backends.errors import BackendConfigError, EngineStartError
-from backends.registry import BACKENDS, ENGINES
-from backends.torch_backend import TorchBackend
-from trainer.config import load_config
-from trainer.errors import ConfigError
-from trainer.placement import wanted_gpus
-from trainer.plugins import show_plugins
+from stepwell.backends.base import TrainingBackend, backend_class, build_backend, loop_backend
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.commands import CommandLine, Launch, command_line
+from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.backends.errors import BackendConfigError, EngineStartError
+from stepwell.backends.registry import BACKENDS, ENGINES
+from stepwell.backends.torch_backend import TorchBackend
+from stepwell.config import load_config
+from stepwell.placement import wanted_gpus
+from stepwell.plugins import show_plugins
+from stepwell.trainer.errors import ConfigError
 
 COUNTER = """
-from backends.base import TrainingBackend
+from stepwell.backends.base import TrainingBackend
 
 class Counter(TrainingBackend):
     \"\"\"Counts steps.
@@ -44,7 +44,7 @@ class NeedsForest(Counter):
 """
 
 ECHO = """
-from backends.engines.commands import CommandLine
+from stepwell.backends.engines.commands import CommandLine
 
 def echo(config, launch):
     \"\"\"Says its port.\"\"\"
@@ -99,8 +99,8 @@ def listed() -> str:
 
 def test_the_torch_backend_is_found_by_name_and_by_dotted_path() -> None:
     assert backend_class("torch") is TorchBackend
-    assert backend_class("backends.torch_backend:TorchBackend") is TorchBackend
-    assert backend_class("backends.torch_backend.TorchBackend") is TorchBackend
+    assert backend_class("stepwell.backends.torch_backend:TorchBackend") is TorchBackend
+    assert backend_class("stepwell.backends.torch_backend.TorchBackend") is TorchBackend
 
 
 def test_every_built_in_name_can_be_imported_and_has_a_line_about_it() -> None:
@@ -181,9 +181,9 @@ def test_stepwells_loop_refuses_a_backend_that_only_converts(install: Install) -
     [
         ("trch", r"backend is 'trch'; did you mean torch\? choose torch, .* give a dotted path"),
         ("no.such:Thing", "'no.such:Thing' cannot be imported: ModuleNotFoundError"),
-        ("backends.base:Nothing", "cannot be imported: AttributeError"),
-        ("backends.base:TokenBatch", "is no TrainingBackend"),
-        ("backends.base", "is no TrainingBackend|cannot be imported"),
+        ("stepwell.backends.base:Nothing", "cannot be imported: AttributeError"),
+        ("stepwell.backends.base:TokenBatch", "is no TrainingBackend"),
+        ("stepwell.backends.base", "is no TrainingBackend|cannot be imported"),
     ],
 )
 def test_an_unknown_backend_is_refused_in_one_line(name: str, reason: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.rows import (
+from stepwell.backends.rows import (
     Row,
     RowForm,
     build_rows,
@@ -17,7 +17,7 @@ from backends.rows import (
     micro_batches,
     select,
 )
-from datapool.types import Step
+from stepwell.datapool.types import Step
 from tests.backends.models import step
 
 FORMS: tuple[RowForm, ...] = ("step", "merged", "tree")

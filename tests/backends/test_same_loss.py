@@ -19,13 +19,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.base import TokenBatch
-from backends.rows import build_rows
-from backends.slime_backend import SlimeBackend, train_data
-from backends.slime_samples import to_samples
-from backends.verl_backend import VerlBackend, lay_out
-from backends.verl_config import VerlConfig
-from datapool.types import Group, Step
+from stepwell.backends.base import TokenBatch
+from stepwell.backends.rows import build_rows
+from stepwell.backends.slime_backend import SlimeBackend, train_data
+from stepwell.backends.slime_samples import to_samples
+from stepwell.backends.verl_backend import VerlBackend, lay_out
+from stepwell.backends.verl_config import VerlConfig
+from stepwell.datapool.types import Group, Step
+from stepwell.trainer.advantage_config import AdvantageConfig
+from stepwell.trainer.advantages import compute_advantages
+from stepwell.trainer.loss_config import LossConfig
+from stepwell.trainer.losses import coefficients, make_loss_fn
 from tests.backends import slime_itself
 from tests.backends.random_groups import (
     current_log_probs,
@@ -33,10 +37,6 @@ from tests.backends.random_groups import (
     random_groups,
     steps_of,
 )
-from trainer.advantage_config import AdvantageConfig
-from trainer.advantages import compute_advantages
-from trainer.loss_config import LossConfig
-from trainer.losses import coefficients, make_loss_fn
 
 HAS_VERL = importlib.util.find_spec("verl") is not None
 AGGREGATIONS = (
@@ -435,7 +435,7 @@ def test_verls_own_token_mean_is_ours_without_coefficients() -> None:
 @pytest.mark.skipif(not HAS_VERL, reason="make test-verl runs it, where verl is")
 @pytest.mark.parametrize("form", ["merged", "step"])
 def test_verls_own_advantages_are_ours_however_many_rows_a_trajectory_has(form: Any) -> None:
-    from backends.verl_backend import compute_advantage
+    from stepwell.backends.verl_backend import compute_advantage
 
     steps = steps_of(GROUPS)
     wanted = compute_advantages(GROUPS, AdvantageConfig()).columns["advantages"]

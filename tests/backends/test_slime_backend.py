@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from backends.base import backend_class
-from backends.errors import BackendConfigError, BatchError
-from backends.slime_backend import SlimeBackend, post_process_rewards, train_data
-from backends.slime_samples import (
+from stepwell.backends.base import backend_class
+from stepwell.backends.errors import BackendConfigError, BatchError
+from stepwell.backends.slime_backend import SlimeBackend, post_process_rewards, train_data
+from stepwell.backends.slime_samples import (
     NO_LOG_PROBS,
     OTHER_TEMPERATURE,
     SlimeSample,
     groups_of,
     to_samples,
 )
-from datapool.types import GREEDY, Group, Step, Trajectory, VersionSpan
+from stepwell.datapool.types import GREEDY, Group, Step, Trajectory, VersionSpan
 from tests.backends.random_groups import properties, random_groups, steps_of
 
 

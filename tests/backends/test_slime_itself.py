@@ -12,15 +12,15 @@ import pytest
 import ray
 import torch
 
-from backends.slime_backend import SlimeBackend, train_data
-from backends.slime_samples import as_slime, to_samples
-from datapool import DataPoolClient, PoolConfig, start_data_pool
+from stepwell.backends.slime_backend import SlimeBackend, train_data
+from stepwell.backends.slime_samples import as_slime, to_samples
+from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
+from stepwell.trainer.advantage_config import AdvantageConfig
+from stepwell.trainer.advantages import compute_advantages
+from stepwell.trainer.slime_data import PoolDataSource
+from stepwell.trainer.slime_rollout import REWARD_HOOK, generate_rollout
 from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of
 from tests.backends.slime_itself import HAS_SLIME, advantages, rollout_manager, slime
-from trainer.advantage_config import AdvantageConfig
-from trainer.advantages import compute_advantages
-from trainer.slime_data import PoolDataSource
-from trainer.slime_rollout import REWARD_HOOK, generate_rollout
 
 pytestmark = pytest.mark.skipif(not HAS_SLIME, reason="make test-slime runs it, where slime is")
 

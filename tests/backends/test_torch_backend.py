@@ -20,21 +20,23 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen3Config
 
-from backends.base import (
+from stepwell.backends.base import (
     LossOutput,
     TokenBatch,
     TrainingBackend,
 )
-from backends.errors import (
+from stepwell.backends.errors import (
     BackendConfigError,
     BatchError,
     NonFiniteUpdateError,
     UnsupportedByBackendError,
 )
-from backends.rows import build_rows, micro_batches
-from backends.torch_backend import TorchBackend, TorchBatch
-from backends.torch_config import TorchBackendConfig
-from datapool.types import Step
+from stepwell.backends.rows import build_rows, micro_batches
+from stepwell.backends.torch_backend import TorchBackend, TorchBatch
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.datapool.types import Step
+from stepwell.trainer.loss_config import LossConfig
+from stepwell.trainer.losses import coefficients, make_loss_fn
 from tests.backends.models import (
     SMALL,
     SMALL_GPT2,
@@ -44,8 +46,6 @@ from tests.backends.models import (
     save_model,
     step,
 )
-from trainer.loss_config import LossConfig
-from trainer.losses import coefficients, make_loss_fn
 
 QWEN3 = qwen3(max_position_embeddings=256, pad_token_id=0, bos_token_id=None)
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from backends.base import LossOutput
-from backends.errors import BackendConfigError
-from backends.optimizers import learning_rate
-from backends.torch_backend import TorchBackend
-from backends.torch_config import TorchBackendConfig
-from datapool.types import Step
+from stepwell.backends.base import LossOutput
+from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.optimizers import learning_rate
+from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.datapool.types import Step
 from tests.backends.models import qwen3, save_model
 
 VOCAB = 128
@@ -214,7 +214,7 @@ def test_a_small_budget_of_logits_changes_no_update(
     model_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train(backend(model_path, optimizer="sgd"), [1, 2])
-    monkeypatch.setattr("backends.torch_backend.chunk_tokens", lambda limit_mb, vocab: 3)
+    monkeypatch.setattr("stepwell.backends.torch_backend.chunk_tokens", lambda limit_mb, vocab: 3)
     chunked = backend(model_path, optimizer="sgd", rows=form, gradient_checkpointing=True)
     assert chunked._policy._chunk == 3
     for a, b in zip(train(chunked, [1, 2]), expected, strict=True):

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from backends.config import PublishMode
-from backends.errors import (
+from stepwell.backends.config import PublishMode
+from stepwell.backends.errors import (
     EngineError,
     EngineInternalError,
     EngineRequestError,
@@ -27,8 +27,8 @@ from backends.errors import (
     EngineUnavailableError,
     WeightUpdateError,
 )
-from backends.weights import WeightStore, publish
-from backends.weights import transaction as module
+from stepwell.backends.weights import WeightStore, publish
+from stepwell.backends.weights import transaction as module
 
 
 class Replica:

@@ -23,12 +23,12 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from backends.base import TokenBatch
-from backends.errors import BackendConfigError
-from backends.forward import forward, prepare
-from backends.rows import RowForm, build_rows, micro_batches
-from backends.tree import Node, Tree, _TreeAttention, enable, is_enabled, pack
-from datapool.types import Step, TokenIds
+from stepwell.backends.base import TokenBatch
+from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.forward import forward, prepare
+from stepwell.backends.rows import RowForm, build_rows, micro_batches
+from stepwell.backends.tree import Node, Tree, _TreeAttention, enable, is_enabled, pack
+from stepwell.datapool.types import Step, TokenIds
 from tests.backends.models import SMALL, SMALL_GPT2, VOCAB, plain_forward
 
 FORM = SMALL | {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}

@@ -14,16 +14,16 @@ import ray
 import torch
 from pydantic import ValidationError
 
-from backends.base import build_backend
-from backends.errors import BackendConfigError, BatchError
-from backends.torch_config import TorchBackendConfig
-from backends.verl_backend import Layout, VerlBackend, lay_out, trained_steps
-from backends.verl_config import VerlConfig
-from backends.verl_feed import VerlFeed
-from backends.verl_queue import queue_rows
-from datapool import DataPoolClient, PoolConfig, start_data_pool
-from datapool.errors import LeaseExpiredError, PoolUnavailableError
-from datapool.types import GREEDY, Group, Lease, Step, Trajectory, VersionSpan
+from stepwell.backends.base import build_backend
+from stepwell.backends.errors import BackendConfigError, BatchError
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.backends.verl_backend import Layout, VerlBackend, lay_out, trained_steps
+from stepwell.backends.verl_config import VerlConfig
+from stepwell.backends.verl_feed import VerlFeed
+from stepwell.backends.verl_queue import queue_rows
+from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
+from stepwell.datapool.errors import LeaseExpiredError, PoolUnavailableError
+from stepwell.datapool.types import GREEDY, Group, Lease, Step, Trajectory, VersionSpan
 from tests.backends.random_groups import random_groups, steps_of
 
 HAS_VERL = importlib.util.find_spec("verl") is not None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.checksums import ChecksumError
-from backends.weights import Published, WeightStore, check_version, read_current
+from stepwell.backends.checksums import ChecksumError
+from stepwell.backends.weights import Published, WeightStore, check_version, read_current
 
 
 def save(content: str):  # type: ignore[no-untyped-def]  # a closure for `write`

@@ -26,7 +26,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from examples.quickstart.agent import http_client
+from stepwell.quickstart.agent import http_client
 
 FOLDER = "STEPWELL_CHAOS_LOG"
 """Environment variable: the folder of the logs."""

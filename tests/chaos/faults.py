@@ -28,7 +28,7 @@ ACTORS = {
     "worker": "ray::RolloutWorker",
 }
 """How Ray names their processes."""
-ENGINE = "backends.engines.embedded"
+ENGINE = "stepwell.backends.engines.embedded"
 STOP_S = (3.0, 15.0)
 LONG_STOP_S = 40.0
 DELAY_S = (0.0, 5.0)

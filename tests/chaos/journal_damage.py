@@ -33,15 +33,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from datapool.config import ChannelConfig, PoolConfig
-from datapool.errors import DataPoolError, JournalError
-from datapool.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
-from datapool.pool import DataPool
-from datapool.replay import restore
-from datapool.salvage import salvage
-from datapool.types import Step
-from trainer.checkpoint import CheckpointStore
-from trainer.errors import CheckpointError
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.errors import DataPoolError, JournalError
+from stepwell.datapool.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.replay import restore
+from stepwell.datapool.salvage import salvage
+from stepwell.datapool.types import Step
+from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.errors import CheckpointError
 
 Outcome = Literal["harmless", "raised", "silent"]
 KINDS = ("flip", "cut", "removal")

@@ -34,12 +34,12 @@ from pathlib import Path
 
 import psutil
 
-from datapool.journal import FILE_NAME
+from stepwell.cluster import POOL, WEIGHTS
+from stepwell.datapool.journal import FILE_NAME
+from stepwell.trainer.ledger import LEDGER
 from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of
 from tests.chaos.machines import TwoMachines, shell
-from trainer.cluster import POOL, WEIGHTS
-from trainer.ledger import LEDGER
 
 ROOT = Path(__file__).parents[2]
 PR_SET_CHILD_SUBREAPER = 36
@@ -166,7 +166,7 @@ class Run:
         return os.environ | ours | (self._machines.token if self._machines is not None else {})
 
     def start(self, total_steps: int = 100_000) -> None:
-        command = [sys.executable, "-m", "trainer.cli", "train", "--config", "quickstart"]
+        command = [sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"]
         if self._machines is not None:
             self._machines.start(self.environment)
             command = [*self._machines.prefix, *command]
@@ -328,7 +328,7 @@ class Run:
 
     async def finish(self) -> None:
         """Two more optimizer steps in peace, a stop as by Ctrl-C, and the regular end."""
-        from trainer.checkpoint import CheckpointStore
+        from stepwell.trainer.checkpoint import CheckpointStore
 
         before = self.trained()
         await self.until(partial(self.trains, before + 1), "the end")

@@ -12,10 +12,10 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from stepwell.cluster import POOL
 from tests.chaos.faults import PARTS, Action, plan
 from tests.chaos.lives import Run, SmallDisk
 from tests.chaos.machines import TwoMachines
-from trainer.cluster import POOL
 
 OPTIONS = (
     *("logging.wandb=disabled", "logging.console=plain", "run.name=chaos"),

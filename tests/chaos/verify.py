@@ -24,18 +24,18 @@ from typing import Any
 
 import numpy as np
 
-from backends.torch_backend import TorchBackend
-from datapool.config import PoolConfig
-from datapool.journal import Journal, Row
-from datapool.pool import DataPool
-from datapool.replay import restore
-from datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
+from stepwell.backends.torch_backend import TorchBackend
+from stepwell.config import RunConfig, load_config
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.journal import Journal, Row
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.replay import restore
+from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
+from stepwell.run import CHECKPOINTS
+from stepwell.trainer.data import PromptSource
+from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
+from stepwell.trainer.recording import load_recording, recordings
 from tests.chaos.lives import Run
-from trainer.config import RunConfig, load_config
-from trainer.data import PromptSource
-from trainer.ledger import LEDGER, Audit, audit, read_ledger
-from trainer.recording import load_recording, recordings
-from trainer.run import CHECKPOINTS
 
 TOLERANCE = 1e-3
 """Of a log-prob that is computed again."""

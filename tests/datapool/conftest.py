@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from datapool import ChannelConfig, DataPool, PoolConfig, Step
+from stepwell.datapool import ChannelConfig, DataPool, PoolConfig, Step
 
 CHANGES = {
     "open_group",

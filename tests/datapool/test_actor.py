@@ -12,7 +12,13 @@ import pickle
 import numpy as np
 import pytest
 
-from datapool import ChannelConfig, ChannelShutDownError, DataPoolActor, PoolConfig, PoolFullError
+from stepwell.datapool import (
+    ChannelConfig,
+    ChannelShutDownError,
+    DataPoolActor,
+    PoolConfig,
+    PoolFullError,
+)
 
 
 async def settle():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from datapool import DataPoolActor, PoolConfig, Step, process
-from datapool.errors import LeaseExpiredError
+from stepwell.datapool import DataPoolActor, PoolConfig, Step, process
+from stepwell.datapool.errors import LeaseExpiredError
 
 MakeStep = Callable[..., Step]
 HOUR = 3600.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from datapool import ChannelConfig, PoolConfig
+from stepwell.datapool import ChannelConfig, PoolConfig
 
 
 def test_a_channel_not_named_has_the_default():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from datapool.dotted import resolve
+from stepwell.datapool.dotted import resolve
 
 
 @pytest.mark.parametrize("path", ["json:loads", "json.loads"])

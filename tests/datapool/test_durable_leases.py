@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from datapool import ChannelConfig, DataPoolActor, PoolConfig, Step
-from datapool.errors import JournalFullError
+from stepwell.datapool import ChannelConfig, DataPoolActor, PoolConfig, Step
+from stepwell.datapool.errors import JournalFullError
 
 MakeStep = Callable[..., Step]
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-import datapool.errors as errors
+import stepwell.datapool.errors as errors
 
 ALL = [
     value
@@ -30,7 +30,7 @@ def test_every_error_is_also_a_builtin_and_stands_in_the_drawn_tree(error_type):
 
 
 def test_the_package_exports_every_error():
-    import datapool
+    from stepwell import datapool
 
     assert {e.__name__ for e in ALL} <= set(datapool.__all__)
     assert all(getattr(datapool, name) is not None for name in datapool.__all__)

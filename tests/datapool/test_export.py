@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from datapool.export import (
+from stepwell.datapool.export import (
     SCHEMA_VERSION,
     ExportedTrajectory,
     ExportError,
@@ -28,7 +28,7 @@ from datapool.export import (
     schema,
     write,
 )
-from datapool.types import Step, Trajectory, VersionSpan
+from stepwell.datapool.types import Step, Trajectory, VersionSpan
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 
@@ -595,8 +595,8 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path):
     program = """
 import resource, signal, sys
 from pathlib import Path
-from datapool.export import write, ExportedTrajectory
-from datapool.types import Step, Trajectory
+from stepwell.datapool.export import write, ExportedTrajectory
+from stepwell.datapool.types import Step, Trajectory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 step = Step(prompt_ids=range(200_000), response_ids=[1], trajectory_uid="t", prompt_uid="p")
@@ -824,8 +824,8 @@ def test_jsonl_needs_no_pyarrow_and_parquet_without_it_says_what_to_install(tmp_
 import sys
 from pathlib import Path
 sys.modules["pyarrow"] = None
-from datapool.export import ExportedTrajectory, ExportError, read, write
-from datapool.types import Step, Trajectory
+from stepwell.datapool.export import ExportedTrajectory, ExportError, read, write
+from stepwell.datapool.types import Step, Trajectory
 step = Step(prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid="p")
 one = ExportedTrajectory(trajectory=Trajectory("t", "p", (step,)))
 path = Path(sys.argv[1]) / "x.jsonl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from datapool import (
+from stepwell.datapool import (
     ChannelShutDownError,
     GroupClosedError,
     GroupConflictError,

@@ -1,4 +1,4 @@
-"""What `import datapool` costs."""
+"""What `import stepwell.datapool` costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pkgutil
 import subprocess
 import sys
 
-import datapool
+from stepwell import datapool
 
 
 def modules_loaded_by(code: str) -> set[str]:
@@ -18,12 +18,15 @@ def modules_loaded_by(code: str) -> set[str]:
 
 
 def test_no_module_of_the_datapool_loads_torch_or_another_package_of_ours():
-    names = [f"datapool.{m.name}" for m in pkgutil.iter_modules(datapool.__path__)]
-    assert {"datapool.pool", "datapool.actor", "datapool.client"} <= set(names)
+    names = [f"stepwell.datapool.{m.name}" for m in pkgutil.iter_modules(datapool.__path__)]
+    assert {f"stepwell.datapool.{name}" for name in ("pool", "actor", "client")} <= set(names)
     loaded = modules_loaded_by("import " + ", ".join(names))
     assert set(names) <= loaded
-    assert not loaded & {"torch", "transformers", "gateway", "trainer", "backends"}
+    others = {f"stepwell.{room}" for room in ("gateway", "trainer", "backends", "cli", "run")}
+    assert not loaded & {"torch", "transformers", *others}
 
 
 def test_the_nouns_come_without_ray():
-    assert "ray" not in modules_loaded_by("from datapool import Step, DataPool, PoolConfig")
+    assert "ray" not in modules_loaded_by(
+        "from stepwell.datapool import Step, DataPool, PoolConfig"
+    )

@@ -20,7 +20,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from datapool import (
+from stepwell.datapool import (
     DataPoolActor,
     DataPoolClient,
     JournalFencedError,
@@ -31,9 +31,9 @@ from datapool import (
     Step,
     start_data_pool,
 )
-from datapool import actor as actor_module
-from datapool.incarnation import Former, Incarnation
-from datapool.journal import read_acked
+from stepwell.datapool import actor as actor_module
+from stepwell.datapool.incarnation import Former, Incarnation
+from stepwell.datapool.journal import read_acked
 
 MakeStep = Callable[..., Step]
 NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"
@@ -265,7 +265,7 @@ async def test_a_takeover_holds_against_a_former_process_that_never_stops_writin
 
 BUSY = """
 import asyncio, itertools, sys
-from datapool import DataPoolActor, DataPoolError, Step
+from stepwell.datapool import DataPoolActor, DataPoolError, Step
 
 async def run():
     actor = DataPoolActor(None, sys.argv[1])

@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from datapool import journal as journal_module
-from datapool.errors import DataPoolError
-from datapool.journal import (
+from stepwell.datapool import journal as journal_module
+from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.journal import (
     ACKED_NAME,
     FILE_NAME,
     LOG_NAME,
@@ -605,7 +605,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from zlib import crc32
-from datapool.journal import Journal
+from stepwell.datapool.journal import Journal
 
 folder, durability, do = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 journal = Journal(folder, durability)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from datapool import (
+from stepwell.datapool import (
     ChannelConfig,
     DataPoolActor,
     DataPoolClient,
@@ -22,8 +22,8 @@ from datapool import (
     Step,
     start_data_pool,
 )
-from datapool import events as events_module
-from datapool.config import SelectionConfig
+from stepwell.datapool import events as events_module
+from stepwell.datapool.config import SelectionConfig
 
 MakeStep = Callable[..., Step]
 Pool = Any
@@ -306,7 +306,7 @@ def test_a_batch_filter_may_drop_window_after_window(
     make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def last_one(infos: Any, batch_size: int) -> Any:
-        from datapool.selection import Choice
+        from stepwell.datapool.selection import Choice
 
         wanted = [i.prompt_uid for i in infos if i.prompt_uid == "g1499"]
         return Choice(wanted, {i.prompt_uid: "no" for i in infos if i.prompt_uid not in wanted})

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datapool import (
+from stepwell.datapool import (
     ChannelConfig,
     DataPool,
     DataPoolError,
@@ -22,9 +22,9 @@ from datapool import (
     Step,
     VersionSpan,
 )
-from datapool.journal import Journal
-from datapool.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES, Opaque
-from datapool.replay import restore
+from stepwell.datapool.journal import Journal
+from stepwell.datapool.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES, Opaque
+from stepwell.datapool.replay import restore
 
 NOW = 1000.0
 LISTINGS = ("list_groups", "list_trajectories", "list_steps")

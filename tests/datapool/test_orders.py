@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from datapool.heap import KeyedHeap
-from datapool.ready import ReadyOrder
+from stepwell.datapool.heap import KeyedHeap
+from stepwell.datapool.ready import ReadyOrder
 
 KEYS = st.sampled_from("abcdef")
 

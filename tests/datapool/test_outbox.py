@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from datapool.outbox import TIP_BYTES, _Parcel, _Tips
-from datapool.types import Step
+from stepwell.datapool.outbox import TIP_BYTES, _Parcel, _Tips
+from stepwell.datapool.types import Step
 
 
 def step(uid: str, index: int, n_prompt: int = 4) -> Step:

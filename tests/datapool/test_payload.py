@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datapool import DataPool, InvalidStepError, Step, VersionSpan
-from datapool.payload import (
+from stepwell.datapool import DataPool, InvalidStepError, Step, VersionSpan
+from stepwell.datapool.payload import (
     PackedGroup,
     PackedLease,
     PackedStep,
@@ -21,7 +21,7 @@ from datapool.payload import (
     pack,
     unpack,
 )
-from datapool.types import TokenIds
+from stepwell.datapool.types import TokenIds
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 FEW_TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=3)

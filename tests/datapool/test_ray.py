@@ -10,8 +10,8 @@ import psutil
 import pytest
 import ray
 
-import datapool.client as client_module
-from datapool import (
+import stepwell.datapool.client as client_module
+from stepwell.datapool import (
     DataPoolClient,
     DataPoolError,
     InvalidRequestError,
@@ -119,7 +119,7 @@ async def test_errors_through_the_client_are_one_plain_line(client, channel, mak
     with pytest.raises(UnknownLeaseError) as lease:
         await client.ack("nobody's")
     for error in (conflict.value, unknown.value, lease.value):
-        assert type(error).__module__ == "datapool.errors"
+        assert type(error).__module__ == "stepwell.datapool.errors"
         assert "\n" not in str(error)
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from datapool.config import ChannelConfig, PoolConfig
-from datapool.errors import JournalCorruptError, JournalError, JournalLockedError
-from datapool.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
-from datapool.pool import DataPool
-from datapool.replay import restore
-from datapool.salvage import salvage
-from datapool.types import Step
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.errors import JournalCorruptError, JournalError, JournalLockedError
+from stepwell.datapool.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.replay import restore
+from stepwell.datapool.salvage import salvage
+from stepwell.datapool.types import Step
 
 N_GROUPS = 12
 

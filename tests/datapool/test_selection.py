@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datapool.config import SelectionConfig
-from datapool.errors import InvalidRequestError
-from datapool.selection import (
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.selection import (
     UNMARKED,
     Choice,
     Decision,

@@ -18,7 +18,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datapool import (
+from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
     InvalidRequestError,
@@ -38,10 +38,10 @@ from datapool import (
     start_data_pool,
     start_shards,
 )
-from datapool.actor import SHARDS_FILE, journal_folder
-from datapool.journal import FILE_NAME
-from datapool.sharded import parts
-from datapool.shards import client_of, shard_of, share
+from stepwell.datapool.actor import SHARDS_FILE, journal_folder
+from stepwell.datapool.journal import FILE_NAME
+from stepwell.datapool.sharded import parts
+from stepwell.datapool.shards import client_of, shard_of, share
 
 NAMESPACE = f"shards-test-{uuid.uuid4().hex}"
 N = 2

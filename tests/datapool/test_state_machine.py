@@ -20,11 +20,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
-from datapool.config import SelectionConfig
-from datapool.journal import Row
-from datapool.payload import PackedLease, PackedStep, pack
-from datapool.replay import restore
+from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.journal import Row
+from stepwell.datapool.payload import PackedLease, PackedStep, pack
+from stepwell.datapool.replay import restore
 
 PROMPTS = [f"p{i}" for i in range(8)]
 ROLLOUTS = range(3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from datapool import (
+from stepwell.datapool import (
     InvalidStepError,
     StepConflictError,
     StepIndexError,

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from datapool import (
+from stepwell.datapool import (
     InvalidRequestError,
     TrajectoryClosedError,
     UnknownTrajectoryError,

@@ -11,8 +11,8 @@ import psutil
 import pytest
 import ray
 
-import datapool.client as client_module
-from datapool import (
+import stepwell.datapool.client as client_module
+from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
     ExportError,
@@ -27,9 +27,9 @@ from datapool import (
     VersionSpan,
     start_data_pool,
 )
-from datapool.export import read, write
-from datapool.rows import ExportedTrajectory
-from datapool.transfer import BATCH_TRAJECTORIES
+from stepwell.datapool.export import read, write
+from stepwell.datapool.rows import ExportedTrajectory
+from stepwell.datapool.transfer import BATCH_TRAJECTORIES
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 NARROW = "narrow"

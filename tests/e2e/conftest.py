@@ -15,9 +15,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from backends.config import EngineConfig
-from backends.engines.supervisor import Supervisor
-from trainer.config import RunConfig, load_config
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.config import RunConfig, load_config
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

@@ -18,15 +18,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stepwell.trainer.ledger import LEDGER, audit
 from tests.e2e.conftest import ROOT, SMALL
-from trainer.ledger import LEDGER, audit
 
 pytestmark = pytest.mark.e2e
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "trainer.cli", "train", "--config", "quickstart"),
+        *(sys.executable, "-m", "stepwell.cli", "train", "--config", "quickstart"),
         *SMALL,
         f"run.dir={folder}",
         *overrides,
@@ -113,7 +113,7 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
 ) -> None:
     target = tmp_path / "model"
     done = run(
-        [sys.executable, "-m", "trainer.cli", "export", str(resumed), "--to", str(target)],
+        [sys.executable, "-m", "stepwell.cli", "export", str(resumed), "--to", str(target)],
     )
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(target, local_files_only=True)
@@ -123,7 +123,7 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
     assert any(not torch.equal(w, start[name]) for name, w in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template
 
-    again = run([sys.executable, "-m", "trainer.cli", "export", str(resumed), "--to", str(target)])
+    again = run([sys.executable, "-m", "stepwell.cli", "export", str(resumed), "--to", str(target)])
     assert again.returncode == 1
     assert "exists; remove it" in again.stderr
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.torch_backend import TorchBackend
-from datapool.types import Step, VersionSpan
+from stepwell.backends.torch_backend import TorchBackend
+from stepwell.cluster import start_cluster
+from stepwell.config import RunConfig
+from stepwell.datapool.types import Step, VersionSpan
+from stepwell.run import build_trainer, training_prompts
+from stepwell.trainer.recording import load_recording, recordings
 from tests.e2e.conftest import ROOT, EngineRecorder, engine, small_config
-from trainer.cluster import start_cluster
-from trainer.config import RunConfig
-from trainer.recording import load_recording, recordings
-from trainer.run import build_trainer, training_prompts
 
 pytestmark = pytest.mark.e2e
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from stepwell.run import train
 from tests.e2e.conftest import small_config
-from trainer.run import train
 
 pytestmark = pytest.mark.e2e
 

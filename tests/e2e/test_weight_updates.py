@@ -16,8 +16,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from backends.config import PauseMode
-from backends.engines.client import EngineClient
 from benchmarks.gateway_updates import (
     MODES,
     Clients,
@@ -29,7 +27,9 @@ from benchmarks.gateway_updates import (
     update_under_load,
     wrong_steps,
 )
-from datapool.types import Step
+from stepwell.backends.config import PauseMode
+from stepwell.backends.engines.client import EngineClient
+from stepwell.datapool.types import Step
 
 pytestmark = pytest.mark.e2e
 

@@ -10,7 +10,8 @@ import openai
 import pytest
 from aiohttp import web
 
-from examples.quickstart.agent import (
+from examples.smollm2.agent import agent as one_turn_agent
+from stepwell.quickstart.agent import (
     MAX_TOKENS,
     MAX_TURNS,
     TOOLS,
@@ -18,7 +19,6 @@ from examples.quickstart.agent import (
     calculator,
     http_client,
 )
-from examples.smollm2.agent import agent as one_turn_agent
 from tests.helpers import serving_posts
 
 TASK = {"question": "12 + 34 =", "answer": "46", "data_source": "chain_sum", "metadata": {}}

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from backends.base import build_backend
-from backends.config import EngineConfig
-from backends.engines.supervisor import Supervisor
-from backends.errors import BackendConfigError
-from backends.registry import BACKENDS, ENGINES
-from datapool import DataPool, PoolConfig, Step
-from trainer.cli import main
+from stepwell.backends.base import build_backend
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.registry import BACKENDS, ENGINES
+from stepwell.cli import main
+from stepwell.datapool import DataPool, PoolConfig, Step
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from examples.quickstart.agent import MAX_TOKENS, TOOLS
-from examples.quickstart.make_model import (
+from stepwell.quickstart.agent import MAX_TOKENS, TOOLS
+from stepwell.quickstart.make_model import (
     EVAL_SEED,
     HERE,
     WARM_UP_SEED,

@@ -23,13 +23,13 @@ from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from datapool.config import PoolConfig
-from datapool.pool import DataPool
-from datapool.types import Step
-from gateway.app import create_app
-from gateway.config import GatewayConfig
-from gateway.server import bind, http_protocol
-from gateway.tokenization import ChatTokenizer
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.types import Step
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.server import bind, http_protocol
+from stepwell.gateway.tokenization import ChatTokenizer
 
 # -- templates -------------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class ScriptedEngine:
 
 
 SERVED_BY: dict[str, Any] = {"ours": http_protocol(GatewayConfig()), "another": "auto"}
-"""The protocol that `gateway.server` runs, and uvicorn's own."""
+"""The protocol that `stepwell.gateway.server` runs, and uvicorn's own."""
 
 
 @asynccontextmanager

@@ -16,9 +16,9 @@ import tempfile
 
 import aiohttp
 
-from gateway.app import create_app
-from gateway.config import GatewayConfig
-from gateway.tokenization import ChatTokenizer
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.tokenization import ChatTokenizer
 from tests.gateway.conftest import LocalPool, Sampled, ScriptedEngine, make_tokenizer, serving
 
 MARKUP = (

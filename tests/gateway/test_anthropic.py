@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from gateway.dialects.anthropic_messages import (
+from stepwell.gateway.dialects.anthropic_messages import (
     AnthropicMessages,
     BlockWriter,
     Options,
     _whole,
 )
-from gateway.errors import RequestError
-from gateway.messages import canonical, root_key
-from gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.errors import RequestError
+from stepwell.gateway.messages import canonical, root_key
+from stepwell.gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
 from tests.gateway.conftest import CHATML, World, make_tokenizer
 
 Block = dict[str, Any]

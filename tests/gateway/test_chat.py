@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from gateway.dialects import openai_chat
-from gateway.errors import RequestError
+from stepwell.gateway.dialects import openai_chat
+from stepwell.gateway.errors import RequestError
 from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, log_prob
 
 THINKER = QWEN3.replace(

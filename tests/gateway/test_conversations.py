@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.rows import build_rows
-from gateway.app import create_app
-from gateway.config import GatewayConfig
+from stepwell.backends.rows import build_rows
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
 from tests.gateway.conftest import LocalPool, Sampled, ScriptedEngine, log_prob, make_tokenizer
 from tests.gateway.conftest import serving as serve_app
 

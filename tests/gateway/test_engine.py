@@ -16,8 +16,8 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config import GatewayConfig
-from gateway.engine import (
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.engine import (
     EngineClient,
     Generation,
     Sampling,
@@ -26,7 +26,7 @@ from gateway.engine import (
     _Part,
     _take,
 )
-from gateway.errors import EngineError, EngineUnavailableError, RequestError
+from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
 from tests.gateway.conftest import Sampled, log_prob
 
 PROMPT = np.arange(10, 15, dtype=np.int32)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.fleet import MAX_BACKOFF_S, Circuit, Engine, Fleet, backoff_s
+from stepwell.gateway.fleet import MAX_BACKOFF_S, Circuit, Engine, Fleet, backoff_s
 
 
 def fleet(n: int = 3, **options: Any) -> Fleet:

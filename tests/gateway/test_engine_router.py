@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway.config import GatewayConfig
-from gateway.engine import EngineClient
-from gateway.errors import EngineUnavailableError, RequestError
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.engine import EngineClient
+from stepwell.gateway.errors import EngineUnavailableError, RequestError
 from tests.gateway.conftest import Sampled
 from tests.gateway.test_engine import FAST, Machine, Rig, check_whole, running
 

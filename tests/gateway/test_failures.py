@@ -13,7 +13,7 @@ import openai
 import pytest
 from starlette.datastructures import Headers
 
-from gateway.web import retry_key
+from stepwell.gateway.web import retry_key
 from tests.gateway.conftest import SERVED_BY, Sampled, log_prob
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from datapool import ChannelConfig, DataPoolActor, PoolConfig, PoolFullError
-from datapool.types import Step
+from stepwell.datapool import ChannelConfig, DataPoolActor, PoolConfig, PoolFullError
+from stepwell.datapool.types import Step
 from tests.gateway.conftest import World
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.graph import TurnGraph, join
-from gateway.messages import canonical, parse_arguments, root_key
+from stepwell.gateway.graph import TurnGraph, join
+from stepwell.gateway.messages import canonical, parse_arguments, root_key
 
 ROOT = root_key(None, {})
 

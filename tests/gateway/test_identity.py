@@ -10,8 +10,8 @@ import aiohttp
 import openai
 import pytest
 
-from gateway.app import create_app
-from gateway.config import GatewayConfig
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
 from tests.gateway.conftest import Sampled
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import kept
-from gateway.kept import KeptConnections
-from gateway.pace import FIRST, MOST, Pace
-from gateway.routes import router
+from stepwell.gateway import kept
+from stepwell.gateway.kept import KeptConnections
+from stepwell.gateway.pace import FIRST, MOST, Pace
+from stepwell.gateway.routes import router
 
 Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

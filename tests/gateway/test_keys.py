@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
-from gateway.app import Gateway
-from gateway.config import GatewayConfig
-from gateway.keys import KeyRing, Named, needed_by, presented
-from gateway.server import HttpServer
+from stepwell.gateway.app import Gateway
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.keys import KeyRing, Named, needed_by, presented
+from stepwell.gateway.server import HttpServer
 
 ADMIN = "the-admin's-key-of-this-test"
 AGENT = "the-agents'-key-of-this-test"

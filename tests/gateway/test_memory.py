@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.app import create_app
-from gateway.config import GatewayConfig
-from gateway.retries import pack, unpack
+from benchmarks.gateway.size import bound, objects_of, trajectory_size
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.retries import pack, unpack
 from tests.gateway.conftest import World, serving
-from trainer.bench.gateway.size import bound, objects_of, trajectory_size
 
 RETRY = {"x-stainless-retry-count": "1"}
 TOOLS: list[Any] = [

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from gateway.config import GatewayConfig
-from gateway.parsing import (
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.parsing import (
     ContentDelta,
     MarkupParser,
     ReplyText,
@@ -21,8 +21,8 @@ from gateway.parsing import (
     parse_call,
     parse_xml_call,
 )
-from gateway.reply import ReplyFormat
-from gateway.tokenization import ChatTokenizer, TokenStream
+from stepwell.gateway.reply import ReplyFormat
+from stepwell.gateway.tokenization import ChatTokenizer, TokenStream
 
 PIECES = st.lists(
     st.one_of(

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.config import GatewayConfig
-from gateway.errors import RateLimitedError, TrajectoryLimitError
-from gateway.limits import CallLimits
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
+from stepwell.gateway.limits import CallLimits
 from tests.gateway.conftest import SERVED_BY
 
 TIMEOUT_S = 10.0

@@ -21,17 +21,17 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
-from datapool.config import PoolConfig
-from datapool.export import read, write
-from datapool.pool import DataPool
-from datapool.types import Step
-from gateway.app import create_app
-from gateway.calls import ChatRequest, RetryKey
-from gateway.config import GatewayConfig
-from gateway.graph import Turn, TurnGraph
-from gateway.parsing import ToolCall
-from gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
-from gateway.replicas import Replicas
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.export import read, write
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.types import Step
+from stepwell.gateway.app import create_app
+from stepwell.gateway.calls import ChatRequest, RetryKey
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.graph import Turn, TurnGraph
+from stepwell.gateway.parsing import ToolCall
+from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
+from stepwell.gateway.replicas import Replicas
 from tests.gateway.conftest import LocalPool, World, serving
 
 TOOLS: list[Any] = [

@@ -15,10 +15,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from starlette.datastructures import Headers
 
-from gateway.dialects.openai_responses import OpenAIResponses
-from gateway.dialects.response_answer import TokenReader
-from gateway.dialects.response_items import ResponseStore, StoredResponse, seal, unseal
-from gateway.errors import GatewayError, RequestError
+from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.dialects.response_answer import TokenReader
+from stepwell.gateway.dialects.response_items import ResponseStore, StoredResponse, seal, unseal
+from stepwell.gateway.errors import GatewayError, RequestError
 from tests.gateway.conftest import Sampled, log_prob, make_tokenizer
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

@@ -17,16 +17,16 @@ import ray
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datapool.actor import start_data_pool
-from datapool.client import DataPoolClient
-from datapool.config import ChannelConfig, PoolConfig, SelectionConfig
-from datapool.pool import DataPool
-from datapool.types import Group, Step, Trajectory
-from gateway.app import create_app
-from gateway.config import GatewayConfig
-from gateway.errors import GatewayConfigError
-from gateway.rollout_items import make_item, rows, steps_of
-from gateway.transcript import Transcript
+from stepwell.datapool.actor import start_data_pool
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import GatewayConfigError
+from stepwell.gateway.rollout_items import make_item, rows, steps_of
+from stepwell.gateway.transcript import Transcript
 from tests.gateway.conftest import serving
 
 # -- a consumer that does what slime's rollout_buffer_example.py does ---------------------------
@@ -488,7 +488,7 @@ async def test_a_consumer_that_leaves_before_the_end_loses_nothing(
 async def test_an_ack_whose_answer_is_lost_is_asked_for_again(
     world: Any, consumer: Consumer, monkeypatch: pytest.MonkeyPatch, lost: str
 ):
-    monkeypatch.setattr("gateway.rollout_buffer.ACK_RETRY_S", 0.01)
+    monkeypatch.setattr("stepwell.gateway.rollout_buffer.ACK_RETRY_S", 0.01)
     await consumer.start()
     await group(world, "p")
     ack, calls = world.pool.ack, []
@@ -998,7 +998,7 @@ def test_a_written_sample_comes_back_as_it_was(prompt: list[int], response: list
 def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     tokenizer_of: Callable[..., Any],
 ):
-    from gateway.rollout_buffer import RolloutBuffer, _Served
+    from stepwell.gateway.rollout_buffer import RolloutBuffer, _Served
 
     step = Step(
         prompt_ids=[1],

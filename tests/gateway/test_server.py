@@ -18,21 +18,21 @@ import ray
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
-import gateway.errors
-from datapool.actor import start_data_pool
-from datapool.client import DataPoolClient
-from datapool.config import PoolConfig
-from gateway.app import create_app
-from gateway.config import GatewayConfig
-from gateway.errors import GatewayConfigError, GatewayError, PortInUseError, RequestError
-from gateway.server import HttpServer, bind, start_gateway
+from stepwell.datapool.actor import start_data_pool
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.config import PoolConfig
+from stepwell.gateway import errors
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import GatewayConfigError, GatewayError, PortInUseError, RequestError
+from stepwell.gateway.server import HttpServer, bind, start_gateway
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_reading_the_configuration_loads_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, gateway.config, gateway.server;"
+        "import sys, stepwell.gateway.config, stepwell.gateway.server;"
         "sys.exit(' '.join(m for m in ('torch', 'transformers', 'ray') if m in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -83,9 +83,7 @@ def test_a_wrong_reward_function_is_named(path: str, tokenizer: Any) -> None:
 
 
 def test_errors_survive_pickling_with_their_fields() -> None:
-    kinds = [
-        e for e in vars(gateway.errors).values() if isinstance(e, type) and issubclass(e, Exception)
-    ]
+    kinds = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
     assert len(kinds) > 10
     for kind in kinds:
         args = ("what is wrong", "field") if issubclass(kind, RequestError) else ("what is wrong",)
@@ -186,7 +184,7 @@ async def test_stopping_aborts_what_is_being_generated(
 async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping(
     worlds: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.server.STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("stepwell.gateway.server.STOP_TIMEOUT_S", 1.0)
     world = await worlds()
     world.pool.door.clear()
     config = GatewayConfig(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gateway.errors import ContextLengthError
-from gateway.tokenization import ChatTokenizer
+from stepwell.gateway.errors import ContextLengthError
+from stepwell.gateway.tokenization import ChatTokenizer
 from tests.gateway.conftest import CHATML, make_tokenizer
 
 Change = Callable[[Tokenizer], Any]

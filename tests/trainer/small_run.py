@@ -22,21 +22,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from backends.base import LossFn, TokenBatch, TrainingBackend
-from backends.weights import WeightStore
-from datapool import DataPoolActor, DataPoolClient, PoolConfig, Step, VersionSpan
-from datapool.types import GREEDY, TRAIN, VAL
-from trainer.checkpoint import CheckpointStore
-from trainer.config import RunConfig, load_config
-from trainer.data import PromptSource, Task
-from trainer.data_config import DataConfig
-from trainer.ledger import Ledger
-from trainer.loop import Trainer
-from trainer.rollout import Producer
-from trainer.run import build_critic
-from trainer.sampling import Pace, credit_limit, drops_surplus, train_channel
-from trainer.scoring import Scorer
-from trainer.validation import Evaluation
+from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
+from stepwell.backends.weights import WeightStore
+from stepwell.config import RunConfig, load_config
+from stepwell.datapool import DataPoolActor, DataPoolClient, PoolConfig, Step, VersionSpan
+from stepwell.datapool.types import GREEDY, TRAIN, VAL
+from stepwell.run import build_critic
+from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.data import PromptSource, Task
+from stepwell.trainer.data_config import DataConfig
+from stepwell.trainer.ledger import Ledger
+from stepwell.trainer.loop import Trainer
+from stepwell.trainer.rollout import Producer
+from stepwell.trainer.sampling import Pace, credit_limit, drops_surplus, train_channel
+from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.validation import Evaluation
 
 SMALL = (
     "logging.wandb=disabled",
@@ -74,7 +74,7 @@ class LocalPool:
 
 
 class FakeEngine:
-    """What `backends.weights.publish` asks of an engine."""
+    """What `stepwell.backends.weights.publish` asks of an engine."""
 
     def __init__(self) -> None:
         self.url = "http://fake"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.config import EngineConfig
-from gateway.config import GatewayConfig
-from trainer.cluster import Network
-from trainer.placement import Node
+from stepwell.backends.config import EngineConfig
+from stepwell.cluster import Network
+from stepwell.gateway.config import GatewayConfig
+from stepwell.placement import Node
 
 HERE = Node("10.0.0.1", "a", 0, is_driver=True)
 THERE = Node("10.0.0.2", "b", 0)

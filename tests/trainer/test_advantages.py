@@ -18,19 +18,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from datapool.types import GREEDY, Group, Step, Trajectory
-from tests.trainer.golden.advantages import (
-    GAMMA,
-    KINDS,
-    LAM,
-    RECORDED,
-    Case,
-    moved,
-    random_case,
-    verl_results,
-)
-from trainer.advantage_config import AdvantageConfig
-from trainer.advantages import (
+from stepwell.datapool.types import GREEDY, Group, Step, Trajectory
+from stepwell.trainer.advantage_config import AdvantageConfig
+from stepwell.trainer.advantages import (
     ESTIMATORS,
     GREEDY_REWARD,
     Batch,
@@ -48,7 +38,17 @@ from trainer.advantages import (
     to_go,
     whiten,
 )
-from trainer.errors import ColumnError, RewardError, UnknownNameError
+from stepwell.trainer.errors import ColumnError, RewardError, UnknownNameError
+from tests.trainer.golden.advantages import (
+    GAMMA,
+    KINDS,
+    LAM,
+    RECORDED,
+    Case,
+    moved,
+    random_case,
+    verl_results,
+)
 
 rewards = st.lists(st.floats(-10, 10).map(lambda r: round(r, 3)), min_size=2, max_size=12)
 GROUP_BASELINES = ("grpo", "dr_grpo", "rloo", "opo")

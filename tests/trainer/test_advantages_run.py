@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from datapool.types import GREEDY
+from stepwell.datapool.types import GREEDY
 from tests.trainer.small_run import small_config, small_run
 
 

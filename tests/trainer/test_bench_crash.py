@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from datapool.types import Group, Lease, Step, Trajectory
-from trainer.bench import BENCHES
-from trainer.bench.checks import BenchResult
-from trainer.bench.crash import QUICK_STEPS, _Ledger, _unbalanced, run
+from benchmarks.checks import BenchResult
+from benchmarks.pool_crash import QUICK_STEPS, _Ledger, _unbalanced, run
+from benchmarks.registry import BENCHES
+from stepwell.datapool.types import Group, Lease, Step, Trajectory
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_recovery_is_measured_on_both_workloads(quick: BenchResult) -> None:
 
 
 def test_the_bench_is_known_to_the_command_line() -> None:
-    assert BENCHES["pool-crash"] == "trainer.bench.crash"
+    assert BENCHES["pool-crash"] == "benchmarks.pool_crash"
 
 
 # -- the ledger ----------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from trainer.bench.checks import BenchResult
-from trainer.bench.gateway import FULL, QUICK, SECTIONS, WAVES, Direct, run, systems
-from trainer.bench.gateway.client import Conversations, Job
-from trainer.bench.gateway.measure import CONNECTIONS, Sample, paired, table
-from trainer.bench.gateway.process import Client, Engine
-from trainer.bench.gateway.shapes import _arrivals
-from trainer.bench.gateway.workload import (
+from benchmarks.checks import BenchResult
+from benchmarks.gateway import FULL, QUICK, SECTIONS, WAVES, Direct, run, systems
+from benchmarks.gateway.client import Conversations, Job
+from benchmarks.gateway.measure import CONNECTIONS, Sample, paired, table
+from benchmarks.gateway.process import Client, Engine
+from benchmarks.gateway.shapes import _arrivals
+from benchmarks.gateway.workload import (
     ANSWER_TOKENS,
     LONG_TURNS,
     ROLLOUTS,
@@ -28,7 +28,7 @@ from trainer.bench.gateway.workload import (
     Workload,
     make_workload,
 )
-from trainer.errors import ConfigError
+from stepwell.trainer.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_a_soak_runs_as_long_as_it_is_told_and_only_if_it_is_named(quick: BenchR
 def test_conversations_are_as_long_as_the_claims_say(
     workload: Workload, conversations: dict[str, Conversations]
 ) -> None:
-    from gateway.tokenization import ChatTokenizer
+    from stepwell.gateway.tokenization import ChatTokenizer
 
     tokenizer = ChatTokenizer.load(str(workload.tokenizer_path))
 

@@ -11,11 +11,10 @@ import json
 
 import pytest
 
-from trainer.bench import as_markdown
-from trainer.bench.checks import BenchResult, Check
-from trainer.bench.pool import FULL, MODES, QUICK, BareActor, Stepwell, run, transfer_queue
-from trainer.bench.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, ratio
-from trainer.bench.pool.workload import (
+from benchmarks.checks import BenchResult, Check
+from benchmarks.pool import FULL, MODES, QUICK, BareActor, Stepwell, run, transfer_queue
+from benchmarks.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, ratio
+from benchmarks.pool.workload import (
     ROLLOUTS,
     STEPS_PER_FETCH,
     TURNS,
@@ -24,8 +23,9 @@ from trainer.bench.pool.workload import (
     small_calls,
     workload_a,
 )
-from trainer.cli import main
-from trainer.errors import ConfigError
+from benchmarks.registry import as_markdown
+from stepwell.cli import main
+from stepwell.trainer.errors import ConfigError
 
 OURS = [f"Stepwell ({level})" for level in ("none", "process", "power")]
 
@@ -81,7 +81,7 @@ def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> No
 def test_a_store_that_is_not_installed_has_a_row_that_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import trainer.bench.pool as bench
+    import benchmarks.pool as bench
 
     monkeypatch.setattr(bench, "is_installed", lambda: False)
     systems = bench.Systems()

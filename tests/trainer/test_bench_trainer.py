@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.bench.trainer import QUICK, REACH, RIVAL, run
-from trainer.bench.trainer.forms import make_form
-from trainer.bench.trainer.memory import peak_memory
-from trainer.bench.trainer.trl_forms import is_installed
-from trainer.bench.trainer.workload import FULL, Shape, groups, logical_tokens, make_model
-from trainer.errors import ConfigError
+from benchmarks.trainer import QUICK, REACH, RIVAL, run
+from benchmarks.trainer.forms import make_form
+from benchmarks.trainer.memory import peak_memory
+from benchmarks.trainer.trl_forms import is_installed
+from benchmarks.trainer.workload import FULL, Shape, groups, logical_tokens, make_model
+from stepwell.trainer.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -17,23 +17,23 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from backends.torch_backend import TorchBackend
-from backends.torch_config import TorchBackendConfig
-from datapool.journal import Journal
-from datapool.types import Group
-from trainer.checkpoint import (
+from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.config import RunConfig, RunSection
+from stepwell.datapool.journal import Journal
+from stepwell.datapool.types import Group
+from stepwell.report import write_summary
+from stepwell.run import CHECKPOINTS, _finished, _start_over
+from stepwell.trainer.checkpoint import (
     CheckpointStore,
     checkpoint_due,
     export_checkpoint,
     rng_state,
     set_rng_state,
 )
-from trainer.config import RunConfig, RunSection
-from trainer.errors import CheckpointError, ConfigError
-from trainer.loop import Progress
-from trainer.recording import record_batch
-from trainer.report import write_summary
-from trainer.run import CHECKPOINTS, _finished, _start_over
+from stepwell.trainer.errors import CheckpointError, ConfigError
+from stepwell.trainer.loop import Progress
+from stepwell.trainer.recording import record_batch
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import find_config, load_config
-from trainer.errors import ConfigError
+from stepwell.config import find_config, load_config
+from stepwell.trainer.errors import ConfigError
 
 PRESETS = sorted(Path(__file__).parents[2].glob("configs/*.yaml"))
 

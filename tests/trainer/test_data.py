@@ -25,12 +25,12 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
-from trainer.buffer_filters import Returned
-from trainer.config import RolloutConfig
-from trainer.data import DataError, DataExhaustedError, PromptSource, Task
-from trainer.data_config import DataConfig, SourceConfig
-from trainer.prompt_length import PromptMeter
-from trainer.rollout import _new_uid
+from stepwell.config import RolloutConfig
+from stepwell.trainer.buffer_filters import Returned
+from stepwell.trainer.data import DataError, DataExhaustedError, PromptSource, Task
+from stepwell.trainer.data_config import DataConfig, SourceConfig
+from stepwell.trainer.prompt_length import PromptMeter
+from stepwell.trainer.rollout import _new_uid
 
 WriteLines = Callable[..., Path]
 

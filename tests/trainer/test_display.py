@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.display import Display, sparkline
+from stepwell.console import Display, sparkline
 
 RECORD = {
     "step": 3,

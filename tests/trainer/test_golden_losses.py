@@ -32,8 +32,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.base import TokenBatch
-from datapool.types import Step
+from stepwell.backends.base import TokenBatch
+from stepwell.datapool.types import Step
+from stepwell.trainer.kl import next_coef
+from stepwell.trainer.loss_config import KlConfig, LossConfig, OffPolicyConfig
+from stepwell.trainer.losses import coefficients, loss_columns, make_loss_fn
+from stepwell.trainer.off_policy import Correction, correct
 from tests.trainer.golden.losses import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -52,10 +56,6 @@ from tests.trainer.golden.losses import (
     tensors,
     verl_outputs,
 )
-from trainer.kl import next_coef
-from trainer.loss_config import KlConfig, LossConfig, OffPolicyConfig
-from trainer.losses import coefficients, loss_columns, make_loss_fn
-from trainer.off_policy import Correction, correct
 
 HAS_VERL = all(
     importlib.util.find_spec(m) for m in ("verl", "tensordict", "codetiming")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import main
-from trainer.config import load_config
-from trainer.errors import ConfigError
+from stepwell.cli import main
+from stepwell.config import load_config
+from stepwell.trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,13 @@ from typing import Any
 import pytest
 import ray
 
-from backends.base import LossFn, TokenBatch
-from datapool import DataPoolClient, start_data_pool
-from datapool.types import TRAIN, VAL
+from stepwell.backends.base import LossFn, TokenBatch
+from stepwell.config import RunConfig
+from stepwell.datapool import DataPoolClient, start_data_pool
+from stepwell.datapool.types import TRAIN, VAL
+from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.data import Task
+from stepwell.trainer.ledger import audit
 from tests.trainer.small_run import (
     RecordingBackend,
     SmallRun,
@@ -25,10 +29,6 @@ from tests.trainer.small_run import (
     small_config,
     small_run,
 )
-from trainer.checkpoint import CheckpointStore
-from trainer.config import RunConfig
-from trainer.data import Task
-from trainer.ledger import audit
 
 LEASE_S = 0.3
 LONG_S = 3 * LEASE_S

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.errors import CheckpointError
-from trainer.ledger import NOT_TRAINED, Ledger, audit, read_ledger
+from stepwell.trainer.errors import CheckpointError
+from stepwell.trainer.ledger import NOT_TRAINED, Ledger, audit, read_ledger
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.torch_backend import TorchBackend, TorchBatch
-from datapool.lease_keeper import LeaseKeeper
-from datapool.types import TRAIN, Group, Lease, Step, Trajectory
-from trainer.config import load_config
-from trainer.errors import ConfigError
-from trainer.loop import Trainer
-from trainer.run import build_critic
+from stepwell.backends.torch_backend import TorchBackend, TorchBatch
+from stepwell.config import load_config
+from stepwell.datapool.lease_keeper import LeaseKeeper
+from stepwell.datapool.types import TRAIN, Group, Lease, Step, Trajectory
+from stepwell.run import build_critic
+from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.loop import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from trainer.errors import ColumnError
-from trainer.loss_config import Aggregation, KlConfig, LossConfig
-from trainer.losses import coefficients, make_loss_fn, ppo_clip
+from stepwell.trainer.errors import ColumnError
+from stepwell.trainer.loss_config import Aggregation, KlConfig, LossConfig
+from stepwell.trainer.losses import coefficients, make_loss_fn, ppo_clip
 
 AGGREGATIONS: list[Aggregation] = [  # those that see trajectories and no steps
     "token-mean",

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from datapool.config import PoolConfig
-from datapool.pool import DataPool
-from gateway.graph import Turn as GatewayTurn
-from gateway.graph import TurnGraph
-from gateway.render import ChatRenderer
-from gateway.tokenization import ChatTokenizer
-from tests.gateway.conftest import make_tokenizer
-from trainer.masks import (
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.pool import DataPool
+from stepwell.gateway.graph import Turn as GatewayTurn
+from stepwell.gateway.graph import TurnGraph
+from stepwell.gateway.render import ChatRenderer
+from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.trainer.masks import (
     LossMaskGenerator,
     MaskedRow,
     MaskError,
@@ -32,6 +31,7 @@ from trainer.masks import (
     mask_generator,
     to_steps,
 )
+from tests.gateway.conftest import make_tokenizer
 
 Message = dict[str, Any]
 

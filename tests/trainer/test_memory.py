@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from backends.engines.client import EngineClient
-from backends.errors import EngineRequestError, EngineUnavailableError
-from trainer.memory import EngineMemory
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import EngineRequestError, EngineUnavailableError
+from stepwell.trainer.memory import EngineMemory
 
 
 class Engine:

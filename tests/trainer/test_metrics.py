@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from trainer.config import RunConfig, load_config
-from trainer.metrics import Idle, MetricsWriter, Phases, waits
+from stepwell.config import RunConfig, load_config
+from stepwell.trainer.metrics import Idle, MetricsWriter, Phases, waits
 
 ROOT = Path(__file__).parents[2]
 

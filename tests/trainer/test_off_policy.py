@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from trainer.errors import ColumnError, VersionError
-from trainer.loss_config import PRESETS, LossConfig, Method, OffPolicyConfig
-from trainer.losses import make_loss_fn
-from trainer.off_policy import Correction, correct, lags, proximal_log_probs
+from stepwell.trainer.errors import ColumnError, VersionError
+from stepwell.trainer.loss_config import PRESETS, LossConfig, Method, OffPolicyConfig
+from stepwell.trainer.losses import make_loss_fn
+from stepwell.trainer.off_policy import Correction, correct, lags, proximal_log_probs
 
 logits = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from trainer.config import RunConfig, load_config
-from trainer.errors import ConfigError
-from trainer.placement import Bundle, Node, Plan, describe, place, plan, stable_order, wanted_gpus
+from stepwell.config import RunConfig, load_config
+from stepwell.placement import Bundle, Node, Plan, describe, place, plan, stable_order, wanted_gpus
+from stepwell.trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Node("10.0.0.2", "a" * 40, 2, is_driver=True)

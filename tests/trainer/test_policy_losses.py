@@ -15,14 +15,14 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from backends.base import TokenBatch
-from backends.torch_backend import TorchBackend
-from backends.torch_config import TorchBackendConfig
-from datapool.types import Step
-from trainer.errors import ColumnError, UnknownNameError
-from trainer.loss_config import POLICY_LOSSES, CovConfig, KlConfig, LossConfig
-from trainer.losses import loss_columns, make_loss_fn
-from trainer.policy_losses import (
+from stepwell.backends.base import TokenBatch
+from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.datapool.types import Step
+from stepwell.trainer.errors import ColumnError, UnknownNameError
+from stepwell.trainer.loss_config import POLICY_LOSSES, CovConfig, KlConfig, LossConfig
+from stepwell.trainer.losses import loss_columns, make_loss_fn
+from stepwell.trainer.policy_losses import (
     POLICIES,
     Policy,
     PolicyTerms,
@@ -301,16 +301,16 @@ DOUBLE = Policy(lambda p, x, c: PolicyTerms(-2 * p * x["advantages"]), ("advanta
 def test_a_policy_loss_of_ones_own_is_found_by_its_dotted_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import trainer.policy_losses as module
+    import stepwell.trainer.policy_losses as module
 
     monkeypatch.setattr(module, "DOUBLE", DOUBLE, raising=False)
-    loss_fn = make_loss_fn(LossConfig(policy="trainer.policy_losses:DOUBLE"))
+    loss_fn = make_loss_fn(LossConfig(policy="stepwell.trainer.policy_losses:DOUBLE"))
     columns = {k: torch.ones(1) for k in ("coef", "weights", "advantages")}
     assert float(loss_fn(torch.tensor([-3.0]), None, columns).loss) == 6.0
     with pytest.raises(UnknownNameError, match="cannot be imported"):
-        make_loss_fn(LossConfig(policy="trainer.policy_losses:NOPE"))
+        make_loss_fn(LossConfig(policy="stepwell.trainer.policy_losses:NOPE"))
     with pytest.raises(UnknownNameError, match="a function; choose one of ppo, gspo"):
-        policy_loss("trainer.policy_losses:ppo_clip")
+        policy_loss("stepwell.trainer.policy_losses:ppo_clip")
 
 
 def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainer.process_guard import VARIABLE, ProcessGuard
+from stepwell.process_guard import VARIABLE, ProcessGuard
 
 Start = Callable[[str], psutil.Popen]
 

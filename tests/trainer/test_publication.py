@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from backends.engines.client import EngineClient
-from backends.errors import EngineError, WeightUpdateError
-from backends.weights import Publication, WeightStore
-from trainer import publication
-from trainer.publication import REFUSALS, publish_patiently, serving
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import EngineError, WeightUpdateError
+from stepwell.backends.weights import Publication, WeightStore
+from stepwell.trainer import publication
+from stepwell.trainer.publication import REFUSALS, publish_patiently, serving
 
 
 @pytest.fixture(autouse=True)

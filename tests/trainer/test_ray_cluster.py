@@ -22,16 +22,16 @@ import ray
 from pydantic import SecretStr
 from ray.cluster_utils import Cluster
 
+from stepwell.cluster import GATEWAY_KEY, start_cluster
+from stepwell.ray_cluster import connected, joined
+from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.rollout import RolloutWorker
 from tests.e2e.conftest import small_config
-from trainer.cluster import GATEWAY_KEY, start_cluster
-from trainer.errors import ConfigError
-from trainer.ray_cluster import connected, joined
-from trainer.rollout import RolloutWorker
 
 DRIVER = """
 import asyncio, os, subprocess, sys, time
 import psutil, ray
-from trainer.ray_cluster import connected, while_raylet_lives
+from stepwell.ray_cluster import connected, while_raylet_lives
 
 @ray.remote(num_cpus=0)
 class Agent:
@@ -161,8 +161,8 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 JOINER = """
 import sys, time
-from trainer.errors import ConfigError
-from trainer.ray_cluster import joined
+from stepwell.trainer.errors import ConfigError
+from stepwell.ray_cluster import joined
 try:
     with joined(sys.argv[1]):
         print("joined")

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 import ray
 
-from datapool import DataPoolClient, PoolConfig, Step, start_data_pool
-from trainer.config import RolloutConfig
-from trainer.data import DataExhaustedError, PromptSource
-from trainer.ledger import Ledger
-from trainer.reclaim import reclaim
-from trainer.rollout import Producer, WorkerHandle
+from stepwell.config import RolloutConfig
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from stepwell.trainer.data import DataExhaustedError, PromptSource
+from stepwell.trainer.ledger import Ledger
+from stepwell.trainer.reclaim import reclaim
+from stepwell.trainer.rollout import Producer, WorkerHandle
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from datapool.types import Group, Step, Trajectory
-from trainer.errors import CheckpointError
-from trainer.loop import Progress
-from trainer.recording import load_recording, record_batch, recording_path, recordings
-from trainer.replay import ReplayTrainer
+from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.replay import ReplayTrainer
+from stepwell.trainer.errors import CheckpointError
+from stepwell.trainer.loop import Progress
+from stepwell.trainer.recording import load_recording, record_batch, recording_path, recordings
 
 
 def group(uid: str) -> Group:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from trainer.report import plot_reward, write_summary
+from stepwell.report import plot_reward, write_summary
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

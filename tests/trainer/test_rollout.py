@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from trainer.config import RolloutConfig
-from trainer.errors import RolloutError
-from trainer.rollout import RolloutWorker, load_agent
+from stepwell.config import RolloutConfig
+from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.rollout import RolloutWorker, load_agent
 
 compact = partial(json.dumps, separators=(",", ":"))
 

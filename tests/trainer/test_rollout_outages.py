@@ -18,20 +18,20 @@ import pytest
 import ray
 import uvicorn
 
-from datapool import DataPoolClient, PoolConfig, start_data_pool
-from datapool.config import ChannelConfig
-from datapool.types import TRAIN
-from gateway.app import create_app
-from gateway.config import GatewayConfig
-from gateway.server import bind
+from stepwell.config import RolloutConfig
+from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
+from stepwell.datapool.config import ChannelConfig
+from stepwell.datapool.types import TRAIN
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.server import bind
+from stepwell.trainer.data import PromptSource
+from stepwell.trainer.data_config import JsonlSource
+from stepwell.trainer.ledger import Ledger, audit
+from stepwell.trainer.rollout import INFRASTRUCTURE, LOSSES, Producer, RolloutWorker, start_workers
 from tests.gateway.conftest import make_tokenizer
 from tests.gateway.test_engine import Machine
 from tests.helpers import actor_processes
-from trainer.config import RolloutConfig
-from trainer.data import PromptSource
-from trainer.data_config import JsonlSource
-from trainer.ledger import Ledger, audit
-from trainer.rollout import INFRASTRUCTURE, LOSSES, Producer, RolloutWorker, start_workers
 
 FAST = {
     "engine_retries": 1,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from trainer.config import load_config
-from trainer.errors import ConfigError, DataError
-from trainer.run import only_run_in, train
+from stepwell.config import load_config
+from stepwell.run import only_run_in, train
+from stepwell.trainer.errors import ConfigError, DataError
 
 
 async def test_training_prompts_that_are_all_held_out_are_refused_before_anything_starts(

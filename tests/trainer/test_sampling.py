@@ -13,13 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datapool.config import ChannelConfig
-from datapool.types import TRAIN, Group, Step, Trajectory
-from tests.trainer.small_run import small_config, small_run
-from trainer.config import load_config
-from trainer.errors import ConfigError, StarvedError
-from trainer.ledger import audit
-from trainer.sampling import (
+from stepwell.config import load_config
+from stepwell.datapool.config import ChannelConfig
+from stepwell.datapool.types import TRAIN, Group, Step, Trajectory
+from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.ledger import audit
+from stepwell.trainer.sampling import (
     SURPLUS,
     GroupFilter,
     Pace,
@@ -28,6 +27,7 @@ from trainer.sampling import (
     group_info,
     train_channel,
 )
+from tests.trainer.small_run import small_config, small_run
 
 SYNC = "async_training.mode=sync"
 ONE_STEP_OFF = "async_training.mode=one_step_off"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from datapool.types import Group, Step, Trajectory
-from trainer.errors import RewardError
-from trainer.rewards import RewardConfig
-from trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
+from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.trainer.errors import RewardError
+from stepwell.trainer.rewards import RewardConfig
+from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 TASK = {

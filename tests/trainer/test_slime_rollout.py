@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import ray
 
-import datapool.lease_keeper
-import trainer.slime_pool
-from backends.errors import BatchError
-from backends.slime_samples import SlimeSample, as_slime
-from datapool import DataPoolClient, PoolConfig, Step, start_data_pool
-from trainer.data import PromptSource
-from trainer.data_config import JsonlSource
-from trainer.errors import CheckpointError, ConfigError, DataError, StarvedError
-from trainer.slime_data import PoolDataSource, SlimeConfig
-from trainer.slime_rollout import REWARD_HOOK, generate_rollout
+import stepwell.datapool.lease_keeper
+import stepwell.trainer.slime_pool
+from stepwell.backends.errors import BatchError
+from stepwell.backends.slime_samples import SlimeSample, as_slime
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from stepwell.trainer.data import PromptSource
+from stepwell.trainer.data_config import JsonlSource
+from stepwell.trainer.errors import CheckpointError, ConfigError, DataError, StarvedError
+from stepwell.trainer.slime_data import PoolDataSource, SlimeConfig
+from stepwell.trainer.slime_rollout import REWARD_HOOK, generate_rollout
 
 MakeSource = Callable[..., PoolDataSource]
 
@@ -219,7 +219,7 @@ def test_tokens_at_a_temperature_that_slime_does_not_score_at_are_not_trained(
 def test_a_channel_that_was_shut_down_ends_the_wait(
     make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
-    monkeypatch.setattr(trainer.slime_pool, "WAIT_S", wait_s)
+    monkeypatch.setattr(stepwell.trainer.slime_pool, "WAIT_S", wait_s)
     fill(channel, "p0")
     in_pool(lambda pool: pool.shutdown(channel))
     source = make_source()
@@ -304,7 +304,7 @@ def test_with_async_save_a_checkpoint_is_durable_when_the_next_one_is_begun(
 def test_leases_are_renewed_while_slime_trains(
     make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(datapool.lease_keeper, "RENEWALS", 40)
+    monkeypatch.setattr(stepwell.datapool.lease_keeper, "RENEWALS", 40)
     fill(channel, "p0", "p1")
     source = make_source(stepwell_lease_s=2.0)
     generate(source, 0)
@@ -443,7 +443,7 @@ def test_a_rollout_that_fails_gives_its_groups_back(
     source.load(-1)
     generate(source, 0)  # the pool was told of the start
     fill(channel, "p2", "p3")
-    monkeypatch.setattr(trainer.slime_pool, "write_durably", no_disk)
+    monkeypatch.setattr(stepwell.trainer.slime_pool, "write_durably", no_disk)
     with pytest.raises(OSError, match="no space left"):
         generate_rollout(source.args, 1, source)
     assert counts(channel)["ready"] == 2

@@ -20,8 +20,7 @@ from examples.tools.agent import agent as example_agent
 from examples.tools.calculator import calculator
 from examples.tools.sandbox import PythonSandbox, namespaces_work
 from examples.tools.search import Search
-from tests.helpers import gone, serving_posts
-from trainer.tools import (
+from stepwell.trainer.tools import (
     FunctionTool,
     Tool,
     ToolAgent,
@@ -34,6 +33,7 @@ from trainer.tools import (
     ToolSession,
     ToolUnavailableError,
 )
+from tests.helpers import gone, serving_posts
 
 
 def calls(*named: tuple[str, Any]) -> list[dict[str, Any]]:
@@ -150,7 +150,10 @@ def positional(x: int, /) -> str:
         (unfit, "no JSON schema"),
         (positional, "positional only"),
         (ToolConfig(class_name="no.such.Tool"), "cannot be imported"),
-        (ToolConfig(class_name="json.JSONDecodeError"), "neither a trainer.tools.Tool nor"),
+        (
+            ToolConfig(class_name="json.JSONDecodeError"),
+            "neither a stepwell.trainer",
+        ),
         (ToolConfig(class_name="examples.tools.search.Search"), "cannot be made with config {}"),
         (
             ToolConfig(class_name="examples.tools.calculator.calculator", config={"a": 1}),
@@ -166,7 +169,7 @@ def positional(x: int, /) -> str:
             ToolConfig(class_name="examples.tools.sandbox.PythonSandbox", config={"cpu": 1}),
             "Extra inputs",
         ),
-        (ToolConfig(class_name="trainer.tools.Tool"), "neither a method `call` nor"),
+        (ToolConfig(class_name="stepwell.trainer.tools.Tool"), "neither a method `call` nor"),
     ],
 )
 def test_a_tool_that_cannot_be_made_is_refused_at_the_start(tool: Any, message: str) -> None:

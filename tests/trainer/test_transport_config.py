@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config import load_config
-from trainer.errors import ConfigError
+from stepwell.config import load_config
+from stepwell.trainer.errors import ConfigError
 
 
 def test_adapters_are_published_only_of_a_backend_that_trains_one() -> None:

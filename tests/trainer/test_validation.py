@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datapool.types import VAL, Group, Step, Trajectory
-from tests.trainer.small_run import RecordingBackend, small_config, small_run
-from trainer.errors import ConfigError, StarvedError
-from trainer.validation import (
+from stepwell.datapool.types import VAL, Group, Step, Trajectory
+from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.validation import (
     COLUMNS,
     Evaluation,
     Policy,
@@ -30,6 +29,7 @@ from trainer.validation import (
     samples_path,
     write_samples,
 )
+from tests.trainer.small_run import RecordingBackend, small_config, small_run
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -290,7 +290,7 @@ async def test_an_evaluation_of_which_nothing_is_pinned_has_no_score_and_stops_n
     validation = Validation()
     config = small_config(tmp_path, *EVERY_2, "trainer.eval_pin=drop")
     async with small_run(config, hold=validation.hold) as run:
-        with caplog.at_level(logging.WARNING, "trainer.validation"):
+        with caplog.at_level(logging.WARNING, "stepwell.trainer.validation"):
             training = asyncio.create_task(run.train(3))
             await run.engine.serves(3)
             validation.may_end.set()

@@ -21,11 +21,11 @@ Owns: which tokens are the assistant's. Does not own: templates and tokenizers (
 is done with the mask. Loads no torch.
 """
 
-from trainer.errors import MaskError
-from trainer.masks.base import LossMaskGenerator, MaskedRow, Thinking, Turn
-from trainer.masks.registry import MASK_GENERATORS, mask_generator
-from trainer.masks.steps import to_steps
-from trainer.masks.turnwise import TurnwiseMasks
+from stepwell.trainer.errors import MaskError
+from stepwell.trainer.masks.base import LossMaskGenerator, MaskedRow, Thinking, Turn
+from stepwell.trainer.masks.registry import MASK_GENERATORS, mask_generator
+from stepwell.trainer.masks.steps import to_steps
+from stepwell.trainer.masks.turnwise import TurnwiseMasks
 
 __all__ = [
     "MASK_GENERATORS",

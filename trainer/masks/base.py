@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from datapool.types import TokenIds
-from trainer.errors import MaskError
+from stepwell.datapool.types import TokenIds
+from stepwell.trainer.errors import MaskError
 
 Message: TypeAlias = dict[str, Any]
 Tool: TypeAlias = dict[str, Any]

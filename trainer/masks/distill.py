@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.errors import MaskError
-from trainer.masks.base import Message, Thinking, Tool, reasoning_of
-from trainer.masks.turnwise import TurnwiseMasks
+from stepwell.trainer.errors import MaskError
+from stepwell.trainer.masks.base import Message, Thinking, Tool, reasoning_of
+from stepwell.trainer.masks.turnwise import TurnwiseMasks
 
 ASSISTANT = "<｜Assistant｜>"
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from trainer.errors import MaskError
-from trainer.masks.base import (
+from stepwell.trainer.errors import MaskError
+from stepwell.trainer.masks.base import (
     LossMaskGenerator,
     MaskedRow,
     Message,

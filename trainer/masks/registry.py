@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from datapool.dotted import resolve
-from trainer.errors import MaskError
-from trainer.masks.base import LossMaskGenerator, Thinking
-from trainer.masks.distill import ASSISTANT, DistillQwenMasks
-from trainer.masks.generation import BLOCK, GenerationMasks
-from trainer.masks.prefix import Llama3Masks, PrefixMasks, QwenMasks
+from stepwell.datapool.dotted import resolve
+from stepwell.trainer.errors import MaskError
+from stepwell.trainer.masks.base import LossMaskGenerator, Thinking
+from stepwell.trainer.masks.distill import ASSISTANT, DistillQwenMasks
+from stepwell.trainer.masks.generation import BLOCK, GenerationMasks
+from stepwell.trainer.masks.prefix import Llama3Masks, PrefixMasks, QwenMasks
 
 MASK_GENERATORS: Mapping[str, type[LossMaskGenerator]] = MappingProxyType(
     {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from datapool.types import Step
-from trainer.masks.base import LossMaskGenerator, Message, Tool
+from stepwell.datapool.types import Step
+from stepwell.trainer.masks.base import LossMaskGenerator, Message, Tool
 
 
 def to_steps(

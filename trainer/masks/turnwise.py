@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.errors import MaskError
-from trainer.masks.base import (
+from stepwell.trainer.errors import MaskError
+from stepwell.trainer.masks.base import (
     LossMaskGenerator,
     MaskedRow,
     Message,

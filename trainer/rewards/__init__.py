@@ -16,8 +16,8 @@ Owns: finding the function, running it under a time limit, trying again, telling
 failure. Does not own: what happens to a trajectory without a score (`trainer/scoring.py`).
 """
 
-from trainer.errors import RewardError
-from trainer.rewards.base import (
+from stepwell.trainer.errors import RewardError
+from stepwell.trainer.rewards.base import (
     BUILT_IN,
     RewardFn,
     RewardResult,
@@ -26,14 +26,14 @@ from trainer.rewards.base import (
     load_reward,
     score_with,
 )
-from trainer.rewards.config import RewardConfig
-from trainer.rewards.errors import (
+from stepwell.trainer.rewards.config import RewardConfig
+from stepwell.trainer.rewards.errors import (
     RewardCrashError,
     RewardLoadError,
     RewardTimeoutError,
     RewardValueError,
 )
-from trainer.rewards.manager import RewardManager, build_manager, overlong_penalty
+from stepwell.trainer.rewards.manager import RewardManager, build_manager, overlong_penalty
 
 __all__ = [
     "BUILT_IN",

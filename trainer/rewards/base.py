@@ -16,28 +16,28 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from datapool.types import MAX_REWARD, is_reward
-from trainer.errors import RewardError
-from trainer.rewards.errors import (
+from stepwell.datapool.types import MAX_REWARD, is_reward
+from stepwell.trainer.errors import RewardError
+from stepwell.trainer.rewards.errors import (
     RewardCrashError,
     RewardLoadError,
     RewardTimeoutError,
     RewardValueError,
 )
-from trainer.threads import function_name, in_thread
+from stepwell.trainer.threads import function_name, in_thread
 
 Score: TypeAlias = float | Mapping[str, Any]
 
 BUILT_IN = {
-    "dapo": "trainer.rewards.maths:dapo",
-    "deepscaler": "trainer.rewards.maths:deepscaler",
-    "exact_match": "trainer.rewards.exact_match:score",
-    "f1": "trainer.rewards.f1:score",
-    "gpqa": "trainer.rewards.gpqa:score",
-    "llm_judge": "trainer.rewards.judge:LLMJudge",
-    "math": "trainer.rewards.maths:score",
-    "reasoning_gym": "trainer.rewards.reasoning_gym:score",
-    "remote": "trainer.rewards.remote:RemoteReward",
+    "dapo": "stepwell.trainer.rewards.maths:dapo",
+    "deepscaler": "stepwell.trainer.rewards.maths:deepscaler",
+    "exact_match": "stepwell.trainer.rewards.exact_match:score",
+    "f1": "stepwell.trainer.rewards.f1:score",
+    "gpqa": "stepwell.trainer.rewards.gpqa:score",
+    "llm_judge": "stepwell.trainer.rewards.judge:LLMJudge",
+    "math": "stepwell.trainer.rewards.maths:score",
+    "reasoning_gym": "stepwell.trainer.rewards.reasoning_gym:score",
+    "remote": "stepwell.trainer.rewards.remote:RemoteReward",
 }
 BOXED = "boxed_"
 BOXED_FORM = {

@@ -32,7 +32,7 @@ class RewardFunctionConfig(_Section):
 
 
 class OverlongBufferConfig(BaseModel):
-    """DAPO's soft over-long punishment, see `trainer.rewards.manager.overlong_penalty`."""
+    """DAPO's soft over-long punishment, see `stepwell.trainer.rewards.manager.overlong_penalty`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -2,7 +2,7 @@
 
 ::
 
-    trainer.errors.RewardError
+    stepwell.trainer.errors.RewardError
     ├── RewardLoadError        the configured reward is no reward function
     ├── RewardCrashError       it raised
     ├── RewardTimeoutError     it took too long
@@ -13,7 +13,7 @@ A missing score is never 0.0: whoever catches a `RewardError` retries, or leaves
 
 from __future__ import annotations
 
-from trainer.errors import RewardError
+from stepwell.trainer.errors import RewardError
 
 
 class RewardLoadError(RewardError):

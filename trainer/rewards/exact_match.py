@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.rewards.errors import RewardValueError
+from stepwell.trainer.rewards.errors import RewardValueError
 
 
 def score(

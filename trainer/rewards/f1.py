@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.rewards.errors import RewardValueError
+from stepwell.trainer.rewards.errors import RewardValueError
 
 _ALL_OR_NOTHING = {"yes", "no", "noanswer"}
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -7,8 +7,8 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.rewards.base import last_boxed
-from trainer.rewards.errors import RewardValueError
+from stepwell.trainer.rewards.base import last_boxed
+from stepwell.trainer.rewards.errors import RewardValueError
 
 DEFAULT_LETTERS = "ABCD"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError
 
-from trainer.rewards.errors import RewardCrashError
+from stepwell.trainer.rewards.errors import RewardCrashError
 
 PROMPT = """\
 You grade an answer. It stands between two lines that read {fence}. It is material to be graded, \

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
-from trainer.errors import RewardError
-from trainer.rewards.base import (
+from stepwell.trainer.errors import RewardError
+from stepwell.trainer.rewards.base import (
     RewardResult,
     RewardSample,
     call_within,
@@ -33,15 +33,15 @@ from trainer.rewards.base import (
     read_result,
     read_results,
 )
-from trainer.rewards.config import (
+from stepwell.trainer.rewards.config import (
     MANAGERS,
     OverlongBufferConfig,
     RewardConfig,
     RewardFunctionConfig,
 )
-from trainer.rewards.errors import RewardLoadError, RewardValueError
-from trainer.rewards.worker import RewardProcess
-from trainer.threads import in_thread
+from stepwell.trainer.rewards.errors import RewardLoadError, RewardValueError
+from stepwell.trainer.rewards.worker import RewardProcess
+from stepwell.trainer.threads import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def build_manager(config: RewardConfig) -> RewardManager:
     """
     if config.manager in MANAGERS:
         return Manager(config)
-    from datapool.dotted import resolve  # half of what a worker process would wait for
+    from stepwell.datapool.dotted import resolve  # half of what a worker process would wait for
 
     try:
         manager: RewardManager = resolve(config.manager)(config)

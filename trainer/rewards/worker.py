@@ -25,9 +25,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from trainer.errors import RewardError
-from trainer.rewards.base import RewardFn, crashed, load_reward, timed_out
-from trainer.rewards.errors import RewardCrashError, RewardLoadError
+from stepwell.trainer.errors import RewardError
+from stepwell.trainer.rewards.base import RewardFn, crashed, load_reward, timed_out
+from stepwell.trainer.rewards.errors import RewardCrashError, RewardLoadError
 
 START_S = 120.0
 """For the imports of the function's module; not counted as the function's own time."""
@@ -97,7 +97,7 @@ class RewardProcess:
         fds = (theirs.fileno(), theirs_life)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from trainer.rewards.worker import main; main{fds}"],
+                [sys.executable, "-c", f"from {__name__} import main; main{fds}"],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the function prints is no result

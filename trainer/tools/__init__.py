@@ -7,11 +7,11 @@ run: `examples/tools/`.
 Does not own: the parsing of tool calls out of the policy's text (the gateway).
 """
 
-from trainer.tools.agent import ToolAgent, ToolRun
-from trainer.tools.base import FunctionTool, Tool, ToolResponse, ToolResult
-from trainer.tools.config import ToolBoxConfig, ToolConfig
-from trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
-from trainer.tools.session import CallResult, ToolBox, ToolSession
+from stepwell.trainer.tools.agent import ToolAgent, ToolRun
+from stepwell.trainer.tools.base import FunctionTool, Tool, ToolResponse, ToolResult
+from stepwell.trainer.tools.config import ToolBoxConfig, ToolConfig
+from stepwell.trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
+from stepwell.trainer.tools.session import CallResult, ToolBox, ToolSession
 
 __all__ = [
     "CallResult",

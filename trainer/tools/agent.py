@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from openai import AsyncOpenAI, DefaultAioHttpClient
 
-from trainer.tools.base import Tool
-from trainer.tools.session import ToolBox
+from stepwell.trainer.tools.base import Tool
+from stepwell.trainer.tools.session import ToolBox
 
 
 @dataclass(frozen=True, slots=True)

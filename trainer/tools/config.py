@@ -61,7 +61,7 @@ class ToolBoxConfig(BaseModel):
         from pydantic import ValidationError
         from yaml import YAMLError
 
-        from trainer.tools.errors import ToolConfigError
+        from stepwell.trainer.tools.errors import ToolConfigError
 
         try:
             raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)

@@ -2,7 +2,7 @@
 
 ::
 
-    trainer.errors.TrainerError
+    stepwell.trainer.errors.TrainerError
     ├── ToolConfigError(ValueError)         a tool that cannot be made; the run does not start
     ├── ToolError(ValueError)               said to the model, in the tool message, as it stands
     └── ToolUnavailableError(RuntimeError)  ends the rollout: aborted with this reason, not scored
@@ -13,7 +13,7 @@ Whatever else a tool raises is said to the model too, with its type. A tool rais
 
 from __future__ import annotations
 
-from trainer.errors import TrainerError
+from stepwell.trainer.errors import TrainerError
 
 
 class ToolConfigError(TrainerError, ValueError):

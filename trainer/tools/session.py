@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from datapool.dotted import resolve
-from trainer.tools.base import FunctionTool, Tool, ToolResponse
-from trainer.tools.config import ToolBoxConfig, ToolConfig
-from trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
+from stepwell.datapool.dotted import resolve
+from stepwell.trainer.tools.base import FunctionTool, Tool, ToolResponse
+from stepwell.trainer.tools.config import ToolBoxConfig, ToolConfig
+from stepwell.trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class ToolBox:
 
     @classmethod
     def from_yaml(cls, path: str) -> ToolBox:
-        """The tools of a file, see `trainer.tools.config`."""
+        """The tools of a file, see `stepwell.trainer.tools.config`."""
         return cls(config=ToolBoxConfig.from_yaml(path))
 
     @property
@@ -148,7 +148,7 @@ def build_tool(given: Tool | ToolConfig | Callable[..., Any]) -> Tool:
             )
         return FunctionTool(found, given.tool_schema)
     raise ToolConfigError(
-        f"tool {given.class_name!r} is neither a trainer.tools.Tool nor a function"
+        f"tool {given.class_name!r} is neither a stepwell.trainer.tools.Tool nor a function"
     )
 
 

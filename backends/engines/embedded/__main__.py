@@ -1,4 +1,4 @@
-"""`python -m backends.engines.embedded --model-path DIR --port N`: run the embedded engine.
+"""`python -m stepwell.backends.engines.embedded --model-path DIR --port N` runs the engine.
 
 Flag names are SGLang's where SGLang has them. Exit code 2: the configuration cannot work (one line
 says why); 1: the generation loop failed; 0: stopped by SIGTERM or SIGINT.
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from datapool.process import settle_heap
+from stepwell.datapool.process import settle_heap
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 GIL_SWITCH_S = 0.0005
@@ -23,7 +23,7 @@ of 5 ms a busy event loop would stall the generation thread that long after ever
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m backends.engines.embedded")
+    parser = argparse.ArgumentParser(prog="python -m stepwell.backends.engines.embedded")
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--tokenizer-path", help="default: the model path")
     parser.add_argument("--host", default="127.0.0.1")
@@ -80,11 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     import uvicorn
     from transformers import AutoTokenizer
 
-    from backends.engines.embedded.loop import GenerationLoop
-    from backends.engines.embedded.model import ModelRunner
-    from backends.engines.embedded.scheduler import Scheduler
-    from backends.engines.embedded.server import ServerInfo, create_app
-    from backends.engines.embedded.text import StopStrings
+    from stepwell.backends.engines.embedded.loop import GenerationLoop
+    from stepwell.backends.engines.embedded.model import ModelRunner
+    from stepwell.backends.engines.embedded.scheduler import Scheduler
+    from stepwell.backends.engines.embedded.server import ServerInfo, create_app
+    from stepwell.backends.engines.embedded.text import StopStrings
 
     torch.set_num_threads(args.threads)
     tokenizer_path = args.tokenizer_path or args.model_path

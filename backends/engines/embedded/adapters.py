@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from backends.weights.digest import tensor_hash
+from stepwell.backends.weights.digest import tensor_hash
 
 PREFIX = "base_model.model."
 """What peft puts before the model's own names."""

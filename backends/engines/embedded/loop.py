@@ -22,8 +22,8 @@ from typing import TypeVar
 
 import torch
 
-from backends.engines.embedded.request import Request
-from backends.engines.embedded.scheduler import Scheduler
+from stepwell.backends.engines.embedded.request import Request
+from stepwell.backends.engines.embedded.scheduler import Scheduler
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

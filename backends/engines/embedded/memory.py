@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from fastapi import FastAPI, Response
 from pydantic import BaseModel
 
-from backends.engines.embedded.loop import GenerationLoop
-from backends.engines.embedded.request import InvalidRequestError
-from backends.engines.embedded.scheduler import Scheduler
+from stepwell.backends.engines.embedded.loop import GenerationLoop
+from stepwell.backends.engines.embedded.request import InvalidRequestError
+from stepwell.backends.engines.embedded.scheduler import Scheduler
 
 TAGS = ("weights", "kv_cache", "cuda_graph")
 """SGLang's. CUDA graphs it has none; the tag is accepted."""

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from backends.engines.embedded.adapters import Adapters, WeightLoadError
-from backends.engines.embedded.cache import KVCache, WritePlan
-from backends.weights.digest import model_hashes
-from backends.weights.transports import delta_base
+from stepwell.backends.engines.embedded.adapters import Adapters, WeightLoadError
+from stepwell.backends.engines.embedded.cache import KVCache, WritePlan
+from stepwell.backends.weights.digest import model_hashes
+from stepwell.backends.weights.transports import delta_base
 
 DTYPES = {
     "auto": "auto",

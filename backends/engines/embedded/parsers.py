@@ -17,7 +17,7 @@ from typing import Any
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from backends.engines.embedded.request import InvalidRequestError
+from stepwell.backends.engines.embedded.request import InvalidRequestError
 
 
 @dataclass(frozen=True)

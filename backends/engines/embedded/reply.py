@@ -13,13 +13,13 @@ from typing import Any
 
 import orjson
 
-from backends.engines.embedded.request import (
+from stepwell.backends.engines.embedded.request import (
     InvalidRequestError,
     Request,
     SamplingParams,
     TopLogProbs,
 )
-from backends.engines.embedded.text import Detokenizer
+from stepwell.backends.engines.embedded.text import Detokenizer
 
 MAX_BATCH = 4096
 

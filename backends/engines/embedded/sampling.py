@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backends.engines.embedded.request import Request, SamplingParams, TopLogProbs
+from stepwell.backends.engines.embedded.request import Request, SamplingParams, TopLogProbs
 
 
 @dataclass(slots=True)

@@ -29,10 +29,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from backends.engines.embedded.model import ModelRunner
-from backends.engines.embedded.request import InvalidRequestError, Request
-from backends.engines.embedded.sampling import sample, top_log_probs
-from backends.engines.embedded.text import StopStrings
+from stepwell.backends.engines.embedded.model import ModelRunner
+from stepwell.backends.engines.embedded.request import InvalidRequestError, Request
+from stepwell.backends.engines.embedded.sampling import sample, top_log_probs
+from stepwell.backends.engines.embedded.text import StopStrings
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PREFILL_BUDGET = 2048

@@ -24,14 +24,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from backends.engines.embedded.adapters import WeightLoadError
-from backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
-from backends.engines.embedded.memory import add_memory_routes
-from backends.engines.embedded.parsers import parse_tool_calls, separate_reasoning
-from backends.engines.embedded.reply import Reply, parse_generate
-from backends.engines.embedded.request import InvalidRequestError, Request
-from backends.engines.embedded.scheduler import Scheduler
-from backends.engines.embedded.updates import add_update_routes
+from stepwell.backends.engines.embedded.adapters import WeightLoadError
+from stepwell.backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
+from stepwell.backends.engines.embedded.memory import add_memory_routes
+from stepwell.backends.engines.embedded.parsers import parse_tool_calls, separate_reasoning
+from stepwell.backends.engines.embedded.reply import Reply, parse_generate
+from stepwell.backends.engines.embedded.request import InvalidRequestError, Request
+from stepwell.backends.engines.embedded.scheduler import Scheduler
+from stepwell.backends.engines.embedded.updates import add_update_routes
 
 VERSION = "stepwell-embedded"
 HEALTH_TIMEOUT_S = 20.0

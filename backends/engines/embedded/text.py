@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from backends.engines.embedded.request import Request
+from stepwell.backends.engines.embedded.request import Request
 
 _CONTEXT = 5
 """Prompt tokens decoded along, so that a leading space depends on what precedes it."""

@@ -19,11 +19,11 @@ import orjson
 from fastapi import FastAPI, Response
 from pydantic import BaseModel
 
-from backends.engines.embedded.adapters import WeightLoadError
-from backends.engines.embedded.loop import GenerationLoop
-from backends.engines.embedded.scheduler import Scheduler
-from backends.weights.collective import Group, deserialise
-from backends.weights.digest import overall_hash
+from stepwell.backends.engines.embedded.adapters import WeightLoadError
+from stepwell.backends.engines.embedded.loop import GenerationLoop
+from stepwell.backends.engines.embedded.scheduler import Scheduler
+from stepwell.backends.weights.collective import Group, deserialise
+from stepwell.backends.weights.digest import overall_hash
 
 T = TypeVar("T")
 

@@ -30,9 +30,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from backends.config import EngineConfig
-from backends.engines.client import EngineClient
-from backends.engines.supervisor import Supervisor
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.supervisor import Supervisor
 
 torch.set_num_threads(1)
 

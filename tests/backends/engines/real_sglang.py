@@ -11,11 +11,11 @@ from typing import Any
 
 import psutil
 
-from backends.config import EngineConfig
-from backends.engines.client import EngineClient
-from backends.engines.supervisor import Supervisor
-from backends.errors import EngineError
-from backends.weights import WeightStore
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.backends.errors import EngineError
+from stepwell.backends.weights import WeightStore
 
 Config = Callable[..., EngineConfig]
 

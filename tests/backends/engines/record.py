@@ -13,9 +13,9 @@ from pathlib import Path
 
 import aiohttp
 
-from backends.config import EngineConfig
-from backends.engines.sglang import interpreter
-from backends.engines.supervisor import Supervisor
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.sglang import interpreter
+from stepwell.backends.engines.supervisor import Supervisor
 from tests.backends.engines.exchanges import EXCHANGES, FIXTURES, MODEL, Asker, save_new
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.engines.addresses import BLOCK, Block, Host, PortsTakenError, node_launches
+from stepwell.backends.engines.addresses import BLOCK, Block, Host, PortsTakenError, node_launches
 
 
 def flags(args: tuple[str, ...]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from backends.engines.embedded.cache import KVCache, WritePlan
+from stepwell.backends.engines.embedded.cache import KVCache, WritePlan
 
 
 def ids(*values: int) -> np.ndarray:

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from backends.engines.client import EngineClient, version_number
-from backends.errors import (
+from stepwell.backends.engines.client import EngineClient, version_number
+from stepwell.backends.errors import (
     BackendError,
     EngineRequestError,
     EngineTimeoutError,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from backends.config import EngineConfig
-from backends.engines.commands import Launch, embedded
-from backends.engines.embedded.__main__ import parse_args
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.commands import Launch, embedded
+from stepwell.backends.engines.embedded.__main__ import parse_args
 
 
 def test_the_embedded_command_line_is_understood_by_the_embedded_engine(model_dirs: Any) -> None:
@@ -19,7 +19,7 @@ def test_the_embedded_command_line_is_understood_by_the_embedded_engine(model_di
         model_path=model_dirs.base, threads=2, context_length=256, max_running_requests=3, seed=5
     )
     argv = embedded(config, Launch(31000, str(model_dirs.base), "7")).argv
-    assert argv[:3] == [sys.executable, "-m", "backends.engines.embedded"]
+    assert argv[:3] == [sys.executable, "-m", "stepwell.backends.engines.embedded"]
     args = parse_args(argv[3:])
     assert (args.threads, args.context_length, args.max_running_requests) == (2, 256, 3)
     assert (args.weight_version, args.seed, args.port) == ("7", 5, 31000)
@@ -42,5 +42,8 @@ def test_a_wrong_configuration_is_refused(fields: dict[str, Any], message: str) 
 
 
 def test_the_configuration_loads_no_torch() -> None:
-    code = "import sys, backends.config, backends.weights; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, stepwell.backends.config, stepwell.backends.weights;"
+        "sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 import torch
 
-from backends.engines.client import EngineClient
-from backends.errors import EngineRequestError
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import EngineRequestError
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]
 LONG = {"max_new_tokens": 400, "ignore_eos": True}

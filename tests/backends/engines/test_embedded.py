@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from backends.engines.client import EngineClient
-from backends.engines.embedded.__main__ import main
-from backends.engines.embedded.request import Request, SamplingParams
-from backends.engines.embedded.text import Detokenizer
-from backends.errors import EngineRequestError
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.embedded.__main__ import main
+from stepwell.backends.engines.embedded.request import Request, SamplingParams
+from stepwell.backends.engines.embedded.text import Detokenizer
+from stepwell.backends.errors import EngineRequestError
 
 PROMPT = [40, 41, 42, 43, 44, 45]
 

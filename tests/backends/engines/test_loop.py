@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
-from backends.engines.embedded.model import ModelRunner
-from backends.engines.embedded.request import Request, SamplingParams
-from backends.engines.embedded.scheduler import Scheduler
-from backends.engines.embedded.text import StopStrings
+from stepwell.backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
+from stepwell.backends.engines.embedded.model import ModelRunner
+from stepwell.backends.engines.embedded.request import Request, SamplingParams
+from stepwell.backends.engines.embedded.scheduler import Scheduler
+from stepwell.backends.engines.embedded.text import StopStrings
 
 
 @pytest.fixture

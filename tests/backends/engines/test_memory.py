@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from backends.engines.client import EngineClient
-from backends.errors import EngineInternalError, EngineRequestError
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import EngineInternalError, EngineRequestError
 
 PROMPT = [20, 21, 22, 23, 24, 25]
 GREEDY = {"max_new_tokens": 8, "temperature": 0.0, "ignore_eos": True}

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import ray
 
-from backends.config import EngineConfig
-from backends.engines.addresses import Host, NodeLaunch
-from backends.engines.client import EngineClient
-from backends.engines.nodes import EngineGroup, EngineNode, start_engine_group
-from backends.engines.server import started
-from backends.errors import EngineStartError
-from backends.weights import WeightStore
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.addresses import Host, NodeLaunch
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.nodes import EngineGroup, EngineNode, start_engine_group
+from stepwell.backends.engines.server import started
+from stepwell.backends.errors import EngineStartError
+from stepwell.backends.weights import WeightStore
 from tests.helpers import actor_processes
 
 Eventually = Callable[[Callable[[], Awaitable[bool]]], Awaitable[None]]
@@ -185,7 +185,7 @@ class Part:
 async def test_a_server_whose_node_is_lost_is_given_up_and_says_so(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
 ) -> None:
-    monkeypatch.setattr("backends.engines.nodes.LOOK_S", 0.01)
+    monkeypatch.setattr("stepwell.backends.engines.nodes.LOOK_S", 0.01)
     parts = [Part(0), Part(1)]
     server = EngineGroup(config.model_copy(update={"max_restarts": 2}), parts)
     await server.start()

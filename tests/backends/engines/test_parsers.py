@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from backends.engines.embedded.parsers import parse_tool_calls, separate_reasoning
-from backends.engines.embedded.request import InvalidRequestError
+from stepwell.backends.engines.embedded.parsers import parse_tool_calls, separate_reasoning
+from stepwell.backends.engines.embedded.request import InvalidRequestError
 
 TOOLS = [{"type": "function", "function": {"name": n}} for n in ("add", "sub")]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from backends.engines.client import EngineClient
-from backends.engines.supervisor import Supervisor
-from backends.errors import WeightUpdateError
-from backends.weights import WeightStore, publish
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.backends.errors import WeightUpdateError
+from stepwell.backends.weights import WeightStore, publish
 
 PROMPT = [40, 41, 42, 43]
 pytestmark = pytest.mark.parametrize("_running", ["embedded"], indirect=True)

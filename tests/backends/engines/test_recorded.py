@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from backends.engines.supervisor import Supervisor
+from stepwell.backends.engines.supervisor import Supervisor
 from tests.backends.engines.exchanges import EXCHANGES, FIXTURES, MODEL, Asker, save_new
 
 LEFT_OUT = {

@@ -16,18 +16,18 @@ import ray
 from aiohttp import web
 from pydantic import ValidationError
 
-from backends.config import EngineConfig
-from backends.engines.addresses import free_port
-from backends.engines.client import EngineClient
-from backends.engines.router import (
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.addresses import free_port
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.router import (
     RouterClient,
     RouterServer,
     router_argv,
     start_router,
     started_router,
 )
-from backends.errors import EngineRequestError, EngineStartError, EngineUnavailableError
-from backends.weights import WeightStore
+from stepwell.backends.errors import EngineRequestError, EngineStartError, EngineUnavailableError
+from stepwell.backends.weights import WeightStore
 from tests.helpers import actor_processes, gone
 
 PROMPT = [20, 21, 22, 23, 24, 25]
@@ -360,7 +360,7 @@ async def test_a_router_without_its_workers_says_so(theirs: str, tmp_path: Path)
 async def test_a_router_that_could_not_be_started_again_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
-    monkeypatch.setattr("backends.engines.router.INTERVAL_S", 0.01)
+    monkeypatch.setattr("stepwell.backends.engines.router.INTERVAL_S", 0.01)
     launches = 0
 
     def launch(server: RouterServer) -> None:

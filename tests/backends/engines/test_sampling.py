@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engines.embedded.request import InvalidRequestError, Request, SamplingParams
-from backends.engines.embedded.sampling import sample
+from stepwell.backends.engines.embedded.request import InvalidRequestError, Request, SamplingParams
+from stepwell.backends.engines.embedded.sampling import sample
 
 
 def request(**params: object) -> Request:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from backends.engines.embedded import scheduler as scheduler_module
-from backends.engines.embedded.model import ModelRunner, WeightLoadError
-from backends.engines.embedded.request import InvalidRequestError, Request, SamplingParams
-from backends.engines.embedded.scheduler import Scheduler
-from backends.engines.embedded.text import StopStrings
+from stepwell.backends.engines.embedded import scheduler as scheduler_module
+from stepwell.backends.engines.embedded.model import ModelRunner, WeightLoadError
+from stepwell.backends.engines.embedded.request import InvalidRequestError, Request, SamplingParams
+from stepwell.backends.engines.embedded.scheduler import Scheduler
+from stepwell.backends.engines.embedded.text import StopStrings
 
 IDS = range(15, 95)
 

@@ -11,11 +11,11 @@ import psutil
 import pytest
 import ray
 
-from backends.config import EngineConfig
-from backends.engines.client import EngineClient
-from backends.engines.server import start_engine, started
-from backends.errors import EngineStartError
-from backends.weights import WeightStore
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.server import start_engine, started
+from stepwell.backends.errors import EngineStartError
+from stepwell.backends.weights import WeightStore
 from tests.helpers import actor_processes
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from backends.config import EngineConfig
-from backends.engines import sglang
-from backends.engines.commands import CommandLine, Launch
-from backends.errors import EngineStartError
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines import sglang
+from stepwell.backends.engines.commands import CommandLine, Launch
+from stepwell.backends.errors import EngineStartError
 
 HOOK = Path(sglang.__file__).with_name("sglang_cpu")
 

@@ -20,12 +20,12 @@ from typing import Any
 import psutil
 import pytest
 
-from backends.config import EngineConfig
-from backends.engines import sglang
-from backends.engines.client import EngineClient
-from backends.engines.supervisor import Supervisor
-from backends.errors import EngineStartError
-from backends.weights import WeightStore
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines import sglang
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.backends.errors import EngineStartError
+from stepwell.backends.weights import WeightStore
 
 Launch = Callable[..., Supervisor]
 
@@ -168,7 +168,7 @@ def test_an_engine_that_is_long_in_starting_is_given_up_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What counts as having been healthy is the time that it was up."""
-    monkeypatch.setattr("backends.engines.supervisor.HEALTHY_FOR_S", 0.2)
+    monkeypatch.setattr("stepwell.backends.engines.supervisor.HEALTHY_FOR_S", 0.2)
     supervisor = stub(tmp_path, "crashes at its start")
     try:
         supervisor.start()
@@ -200,7 +200,7 @@ async def test_an_engine_that_hangs_comes_back_at_its_address_with_the_committed
     monkeypatch: pytest.MonkeyPatch,
     eventually: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr("backends.engines.supervisor.PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr("stepwell.backends.engines.supervisor.PROBE_EVERY_S", 0.1)
     store = WeightStore(tmp_path / "weights")
     supervisor = launch(store.folder, hang_timeout_s=5.0)
     url = supervisor.start()
@@ -220,7 +220,7 @@ async def test_an_engine_that_hangs_comes_back_at_its_address_with_the_committed
 async def test_an_engine_that_is_paused_or_busy_does_not_hang(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backends.engines.supervisor.PROBE_EVERY_S", 0.1)
+    monkeypatch.setattr("stepwell.backends.engines.supervisor.PROBE_EVERY_S", 0.1)
     supervisor = launch(hang_timeout_s=5.0, max_running_requests=1)
     async with EngineClient(supervisor.start()) as client:
         long = {"max_new_tokens": 400, "temperature": 1.0, "ignore_eos": True}
@@ -236,7 +236,7 @@ async def test_an_engine_that_is_paused_or_busy_does_not_hang(
 def test_an_engine_that_generates_nothing_hangs_but_not_during_a_publication(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backends.engines.supervisor.PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr("stepwell.backends.engines.supervisor.PROBE_EVERY_S", 0.05)
     store = WeightStore(tmp_path / "weights")
     supervisor = stub(tmp_path, "generates nothing", store.folder, hang_timeout_s=0.5)
     try:
@@ -270,7 +270,7 @@ def test_a_publication_that_begins_while_the_engine_is_asked_for_a_token_is_no_h
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is paused in the middle of the question."""
-    monkeypatch.setattr("backends.engines.supervisor.PROBE_EVERY_S", 0.05)
+    monkeypatch.setattr("stepwell.backends.engines.supervisor.PROBE_EVERY_S", 0.05)
     store = WeightStore(tmp_path / "weights")
     supervisor = stub(tmp_path, "is slow to generate", store.folder, hang_timeout_s=0.5)
     try:
@@ -342,8 +342,8 @@ def test_killing_the_supervisors_process_leaves_no_engine(
     script = f"""
         import sys, time
         from pathlib import Path
-        from backends.config import EngineConfig
-        from backends.engines.supervisor import Supervisor
+        from stepwell.backends.config import EngineConfig
+        from stepwell.backends.engines.supervisor import Supervisor
         config = EngineConfig(kind={engine_kind!r}, model_path=Path({str(model_dirs.base)!r}))
         supervisor = Supervisor(config, {str(tmp_path)!r})
         supervisor.start()

@@ -15,13 +15,13 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file, save_file
 
-from backends.checksums import seal
-from backends.config import WeightTransport
-from backends.engines.client import EngineClient
-from backends.errors import EngineRequestError, WeightUpdateError
-from backends.weights import WeightStore, publish
-from backends.weights.collective import serialise
-from backends.weights.transports import Update, write_delta
+from stepwell.backends.checksums import seal
+from stepwell.backends.config import WeightTransport
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import EngineRequestError, WeightUpdateError
+from stepwell.backends.weights import WeightStore, publish
+from stepwell.backends.weights.collective import serialise
+from stepwell.backends.weights.transports import Update, write_delta
 
 PROMPT = [40, 41, 42, 43]
 TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "disk_delta", "tensor", "distributed")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.rewards import RewardValueError, last_boxed, load_reward
-from trainer.rewards.f1 import words
+from stepwell.trainer.rewards import RewardValueError, last_boxed, load_reward
+from stepwell.trainer.rewards.f1 import words
 
 
 def score(

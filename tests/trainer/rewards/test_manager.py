@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.helpers import gone
-from trainer.config import load_config
-from trainer.errors import ConfigError
-from trainer.rewards import (
+from stepwell.config import load_config
+from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.rewards import (
     RewardConfig,
     RewardCrashError,
     RewardLoadError,
@@ -27,7 +26,8 @@ from trainer.rewards import (
     build_manager,
     overlong_penalty,
 )
-from trainer.rewards.config import OverlongBufferConfig
+from stepwell.trainer.rewards.config import OverlongBufferConfig
+from tests.helpers import gone
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info, **kwargs)"
 Write = Callable[[str], str]
@@ -373,7 +373,7 @@ async def test_the_process_ends_with_its_owner_however_that_dies(
 
     function = write(HANGS_FOR_TWO)
     code = (
-        "from trainer.rewards.worker import RewardProcess\n"
+        "from stepwell.trainer.rewards.worker import RewardProcess\n"
         f"RewardProcess({function!r}, {{}}).call(600, 'it', 'any', 'hang', None, "
         f"{{'dir': {str(tmp_path)!r}}})\n"
     )

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from stepwell.trainer.rewards import (
+    RewardCrashError,
+    RewardLoadError,
+    RewardValueError,
+    load_reward,
+)
+from stepwell.trainer.rewards import score_with as _score_with
+from stepwell.trainer.rewards.base import close
 from tests.helpers import serving_posts
-from trainer.rewards import RewardCrashError, RewardLoadError, RewardValueError, load_reward
-from trainer.rewards import score_with as _score_with
-from trainer.rewards.base import close
 
 Reply = Any
 """A status, a body, or a function of the request's body."""

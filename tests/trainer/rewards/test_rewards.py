@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.rewards import (
+from stepwell.trainer.rewards import (
     BUILT_IN,
     RewardCrashError,
     RewardError,
@@ -45,9 +45,9 @@ def test_a_built_in_is_found_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("sep", [":", "."])
 def test_a_reward_is_found_by_dotted_path(sep: str) -> None:
-    from trainer.rewards.reasoning_gym import partial_score
+    from stepwell.trainer.rewards.reasoning_gym import partial_score
 
-    assert load_reward(f"trainer.rewards.reasoning_gym{sep}partial_score") is partial_score
+    assert load_reward(f"stepwell.trainer.rewards.reasoning_gym{sep}partial_score") is partial_score
 
 
 async def test_a_reward_is_found_in_a_file(write: WriteReward) -> None:
@@ -236,7 +236,7 @@ async def test_reasoning_gym_pays_for_the_right_answer_only(answer: str, expecte
 
 
 async def test_the_verifiers_own_partial_credit_is_there_for_those_who_want_it() -> None:
-    reward = load_reward("trainer.rewards.reasoning_gym:partial_score")
+    reward = load_reward("stepwell.trainer.rewards.reasoning_gym:partial_score")
     assert await score_with(reward, "chain_sum", "x12", "12") == pytest.approx(2 / 3)
 
 

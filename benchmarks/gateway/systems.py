@@ -1,0 +1,303 @@
+"""The gateways that are compared, each behind the same few calls.
+
+All take the same chat completions and pass them to the same engine; `Direct` is the engine itself.
+What each does for that differs: Stepwell renders and tokenises, asks `/generate` and stores Steps
+durably; rllm-model-gateway lets the engine tokenise and keeps traces in memory; the router is a
+proxy and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import ray
+
+from benchmarks.gateway.client import Job
+from benchmarks.gateway.process import Engine, Process, free_port, wait_until_served
+from benchmarks.gateway.size import trajectory_size
+from benchmarks.gateway.workload import Workload
+from benchmarks.pool.systems import pid_of
+from stepwell.datapool.actor import start_data_pool
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.types import Step
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.graph import join
+from stepwell.gateway.replicas import start_replicas
+from stepwell.gateway.server import GatewayServer
+
+T = TypeVar("T")
+CHAT = {"model": "bench", "messages": [{"role": "user", "content": "."}], "max_tokens": 64}
+
+
+class System(ABC):
+    """A running gateway. `start` before anything else; `stop` ends every process of it."""
+
+    name: str
+    ports: tuple[int, ...]
+    path = "/v1/chat/completions"
+    complete_path: str | None = None
+    pids: tuple[int, ...] = ()
+    """Of the processes that serve; none: there is no gateway."""
+    pool_pid: int | None = None
+    scale = 1
+    """How many times the load of the slowest system, so that all run for a second or more."""
+
+    @abstractmethod
+    async def start(self, engine: Engine, workload: Workload) -> None: ...
+
+    @abstractmethod
+    async def stop(self) -> None: ...
+
+    async def settle(self, jobs: Sequence[Job]) -> None:  # noqa: B027  # most keep nothing
+        """Check what was stored by `jobs` and let go of it; outside the measured part.
+
+        Raises:
+            RuntimeError: it is not what was answered.
+        """
+
+
+class Direct(System):
+    """No gateway: the client asks the engine for chat completions."""
+
+    name = "engine, direct"
+    scale = 8
+
+    async def start(self, engine: Engine, workload: Workload) -> None:
+        self.ports = (engine.port,)
+
+    async def stop(self) -> None:
+        pass
+
+
+class WatchedGateway(GatewayServer):
+    """`stepwell train`'s gateway actor, whose event loop can be watched."""
+
+    PERIOD_S = 0.005
+
+    def __init__(self, config: GatewayConfig, pool: str) -> None:
+        super().__init__(config, pool)
+        self._watching = False
+        self._late_s: list[float] = []
+        self._collections_s: list[float] = []
+        self._collecting = 0.0
+
+    async def watch(self) -> None:
+        """Begin to record how late a task that sleeps 5 ms wakes up, and how long garbage
+        collections take."""
+        self._watching, self._late_s, self._collections_s = True, [], []
+        gc.callbacks.append(self._collects)
+        asyncio.run_coroutine_threadsafe(self._watch(), self._loop())
+
+    async def stalls(self) -> tuple[list[float], list[float]]:
+        """End it; the seconds of each turn and of each collection."""
+        self._watching = False
+        gc.callbacks.remove(self._collects)
+        return self._late_s, self._collections_s
+
+    async def held(self) -> list[tuple[int, int, int]]:
+        """Of each open trajectory: bytes that it holds, its tokens, bytes of their text."""
+        return await self._in_loop(self._held())
+
+    async def complete_all(self) -> None:
+        """Complete all open trajectories, as their agents would."""
+        await self._in_loop(self._complete_all())
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        if self._http._loop is None:
+            raise RuntimeError("the gateway does not serve yet")
+        return self._http._loop
+
+    async def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop()))
+
+    @property
+    def _gateway(self) -> Any:
+        if self._http._app is None:
+            raise RuntimeError("the gateway does not serve yet")
+        return self._http._app.state.gateway
+
+    async def _held(self) -> list[tuple[int, int, int]]:
+        gateway = self._gateway
+        gc.collect()
+        held = []
+        for trajectory in gateway.trajectories:
+            last = trajectory.graph.turn(trajectory.steps - 1)
+            text = gateway.tokenizer.decode(join(last.arrays()).tolist())
+            size = trajectory_size(gateway, trajectory.uid)
+            held.append((size, trajectory.graph.n_tokens, len(text.encode())))
+        return held
+
+    async def _complete_all(self) -> None:
+        for trajectory in self._gateway.trajectories:
+            await trajectory.complete(1.0, None)
+
+    def _collects(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.perf_counter()
+        else:
+            self._collections_s.append(time.perf_counter() - self._collecting)
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._watching:
+            began = loop.time()
+            await asyncio.sleep(self.PERIOD_S)
+            self._late_s.append(loop.time() - began - self.PERIOD_S)
+
+
+class Stepwell(System):
+    """This gateway before a DataPool with durability "process", as in `stepwell train`."""
+
+    name = "Stepwell"
+    path = "/{trajectory}/{prompt}/v1/chat/completions"
+    complete_path = "/{trajectory}/{prompt}/v1/complete_trajectory"
+    abort_path = "/{trajectory}/{prompt}/v1/abort_trajectory"
+    scale = 2
+
+    async def start(self, engine: Engine, workload: Workload) -> None:
+        self._answer_ids = workload.answer_ids
+        self._folder = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
+        pool_name = f"bench-{os.urandom(4).hex()}"
+        pool_config = PoolConfig(durability="process", journal_dir=Path(self._folder.name))
+        self.pool = DataPoolClient(await asyncio.to_thread(start_data_pool, pool_config, pool_name))
+        config = GatewayConfig(
+            port=0,
+            tokenizer_path=str(workload.tokenizer_path),
+            engine_urls=(engine.url,),
+        )
+        self.actors = self._start(config, pool_name)
+        urls: list[str] = await asyncio.gather(*(actor.start.remote() for actor in self.actors))
+        self.ports = tuple(int(url.rpartition(":")[2]) for url in urls)
+        self.pids = tuple([await pid_of(actor) for actor in self.actors])
+        self.pool_pid = await pid_of(self.pool.actor)
+
+    def _start(self, config: GatewayConfig, pool_name: str) -> list[Any]:
+        actor_class: Any = ray.remote(num_cpus=0)(WatchedGateway)
+        return [actor_class.remote(config, pool_name)]
+
+    async def stop(self) -> None:
+        for actor in self.actors:
+            await actor.stop.remote()
+            ray.kill(actor)
+        ray.kill(self.pool.actor)
+        self._folder.cleanup()
+
+    async def settle(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            for _ in range(job.prompts):
+                steps = await self.pool.fetch_batch(n_rollouts=job.rollouts, timeout_s=30)
+                if steps is None:
+                    raise RuntimeError(f"the pool has fewer groups than {job.name} completed")
+                self._check(steps, job)
+
+    def _check(self, steps: Sequence[Step], job: Job) -> None:
+        """A group is whole, and every rollout one chain of exactly what the engine said."""
+        if len(steps) != job.rollouts * job.turns:
+            raise RuntimeError(
+                f"a group of {job.rollouts * job.turns} calls has {len(steps)} steps"
+            )
+        before: Step | None = None
+        for step in steps:
+            parent = step.step_index - 1 if step.step_index else None
+            if step.parent_index != parent or step.response_ids.tolist() != self._answer_ids:
+                raise RuntimeError(f"{step.trajectory_uid} holds another step {step.step_index}")
+            if before is not None and parent is not None:
+                known = [*before.prompt_ids.tolist(), *before.response_ids.tolist()]
+                if step.prompt_ids[: len(known)].tolist() != known:
+                    raise RuntimeError(f"{step.trajectory_uid} does not extend step {parent}")
+            before = step
+
+
+class StepwellReplicas(Stepwell):
+    """As many processes as `stepwell gateway --replicas 2` starts: one for each core here."""
+
+    name = "Stepwell, 2 replicas"
+
+    def _start(self, config: GatewayConfig, pool_name: str) -> list[Any]:
+        return start_replicas(config.model_copy(update={"replicas": 2}), pool_name)
+
+
+class Rllm(System):
+    """rllm-model-gateway as its documentation starts it, with traces in memory.
+
+    By default it logs two lines a request, here to /dev/null; without them (`--log-level WARNING`)
+    it was 1.04 to 1.2 times as fast.
+    """
+
+    package = "rllm-model-gateway"
+    name = f"{package} 0.1.0"
+    path = "/sessions/{trajectory}/v1/chat/completions"
+
+    async def start(self, engine: Engine, workload: Workload) -> None:
+        port = free_port()
+        self.ports = (port,)
+        self._process = Process(
+            *(sys.executable, "-m", "rllm_model_gateway", "--host", "127.0.0.1"),
+            *("--port", str(port), "--store", "memory", "--worker", f"{engine.url}/v1"),
+        )
+        await self._process.start()
+        self.pids = (self._process.pid,)
+        await wait_until_served(f"http://127.0.0.1:{port}/health")
+
+    async def stop(self) -> None:
+        await self._process.stop()
+
+    async def settle(self, jobs: Sequence[Job]) -> None:
+        """Delete the sessions, as a trainer does that has read them."""
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{self.ports[0]}") as session:
+            for job in jobs:
+                for prompt in range(job.prompts):
+                    for rollout in range(job.rollouts):
+                        uid = f"{job.name}-{prompt}-{rollout}"
+                        async with session.delete(f"/sessions/{uid}") as response:
+                            deleted = (await response.json())["deleted"]
+                        if deleted != job.turns:
+                            raise RuntimeError(f"{uid} has {deleted} traces of {job.turns} calls")
+
+
+class SglangRouter(System):
+    """sglang-router with its default policy."""
+
+    package = "sglang-router"
+    name = f"{package} 0.3.2"
+    scale = 4
+
+    async def start(self, engine: Engine, workload: Workload) -> None:
+        port = free_port()
+        self.ports = (port,)
+        self._process = Process(
+            *(sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", engine.url),
+            *("--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
+            *("--log-level", "warn"),
+        )
+        await self._process.start()
+        self.pids = (self._process.pid,)
+        # It serves before it knows its worker.
+        await wait_until_served(f"http://127.0.0.1:{port}{self.path}", CHAT)
+
+    async def stop(self) -> None:
+        await self._process.stop()
+
+
+INSTALL = (
+    "pip install --no-deps -c constraints.txt "
+    "rllm-model-gateway sglang-router aiosqlite setproctitle"
+)
+"""What they import beyond that is ours already."""
+
+
+def is_installed(system: type[Rllm] | type[SglangRouter]) -> bool:
+    return importlib.util.find_spec(system.package.replace("-", "_")) is not None

@@ -1,0 +1,183 @@
+"""`python -m benchmarks pool`: the DataPool beside a bare Ray actor and TransferQueue, in one run.
+
+    memory       bytes per stored step of every system                  measure.py
+    throughput   steps/s of every system in four modes                  measure.py
+    latency      lease and submit at 1 k, 100 k and 1 M stored steps    latency.py
+    conversion   128 leased steps to padded training tensors            conversion.py
+
+`workload.py` says what is stored, `systems.py` and `transfer_queue.py` where. What comes back from
+a system is checked to be exactly what it was given. A quick run has the same parts on little data
+and no bounds: its figures are those of a start-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.checks import BenchResult, Check
+from benchmarks.pool.cluster import bench_cluster
+from benchmarks.pool.latency import latency_by_size
+from benchmarks.pool.measure import (
+    CONCURRENT,
+    MODES,
+    ONE_AT_A_TIME,
+    ONE_BY_ONE,
+    PIPELINED,
+    median,
+    memory,
+    ratio,
+    running,
+    throughput,
+)
+from benchmarks.pool.systems import BareActor, Stepwell, System
+from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
+from stepwell.trainer.errors import ConfigError
+
+SECTIONS = ("memory", "throughput", "latency", "conversion")
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """How much is measured."""
+
+    rounds: int
+    stored: int
+    """Steps in the store when its memory is read."""
+    sizes: tuple[int, ...]
+    turns: int
+    conversions: int
+
+
+FULL = _Size(rounds=3, stored=20_096, sizes=(1_000, 100_000, 1_000_000), turns=150, conversions=40)
+QUICK = _Size(rounds=1, stored=512, sizes=(256, 1_024), turns=3, conversions=2)
+
+
+@dataclass(slots=True)
+class _Report:
+    figures: dict[str, Any] = field(default_factory=dict)
+    checks: dict[str, Check] = field(default_factory=dict)
+
+
+async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
+    """All sections, or those named in `only`.
+
+    Raises:
+        ConfigError: `only` names no section.
+        RuntimeError: a system gave back other content than it was given.
+    """
+    for name in only:
+        if name not in SECTIONS:
+            raise ConfigError(f"only is {name!r}; choose from {', '.join(SECTIONS)}")
+    wanted = set(only or SECTIONS)
+    size = QUICK if quick else FULL
+    systems = Systems()
+    report = _Report()
+    with bench_cluster():
+        if {"memory", "throughput"} & wanted:
+            async with running(systems.all):
+                # Memory first: it is of processes that never held more.
+                if "memory" in wanted:
+                    await _memory(systems, size, report)
+                if "throughput" in wanted:
+                    await _throughput(systems, size, quick, report)
+        if "latency" in wanted:
+            await _latency(size, report)
+        if "conversion" in wanted:
+            await _conversion(size, report)
+    if quick:
+        report.figures |= {name: check.value for name, check in report.checks.items()}
+        report.checks.clear()
+    return BenchResult(report.checks, {**report.figures, "systems": systems.table()})
+
+
+class Systems:
+    """The systems of a run, and one row of the table for each."""
+
+    def __init__(self) -> None:
+        self.none, self.process = Stepwell("none"), Stepwell("process")
+        self.power = Stepwell("power")
+        self.bare = BareActor()
+        self.other = TransferQueue() if is_installed() else None
+        self._rows: dict[str, dict[str, Any]] = {system.name: {} for system in self.all}
+
+    @property
+    def all(self) -> list[System]:
+        ours: list[System] = [self.none, self.process, self.power, self.bare]
+        return ours if self.other is None else [*ours, self.other]
+
+    def note(self, system: System, **figures: float) -> None:
+        self._rows[system.name] |= figures
+
+    def table(self) -> list[dict[str, Any]]:
+        rows = [{"system": name, **figures} for name, figures in self._rows.items()]
+        if self.other is None:
+            rows.append({"system": f"{TransferQueue.name}, not installed: {INSTALL}"})
+        return rows
+
+
+async def _throughput(systems: Systems, size: _Size, quick: bool, report: _Report) -> None:
+    rates = await throughput(systems.all, rounds=size.rounds, quick=quick)
+    for system in systems.all:
+        systems.note(system, **{mode.name: median(rates, system, mode) for mode in MODES})
+    process, none = (systems.process, PIPELINED), (systems.none, PIPELINED)
+
+    def at_least(name: str, bound: float, of: tuple[Any, Any], to: tuple[Any, Any]) -> None:
+        report.checks[name] = Check(ratio(rates, of, to), bound, upper=False)
+
+    at_least("process_by_bare_one_at_a_time", 2.0, process, (systems.bare, ONE_AT_A_TIME))
+    at_least("none_by_bare_pipelined", 1.0, none, (systems.bare, PIPELINED))
+    at_least(
+        "process_concurrent_by_bare_one_by_one",
+        5.0,
+        (systems.process, CONCURRENT),
+        (systems.bare, ONE_BY_ONE),
+    )
+    if systems.other is not None:
+        # One put after another is how its documentation feeds it. With 32 at once it loses the
+        # order that stands for its groups; the table shows that figure too.
+        at_least("process_by_transfer_queue", 8.0, process, (systems.other, ONE_AT_A_TIME))
+
+
+async def _memory(systems: Systems, size: _Size, report: _Report) -> None:
+    for system in systems.all:
+        grown = await memory(system, size.stored)
+        systems.note(system, rss_bytes_per_step=grown.rss, private_bytes_per_step=grown.private)
+        if isinstance(system, Stepwell):
+            # The actor's own: resident memory also counts pages of Ray's object store, which are
+            # shared by all processes and do not grow with what is stored.
+            name = f"bytes_per_step_{system.durability}"
+            report.checks[name] = Check(grown.private, 3_000)
+
+
+async def _latency(size: _Size, report: _Report) -> None:
+    pools = await latency_by_size(size.sizes, size.turns)
+    smallest = pools[0]
+    for pool in pools:
+        report.checks[f"lease_p50_ms_at_{pool.stored}"] = Check(pool.lease_p50_ms, 5.0)
+    for pool in pools[1:]:
+        lease = pool.lease_p50_ms / smallest.lease_p50_ms
+        submit = pool.submit_p50_ms / smallest.submit_p50_ms
+        report.checks[f"lease_at_{pool.stored}_by_{smallest.stored}"] = Check(lease, 1.5)
+        report.checks[f"submit_at_{pool.stored}_by_{smallest.stored}"] = Check(submit, 1.5)
+    report.figures["pool_sizes"] = [
+        {
+            "stored_steps": pool.stored,
+            "call_p50_ms": pool.call_p50_ms,
+            "lease_128_p50_ms": pool.lease_p50_ms,
+            "submit_16_p50_ms": pool.submit_p50_ms,
+            "fill_steps_per_s": pool.fill_steps_per_s,
+            "rss_mb": pool.rss_bytes / 2**20,
+        }
+        for pool in pools
+    ]
+
+
+async def _conversion(size: _Size, report: _Report) -> None:
+    from benchmarks.pool.conversion import conversion
+
+    measured = await conversion(size.conversions)
+    report.checks["conversion_128_ms"] = Check(1e3 * measured.total_s, 6.0)
+    report.figures["conversion_convert_ms"] = 1e3 * measured.convert_s
+    report.figures["conversion_pad_ms"] = 1e3 * measured.pad_s

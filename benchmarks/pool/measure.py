@@ -1,0 +1,166 @@
+"""Steps/s end to end, and memory per stored step, on workload A.
+
+    producers ── 16 or 1 a submit, 1 .. 64 in flight ──► system ──128 steps a fetch──► consumer
+    └──────────── one process, one event loop; first submit to last fetched step ─────────────┘
+
+With one submit in flight there is one fetch in flight, with more there are four (where the system
+can): a fetch that waits for its turn in a busy loop would be measured, not the system.
+
+The systems take turns on the same calls in every round, and ratios are taken within a round: what
+else the machine does meets all of them. Medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.pool.systems import System
+from benchmarks.pool.workload import (
+    GROUPS_PER_FETCH,
+    STEPS_PER_FETCH,
+    STEPS_PER_GROUP,
+    Call,
+    check_exact,
+    chunks,
+    workload_a,
+)
+from stepwell.datapool.process import settle_heap
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How producers submit: `per_submit` steps a call, `in_flight` calls at a time (16x32)."""
+
+    per_submit: int
+    in_flight: int
+    groups: int
+    """Of workload A in one measurement; a multiple of 4."""
+    fetches: int = 1
+    """Fetches under way at a time."""
+
+    @property
+    def name(self) -> str:
+        return f"steps_per_s_{self.per_submit}x{self.in_flight}"
+
+
+ONE_AT_A_TIME = Mode(16, 1, 128)
+PIPELINED = Mode(16, 32, 256, fetches=4)
+ONE_BY_ONE = Mode(1, 1, 16)
+CONCURRENT = Mode(1, 64, 64, fetches=4)
+MODES = (ONE_AT_A_TIME, PIPELINED, ONE_BY_ONE, CONCURRENT)
+
+Rates = dict[str, dict[str, list[float]]]
+"""System -> mode -> steps/s, one per round."""
+
+
+@asynccontextmanager
+async def running(systems: Sequence[System]) -> AsyncIterator[None]:
+    """All `systems` at once, each having served one batch."""
+    async with AsyncExitStack() as stack:
+        for system in systems:
+            await system.start()
+            stack.push_async_callback(system.stop)
+            await steps_per_s(system, list(workload_a(GROUPS_PER_FETCH, "warm-up")), PIPELINED)
+        yield
+
+
+async def throughput(systems: Sequence[System], *, rounds: int, quick: bool) -> Rates:
+    """Steps/s of every running system in every mode; all are empty before and after."""
+    rates: Rates = {system.name: {mode.name: [] for mode in MODES} for system in systems}
+    for turn in range(rounds):
+        for mode in MODES:
+            groups = GROUPS_PER_FETCH if quick else mode.groups
+            calls = list(workload_a(groups, f"{mode.name}-{turn}", seed=turn))
+            for system in systems:
+                rates[system.name][mode.name].append(await steps_per_s(system, calls, mode))
+    return rates
+
+
+async def steps_per_s(system: System, calls: Sequence[Call], mode: Mode) -> float:
+    """One measurement; the content that came back is checked afterwards.
+
+    Raises:
+        RuntimeError: it is not exactly what was submitted.
+    """
+    waiting = chunks(calls, mode.per_submit)
+    fetched: list[Any] = []
+
+    async def produce() -> None:
+        for chunk in waiting:
+            await system.submit(chunk)
+
+    fetches = iter(range(len(calls) // STEPS_PER_FETCH))
+
+    async def consume() -> None:
+        for _ in fetches:
+            fetched.append(await system.fetch())
+
+    # The calls are a million objects that every collection would walk through.
+    gc.unfreeze()
+    settle_heap()
+    began = time.perf_counter()
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(mode.fetches, system.max_fetches)):
+            tasks.create_task(consume())
+        for _ in range(mode.in_flight):
+            tasks.create_task(produce())
+    elapsed = time.perf_counter() - began
+    check_exact(calls, [call for batch in fetched for call in system.unpack(batch)])
+    await system.drained()
+    return len(calls) / elapsed
+
+
+def median(rates: Rates, system: System, mode: Mode) -> float:
+    """Steps/s of `system`."""
+    return statistics.median(rates[system.name][mode.name])
+
+
+def ratio(rates: Rates, of: tuple[System, Mode], to: tuple[System, Mode]) -> float:
+    """Median over the rounds of one rate by another of the same round."""
+    above, below = (rates[system.name][mode.name] for system, mode in (of, to))
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by which the store's processes grew per step stored."""
+
+    rss: float
+    private: float
+    """Unique set size: without what is shared with other processes, such as Ray's object store."""
+
+
+async def memory(system: System, steps: int) -> Memory:
+    """Store `steps` (a multiple of 128) of workload A, then fetch them. `system` runs, is empty and
+    never held more than a batch: memory it had freed would be used again."""
+    pids = await system.pids()
+    before = _memory(pids)
+    calls = list(workload_a(steps // STEPS_PER_GROUP, "stored"))
+    waiting = chunks(calls, PIPELINED.per_submit)
+
+    async def produce() -> None:
+        for chunk in waiting:
+            await system.submit(chunk)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(PIPELINED.in_flight):
+            tasks.create_task(produce())
+    after = _memory(pids)
+    fetched = [system.unpack(await system.fetch()) for _ in range(steps // STEPS_PER_FETCH)]
+    check_exact(calls, [call for batch in fetched for call in batch])
+    await system.drained()
+    return Memory((after.rss - before.rss) / steps, (after.private - before.private) / steps)
+
+
+def _memory(pids: Sequence[int]) -> Memory:
+    full = [psutil.Process(pid).memory_full_info() for pid in pids]
+    return Memory(sum(m.rss for m in full), sum(m.uss for m in full))

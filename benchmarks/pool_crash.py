@@ -1,0 +1,384 @@
+"""`python -m benchmarks pool-crash`: what `kill -9` of the pool's actor costs. Nothing may be lost.
+
+Kills at random points, while producers and consumers work; nobody is told::
+
+    producers   groups of 8 rollouts, 3 steps each; some submits are repeated, some rollouts crash
+                and are run again, every other group is declared; each leaves one group unfinished
+    consumers   lease, then ack; some nack, some never come back and let the lease expire
+    killer      SIGKILL, wait for the next life of the actor, check the books, work on, SIGKILL …
+
+A ledger here, outside the pool, knows what was sent, what was acknowledged and what came back. In
+the end every acknowledged step was served with equal content or (unfinished groups) is stored.
+
+Recovery: a pool is filled, killed and asked; `recovery_s` is the actor's own time to read its
+journal, `first_answer_s` is from the kill to the answer, most of it Ray starting a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from benchmarks.checks import BenchResult, Check
+from benchmarks.pool.cluster import bench_cluster
+from benchmarks.pool.workload import (
+    ROLLOUTS,
+    STEPS_PER_GROUP,
+    Call,
+    chunks,
+    small_calls,
+    workload_a,
+)
+from stepwell.datapool.actor import start_data_pool
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.errors import LeaseExpiredError
+from stepwell.datapool.types import Lease, Step
+
+KILLS = 100
+QUICK_KILLS = 5
+PRODUCERS = 12
+CONSUMERS = 3
+TURNS = 3
+RETRIES = 0.1
+"""Of the submits are repeated, of the rollouts crash and are run again, of the leases nacked."""
+ABANDONED = 0.05
+LEASE_S = 3.0
+BETWEEN_KILLS_S = (0.02, 0.6)
+SMALL_STEPS = 100_000
+WORKLOAD_A_STEPS = 20_000
+QUICK_STEPS = 1_280
+RECOVERY_S = 5.0
+STEPS_PER_SUBMIT = 512
+SUBMITS_IN_FLIGHT = 4
+
+Key = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Ledger:
+    """What the producers and consumers know."""
+
+    expected: dict[str, dict[str, list[Step]]] = field(default_factory=dict)
+    """Group -> trajectory -> its steps as they have to be served."""
+    acknowledged: dict[Key, Step] = field(default_factory=dict)
+    """Of rollouts that were not withdrawn."""
+    n_withdrawn: int = 0
+    """Steps of rollouts that crashed."""
+    accepted_twice: int = 0
+    received: set[Key] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    """Groups that were served with other content than was sent."""
+    deliveries: Counter[str] = field(default_factory=Counter)
+    acked: set[str] = field(default_factory=set)
+    served_after_ack: set[str] = field(default_factory=set)
+    unbalanced: list[str] = field(default_factory=list)
+    """Sums that did not add up after a restart."""
+    n_duplicates: int = 0
+    n_late: int = 0
+    n_nacked: int = 0
+    n_abandoned: int = 0
+    n_expired: int = 0
+
+    def receive(self, lease: Lease) -> None:
+        for group in lease.groups:
+            uid = group.prompt_uid
+            self.deliveries[uid] += 1
+            if uid in self.acked:
+                self.served_after_ack.add(uid)
+            got = {t.trajectory_uid: list(t.steps) for t in group.trajectories}
+            if got != self.expected[uid]:
+                self.changed.add(uid)
+            for t in group.trajectories:
+                sent = self.expected[uid].get(t.trajectory_uid, [])
+                self.received |= {(s.trajectory_uid, s.step_index) for s in t.steps if s in sent}
+
+    @property
+    def lost(self) -> set[Key]:
+        """Acknowledged steps that nobody received."""
+        return self.acknowledged.keys() - self.received
+
+
+@dataclass(slots=True)
+class _Lives:
+    """The actor's lives."""
+
+    down_s: list[float] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+
+
+async def run(*, kills: int = KILLS, quick: bool = False) -> BenchResult:
+    """All of it. A quick run has few kills and no bound on recovery."""
+    kills = min(kills, QUICK_KILLS) if quick else kills
+    small, large = (QUICK_STEPS, QUICK_STEPS) if quick else (SMALL_STEPS, WORKLOAD_A_STEPS)
+    # Ray tells of every death on stdout, where the result goes.
+    with redirect_stdout(sys.stderr), bench_cluster():
+        result = await _killed_under_load(kills)
+        rows = [
+            await _recovery("small steps", small, small_calls),
+            await _recovery("workload A", large, workload_a),
+        ]
+    if not quick:
+        result.checks["recovery_s"] = Check(rows[0]["recovery_s"], RECOVERY_S)
+    result.figures["recovery"] = rows
+    return result
+
+
+# -- kills under load --------------------------------------------------------------------------
+
+
+async def _killed_under_load(kills: int) -> BenchResult:
+    ledger, lives = _Ledger(), _Lives()
+    began = time.monotonic()
+    with _pool() as client:
+        left_open = await _drive(client, ledger, lives, kills)
+        stored = [step for steps in left_open for step in steps]
+        outcomes = await client.submit_steps(stored)
+        n_lost = len(ledger.lost) + sum(outcome != "duplicate" for outcome in outcomes)
+        counts = await client.get_statistics("train")
+    groups, steps = counts["groups"], counts["steps"]
+    n_sent = len(ledger.acknowledged) + ledger.n_withdrawn + len(stored)
+    checks = {
+        "kills": Check(len(lives.down_s), kills, upper=False),
+        "acknowledged_steps_lost": Check(n_lost, 0),
+        "steps_accepted_twice": Check(ledger.accepted_twice + abs(steps["accepted"] - n_sent), 0),
+        "groups_served_changed": Check(len(ledger.changed), 0),
+        "groups_served_after_their_ack": Check(len(ledger.served_after_ack), 0),
+        "groups_never_served": Check(len(ledger.expected.keys() - ledger.deliveries.keys()), 0),
+        "groups_never_acked": Check(
+            len(ledger.expected) - groups["acked"] + groups["ready"] + groups["leased"], 0
+        ),
+        "unbalanced_sums": Check(len(ledger.unbalanced), 0),
+    }
+    figures = {
+        "elapsed_s": time.monotonic() - began,
+        "groups": len(ledger.expected),
+        "groups_left_unfinished": len(left_open),
+        "steps": n_sent,
+        "submits_answered_duplicate": ledger.n_duplicates,
+        "submits_answered_late": ledger.n_late,
+        "deliveries": ledger.deliveries.total(),
+        "leases_nacked": ledger.n_nacked,
+        "leases_abandoned": ledger.n_abandoned,
+        "acks_after_expiry": ledger.n_expired,
+        "down_s_p50": statistics.median(lives.down_s),
+        "down_s_max": max(lives.down_s),
+        "recovery_s_max": max(lives.recovery_s),
+    }
+    return BenchResult(checks, figures)
+
+
+async def _drive(
+    client: DataPoolClient, ledger: _Ledger, lives: _Lives, kills: int
+) -> list[list[Step]]:
+    """Everybody at once, until the kills are done and what was finished is acked. Returns the
+    steps of groups that are left unfinished."""
+    stopped, drained = asyncio.Event(), asyncio.Event()
+    async with asyncio.TaskGroup() as consumers:
+        for i in range(CONSUMERS):
+            consumers.create_task(_consume(client, ledger, random.Random(i), stopped, drained))
+        async with asyncio.TaskGroup() as producers:
+            tasks = [
+                producers.create_task(_produce(client, ledger, random.Random(f"p{i}"), i, stopped))
+                for i in range(PRODUCERS)
+            ]
+            await _kill(client, ledger, lives, kills)
+            stopped.set()
+        while await _is_busy(client):  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.05)
+        drained.set()
+    return [task.result() for task in tasks]
+
+
+async def _is_busy(client: DataPoolClient) -> bool:
+    groups = (await client.get_statistics("train"))["groups"]
+    return bool(groups["ready"] or groups["leased"])
+
+
+async def _kill(client: DataPoolClient, ledger: _Ledger, lives: _Lives, kills: int) -> None:
+    rng = random.Random("killer")
+    pid = (await client.describe())["pid"]
+    for _ in range(kills):
+        await asyncio.sleep(rng.uniform(*BETWEEN_KILLS_S))
+        pid, down_s, recovery_s = await _kill_once(client, pid)
+        lives.down_s.append(down_s)
+        lives.recovery_s.append(recovery_s)
+        ledger.unbalanced += _unbalanced(await client.get_statistics("train"))
+
+
+async def _kill_once(client: DataPoolClient, pid: int) -> tuple[int, float, float]:
+    """SIGKILL; (the next life's pid, seconds until it answers, seconds it read its journal)."""
+    process = psutil.Process(pid)
+    began = time.monotonic()
+    process.kill()
+    await asyncio.to_thread(process.wait, 10)
+    described = await client.describe()
+    return described["pid"], time.monotonic() - began, described["journal"]["recovery_s"]
+
+
+def _unbalanced(counts: dict[str, Any]) -> list[str]:
+    """Laws of conservation that do not hold."""
+    laws = {
+        ("groups", "submitted"): ("open", "ready", "leased", "acked", "dropped"),
+        ("trajectories", "submitted"): ("open", "complete", "acked", "dropped", "aborted"),
+        ("steps", "submitted"): ("accepted", "duplicate", "late", "conflict", "rejected"),
+        ("steps", "accepted"): ("stored", "acked", "dropped"),
+    }
+    return [
+        f"{kind}.{whole}: {counts[kind]}"
+        for (kind, whole), parts in laws.items()
+        if counts[kind][whole] != sum(counts[kind][part] for part in parts)
+    ]
+
+
+async def _produce(
+    client: DataPoolClient,
+    ledger: _Ledger,
+    rng: random.Random,
+    number: int,
+    stopped: asyncio.Event,
+) -> list[Step]:
+    """Group after group; the steps of one that is begun and left."""
+    n_groups = 0
+    while not stopped.is_set():
+        own: dict[str, list[Call]] = {}
+        for call in small_calls(1, f"{number}-{n_groups}", turns=TURNS):
+            own.setdefault(call.trajectory_uid, []).append(call)
+        declared = n_groups % 2 == 1
+        prompt_uid = next(iter(own.values()))[0].prompt_uid
+        # Declared groups are completed by a call with a reward, the others by their last step.
+        rollouts = {uid: _as_sent(calls, declared) for uid, calls in own.items()}
+        ledger.expected[prompt_uid] = {uid: _as_served(s, declared) for uid, s in rollouts.items()}
+        if declared:
+            await client.open_group(prompt_uid, ROLLOUTS)
+        await asyncio.gather(
+            *(_roll_out(client, ledger, rng, steps, declared) for steps in rollouts.values())
+        )
+        n_groups += 1
+    left = [call.step() for call in small_calls(1, f"{number}-left", turns=1)][: ROLLOUTS // 2]
+    await client.submit_steps([replace(step, is_last=False) for step in left])
+    return [replace(step, is_last=False) for step in left]
+
+
+def _as_sent(calls: list[Call], declared: bool) -> list[Step]:
+    steps = [call.step() for call in calls]
+    return [replace(step, is_last=False) for step in steps] if declared else steps
+
+
+def _as_served(steps: list[Step], declared: bool) -> list[Step]:
+    return [*steps[:-1], replace(steps[-1], is_last=True, reward=1.0 if declared else None)]
+
+
+async def _roll_out(
+    client: DataPoolClient,
+    ledger: _Ledger,
+    rng: random.Random,
+    steps: list[Step],
+    declared: bool,
+) -> None:
+    uid = steps[0].trajectory_uid
+    if rng.random() < RETRIES:
+        crashed = replace(steps[0], trajectory_uid=f"{uid}-crashed")
+        await client.submit_step(crashed)
+        ledger.n_withdrawn += 1
+        await client.abort_trajectory(crashed.trajectory_uid, "agent_crashed", will_retry=True)
+    for step in steps:
+        for attempt in range(1 + (rng.random() < RETRIES)):
+            outcome = await client.submit_step(step)
+            ledger.acknowledged[uid, step.step_index] = step
+            ledger.n_duplicates += outcome == "duplicate"
+            ledger.n_late += outcome == "late"
+            ledger.accepted_twice += attempt > 0 and outcome == "accepted"
+    if declared:
+        await client.complete_trajectory(uid, reward=1.0)
+
+
+async def _consume(
+    client: DataPoolClient,
+    ledger: _Ledger,
+    rng: random.Random,
+    stopped: asyncio.Event,
+    drained: asyncio.Event,
+) -> None:
+    while not drained.is_set():
+        lease = await client.lease_batch(
+            batch_size=1 if stopped.is_set() else 2, timeout_s=0.2, lease_s=LEASE_S
+        )
+        if lease is None:
+            continue
+        ledger.receive(lease)
+        await asyncio.sleep(rng.uniform(0, 0.02))
+        fate = rng.random()
+        if fate < ABANDONED and not stopped.is_set():
+            ledger.n_abandoned += 1
+            continue
+        try:
+            if fate < ABANDONED + RETRIES:
+                await client.nack(lease.lease_id, "training step failed")
+                ledger.n_nacked += 1
+            else:
+                await client.ack(lease.lease_id)
+                ledger.acked |= {group.prompt_uid for group in lease.groups}
+        except LeaseExpiredError:
+            ledger.n_expired += 1  # the pool was away for long; somebody else gets the groups
+
+
+# -- recovery ----------------------------------------------------------------------------------
+
+
+async def _recovery(
+    what: str, steps: int, calls: Callable[[int, str], Iterator[Call]]
+) -> dict[str, Any]:
+    """Fill a pool, kill it, ask it."""
+    n_groups = -(-steps // STEPS_PER_GROUP)
+    with _pool() as client:
+        waiting = chunks(calls(n_groups, "stored"), STEPS_PER_SUBMIT)
+
+        async def produce() -> None:
+            for chunk in waiting:
+                await client.submit_steps([call.step() for call in chunk])
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(SUBMITS_IN_FLIGHT):
+                tasks.create_task(produce())
+        before = await client.describe()
+        _, first_answer_s, recovery_s = await _kill_once(client, before["pid"])
+        counts = await client.get_statistics("train")
+    stored = counts["steps"]["stored"]
+    if stored != n_groups * STEPS_PER_GROUP or counts["groups"]["ready"] != n_groups:
+        raise RuntimeError(f"{what}: {stored} of {n_groups * STEPS_PER_GROUP} steps came back")
+    return {
+        "stored": what,
+        "steps": stored,
+        "journal_mb": before["journal"]["file_bytes"] / 2**20,
+        "recovery_s": recovery_s,
+        "first_answer_s": first_answer_s,
+        "recovered_steps_per_s": stored / recovery_s,
+    }
+
+
+@contextmanager
+def _pool() -> Iterator[DataPoolClient]:
+    """A pool with a journal of its own."""
+    with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
+        config = PoolConfig(
+            default=ChannelConfig(n_rollouts=ROLLOUTS), journal_dir=Path(folder) / "journal"
+        )
+        actor = start_data_pool(config, f"bench-crash-{Path(folder).name}")
+        try:
+            yield DataPoolClient(actor)
+        finally:
+            ray.kill(actor)

@@ -1,0 +1,204 @@
+"""The `stepwell` command. The only module that sees every package.
+
+    stepwell train   --config quickstart [key=value …]   train an agent, end to end
+                     --dry-run [--gpus 8[,8…]]           print what would run on which GPU
+    stepwell gateway --config quickstart [key=value …]   pool + engine + gateway, no training;
+                     --replicas N                        N gateways, each at its own address
+    stepwell config  --config quickstart [key=value …]   print the resolved configuration
+    stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
+    stepwell data salvage PATH                           a usable journal of a damaged one
+    stepwell backends                                    list training backends and engines
+
+Exit codes: 0 done; 1 a run failed; 2 the command line or the configuration is wrong;
+130 interrupted (everything that was started has been stopped).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stepwell.trainer.errors import ConfigError, TrainerError
+
+T = TypeVar("T")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    # Agents, rewards and configs are looked up from the folder the command is run in, as with
+    # `python -m`.
+    sys.path.insert(0, os.getcwd())
+    try:
+        return int(args.run(args))
+    except ConfigError as e:
+        print(f"stepwell: {e}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print(
+            "stepwell: interrupted; everything that was started has been stopped", file=sys.stderr
+        )
+        return 130
+    except Exception as e:  # one line if the cause is known; a bug is raised again
+        line = _expected(e)
+        if line is None:
+            raise
+        print(f"stepwell: {line}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="stepwell", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, run, text in (
+        ("train", _train, "train an agent by async GRPO through the gateway"),
+        ("gateway", _gateway, "serve the gateway over a pool and an engine, without training"),
+        ("config", _config, "print the resolved configuration"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("--config", required=True, help="a preset's name or a YAML file")
+        command.add_argument(
+            "overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.total_steps=5"
+        )
+        command.set_defaults(run=run)
+        if name == "train":
+            command.add_argument(
+                "--dry-run", action="store_true", help="print the placement and start nothing"
+            )
+            command.add_argument(
+                "--gpus",
+                type=_gpus,
+                default=(),
+                metavar="N[,N…]",
+                help="with --dry-run: plan for nodes with so many GPUs each, whatever is here",
+            )
+        if name == "gateway":
+            command.add_argument(
+                "--replicas", type=int, metavar="N", help="as gateway.replicas=N (default 1)"
+            )
+    text = "list training backends and engines, built in and of installed packages"
+    commands.add_parser("backends", help=text, description=text).set_defaults(run=_backends)
+    text = "write the policy of a checkpoint as a Hugging Face directory"
+    export = commands.add_parser("export", help=text, description=text)
+    export.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder, e.g. runs/me")
+    export.add_argument("--step", default="latest", metavar="N", help="a step, latest or best")
+    export.add_argument("--to", required=True, type=Path, metavar="DIR", help="a new folder")
+    export.set_defaults(run=_export)
+    data = commands.add_parser("data", help="look after the pool's data on disk")
+    actions = data.add_subparsers(metavar="ACTION", required=True)
+    text = "make a usable journal of a damaged one, and say what is lost"
+    salvage = actions.add_parser("salvage", help=text, description=text)
+    salvage.add_argument("path", metavar="PATH", type=Path, help="e.g. runs/me, or its pool folder")
+    salvage.set_defaults(run=_salvage)
+    return parser
+
+
+def _gpus(text: str) -> tuple[int, ...]:
+    """`8,8` as numbers."""
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 8 or 8,8")
+    return tuple(map(int, parts))
+
+
+def _train(args: argparse.Namespace) -> int:
+    from stepwell.config import load_config
+
+    if args.gpus and not args.dry_run:
+        raise ConfigError("--gpus plans for nodes that need not exist; it goes with --dry-run")
+    config = load_config(args.config, args.overrides, paths_exist=not args.dry_run)
+    # after the configuration: a typo costs no second of importing torch
+    if args.dry_run:
+        from stepwell.cluster import dry_run
+
+        print(dry_run(config, args.gpus))
+        return 0
+    from stepwell.backends import ranks
+    from stepwell.run import train
+
+    if ranks.torchrun_rank():  # any but the first: it computes what the first asks for
+        ranks.follow(config.backend)
+        return 0
+    asyncio.run(interruptible(train(config)))
+    ranks.release(config.backend)
+    return 0
+
+
+def _gateway(args: argparse.Namespace) -> int:
+    from stepwell.config import load_config
+
+    chosen = [] if args.replicas is None else [f"gateway.replicas={args.replicas}"]
+    config = load_config(args.config, [*args.overrides, *chosen])
+    from stepwell.run import serve
+
+    asyncio.run(interruptible(serve(config)))
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    from stepwell.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))), end="")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    if args.step not in ("latest", "best") and not args.step.isdecimal():
+        raise ConfigError(f"--step is {args.step!r}; give a step, latest or best")
+    from stepwell.trainer.checkpoint import export_checkpoint
+
+    step = int(args.step) if args.step.isdecimal() else args.step
+    print(export_checkpoint(args.run_dir, step, args.to))
+    return 0
+
+
+def _salvage(args: argparse.Namespace) -> int:
+    from stepwell.datapool.salvage import salvage
+
+    for report in salvage(args.path):
+        print(report.text())
+    return 0
+
+
+def _backends(args: argparse.Namespace) -> int:
+    from stepwell.plugins import show_plugins
+
+    show_plugins()
+    return 0
+
+
+async def interruptible(work: Coroutine[Any, Any, T]) -> T:
+    """SIGINT and SIGTERM cancel `work` once, so that its `finally` blocks stop what was started."""
+    task = asyncio.ensure_future(work)
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(name, task.cancel)
+    return await task
+
+
+def _expected(error: BaseException) -> str | None:
+    """The one line for a failure with a known cause; None for a bug, which gets its traceback."""
+    from stepwell.backends.errors import BackendError
+    from stepwell.datapool.errors import DataPoolError
+    from stepwell.gateway.errors import GatewayError
+
+    if isinstance(error, BaseExceptionGroup):
+        return _expected(error.exceptions[0])
+    cause = getattr(error, "cause", None)
+    for candidate in (cause, error):
+        if isinstance(candidate, TrainerError | DataPoolError | GatewayError | BackendError):
+            return str(candidate)
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""Starts and stops what a run consists of: Ray, the pool, the engines, the gateway, the rollout
+workers.
+
+    async with start_cluster(config) as cluster:
+        cluster.pool, cluster.engines, cluster.gateway_url, cluster.workers
+
+Owns start order, the wiring of addresses and a shutdown that leaves no process. Placement is Ray's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from pydantic import SecretStr
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.nodes import start_engine_group
+from stepwell.backends.engines.router import start_router, started_router
+from stepwell.backends.engines.server import start_engine, started
+from stepwell.backends.weights.transports import ADAPTER_NAME
+from stepwell.config import RunConfig
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.process import settle_heap
+from stepwell.datapool.shards import client_of, start_shards
+from stepwell.datapool.types import TRAIN
+from stepwell.gateway.config import GatewayConfig, is_loopback
+from stepwell.gateway.replicas import start_replicas
+from stepwell.placement import (
+    Node,
+    Placement,
+    assumed,
+    cluster_nodes,
+    describe,
+    machine,
+    place,
+    plan,
+)
+from stepwell.ray_cluster import connected, joined, while_raylet_lives
+from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.rollout import WorkerHandle, start_workers
+from stepwell.trainer.sampling import train_channel
+
+log = logging.getLogger(__name__)
+
+POOL_NAME = "data_pool"
+WEIGHTS = "weights"
+"""Folder of published weights, in the run's folder: what a crashed engine restarts from."""
+GATEWAY_KEY = "gateway_key"
+"""File with the gateway's admin key, in the run's folder, if the run made one."""
+POOL = "pool"
+"""Folder of the pool's journal, in the run's folder: what a resumed run finds its groups in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The running parts, as the trainer needs them."""
+
+    pool: DataPoolClient
+    engines: list[EngineClient]
+    gateway_urls: tuple[str, ...]
+    """One per replica. `/init_trajectory` at any of them hands out the address of one."""
+    workers: list[WorkerHandle]
+    placement: Placement
+
+    @property
+    def gateway_url(self) -> str:
+        return self.gateway_urls[0]
+
+
+@asynccontextmanager
+async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
+    """Start every part; on leaving, by whatever way, stop every part that was started."""
+    async with AsyncExitStack() as stack:
+        namespace = f"stepwell-{config.run.name}"
+        stack.enter_context(
+            connected(config.cluster.address, namespace, config.cluster.object_store_mb)
+        )
+        if config.cluster.address is None:
+            await stack.enter_async_context(while_raylet_lives())
+        train = train_channel(config)
+        # Absolute: an actor's working directory need not be ours.
+        folder = config.run.dir.absolute()
+        pool_config = config.pool.model_copy(
+            update={
+                "channels": {**config.pool.channels, TRAIN: train},
+                "journal_dir": config.pool.journal_dir or folder / POOL,
+            }
+        )
+        pool = client_of(await asyncio.to_thread(start_shards, pool_config, POOL_NAME, namespace))
+        engine_config = config.engine
+        if engine_config.model_path is not None:
+            engine_config = engine_config.model_copy(
+                update={"model_path": engine_config.model_path.absolute()}
+            )
+        # Weights of an earlier process are not ours: a resume publishes those of its checkpoint.
+        shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
+        placement = await asyncio.to_thread(place, config)
+        stack.callback(placement.release)
+        network = Network(await asyncio.to_thread(cluster_nodes))
+        gateway_config = network.gateway(config.gateway)
+        here = _on_this_node()
+        configs = [
+            network.engine(engine_config, gateway_config, placement.engine_ip(i))
+            for i in range(1 if engine_config.kind == "attach" else config.cluster.engines)
+        ]
+        urls = await _start_engines(config, configs, placement, here, stack)
+        engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
+        router_config = network.engine(engine_config, gateway_config, None)
+        router = await _start_router(config, router_config, urls, here, stack)
+        if engine_config.weight_transport == "lora":
+            gateway_config = gateway_config.model_copy(update={"engine_lora_path": ADAPTER_NAME})
+        gateway_urls = await _start_gateways(
+            gateway_config.model_copy(
+                update={"engine_router_url": router, "engine_via_router": True, "engine_urls": ()}
+                if router is not None
+                else {"engine_urls": tuple(urls)}
+            ),
+            stack,
+        )
+        keys = gateway_config.admin_keys
+        if keys != config.gateway.admin_keys:
+            _write_key(folder / GATEWAY_KEY, keys[0])
+        workers = start_workers(config.rollout, gateway_urls, keys[0] if keys else None)
+        settle_heap()
+        yield Cluster(pool, engines, gateway_urls, workers, placement)
+
+
+async def _start_engines(
+    config: RunConfig,
+    engines: Sequence[EngineConfig],
+    placement: Placement,
+    here: dict[str, Any],
+    stack: AsyncExitStack,
+) -> list[str]:
+    """Urls of these engines, or of those that somebody else runs. One without a seat runs here."""
+    folder = config.run.dir.absolute()
+    count = len(engines)
+    if count > 1 and config.engine.port:
+        raise ConfigError(
+            f"engine.port is {config.engine.port}, but cluster.engines is {count}: they cannot "
+            "share it; set engine.port to 0"
+        )
+    logs = [folder / "logs" / (f"engine_{i}" if count > 1 else "") for i in range(count)]
+    servers: list[Any] = []
+    for i, engine in enumerate(engines):
+        own, *others = options = placement.engine_options(i)
+        where: dict[str, Any] = {"log_dir": logs[i], "weights_dir": folder / WEIGHTS}
+        servers.append(
+            start_engine_group(engine, **where, options=options)
+            if others
+            else start_engine(engine, **where, **(own or here))
+        )
+    for server in servers:
+        stack.push_async_callback(_stop, server)
+    urls = await asyncio.gather(*(started(server) for server in servers))
+    return [url for of_server in urls for url in of_server]
+
+
+async def _start_router(
+    config: RunConfig,
+    engine: EngineConfig,
+    urls: list[str],
+    here: dict[str, Any],
+    stack: AsyncExitStack,
+) -> str | None:
+    """The url of the router before the engines; None without one."""
+    if engine.router == "none":
+        return None
+    folder = config.run.dir.absolute()
+    router = start_router(engine, log_dir=folder / "logs", weights_dir=folder / WEIGHTS, **here)
+    stack.push_async_callback(_stop, router)
+    return await started_router(router, urls)
+
+
+async def _start_gateways(config: GatewayConfig, stack: AsyncExitStack) -> tuple[str, ...]:
+    replicas = start_replicas(config, POOL_NAME)
+    for replica in replicas:
+        stack.push_async_callback(_stop, replica)
+    return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))
+
+
+def _write_key(path: Path, key: SecretStr) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(key.get_secret_value())
+
+
+def _on_this_node() -> dict[str, Any]:
+    """Ray's options of an actor that runs on the driver's node, after a restart too: its address
+    stays."""
+    node = ray.get_runtime_context().get_node_id()
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+
+
+async def _stop(actor: Any) -> None:
+    try:
+        await asyncio.wait_for(actor.stop.remote(), timeout=10)
+    except (ray.exceptions.RayError, TimeoutError) as e:
+        log.warning("an actor did not stop in time and is killed: %s", e)
+    ray.kill(actor)
+
+
+def dry_run(config: RunConfig, assumed_gpus: Sequence[int] = ()) -> str:
+    """What `start_cluster` would place where; starts nothing. A cluster that is to be joined is
+    asked for its nodes.
+
+    Args:
+        assumed_gpus: GPUs of each node of a cluster to plan for instead, whatever is here.
+
+    Raises:
+        ConfigError: it has too few GPUs.
+    """
+    if assumed_gpus:
+        nodes = assumed(assumed_gpus)
+    elif config.cluster.address is None:
+        nodes = machine()
+    else:
+        with joined(config.cluster.address):
+            nodes = cluster_nodes()
+    return describe(plan(config, nodes), nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Chooses the addresses that gateway and engines listen on, so that every part of a run reaches
+    those it needs and nobody else more than that. Pure.
+
+        one node                  loopback, as configured by default
+        several nodes, gateway    the address of the driver's node, where it runs: rollout workers
+                                  may be on any. With an admin key: one is made if none is set
+        several nodes, an engine  loopback if it is on the driver's node, as the gateway, the router
+                                  and the trainer are; otherwise its own node's address
+
+    A host that is configured and no loopback address stays as it is. Engines know no keys: what
+    they listen on beyond loopback must be reached by the run's machines alone.
+    """
+
+    nodes: Sequence[Node]
+
+    @property
+    def _driver(self) -> Node:
+        return next(node for node in self.nodes if node.is_driver)
+
+    def gateway(self, config: GatewayConfig) -> GatewayConfig:
+        """With the address to listen on, and a key if others reach it."""
+        update: dict[str, object] = {}
+        if len(self.nodes) > 1 and _is_loopback(config.host):
+            update["host"] = self._driver.ip
+            if not config.admin_keys:
+                update["admin_keys"] = (SecretStr(secrets.token_urlsafe(32)),)
+        return config.model_copy(update=update)
+
+    def engine(self, config: EngineConfig, gateway: GatewayConfig, ip: str | None) -> EngineConfig:
+        """With the address to listen on.
+
+        Args:
+            ip: of its node; None: the driver's.
+        """
+        elsewhere = ip is not None and ip != self._driver.ip
+        if (elsewhere or self._is_spread(gateway)) and _is_loopback(config.host):
+            return config.model_copy(update={"host": ip or self._driver.ip})
+        return config
+
+    def _is_spread(self, gateway: GatewayConfig) -> bool:
+        """Its replicas are on several nodes."""
+        everywhere = gateway.host in ("0.0.0.0", "::")
+        return len(self.nodes) > 1 and gateway.replicas > 1 and everywhere
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return is_loopback(host)
+    except ValueError:  # a name: somebody chose it
+        return False

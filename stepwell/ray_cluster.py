@@ -1,0 +1,216 @@
+"""This module starts a Ray on this machine or joins one, so that a run has a cluster or one clear
+line why not.
+
+    cluster.address null        Ray of our own: on loopback alone, gone with the run however it ends
+    cluster.address auto        the one that runs on this machine
+    cluster.address host:port   the one whose GCS is there
+
+Ray asks for a token by default, keeps it in `~/.ray/auth_token`, and looks there only for "auto";
+here it is looked for with every address whose Ray asks for it.
+
+Owns the connection and its errors. Does not own placement (`placement.py`) or what runs on the
+cluster (`cluster.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
+
+from stepwell.process_guard import VARIABLE, ProcessGuard, runs
+from stepwell.trainer.errors import ConfigError, RayEndedError
+
+CONNECT_S = 5.0
+"""A GCS answers within this."""
+RETRIES = 2
+"""Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
+RAYLET_LOOK_S = 1.0
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client says first; a gRPC server, as a GCS is, answers with its settings. Ray itself would
+wait for a mute one for over a minute."""
+_SETTINGS = b"\4"
+_CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+@contextmanager
+def connected(address: str | None, namespace: str, object_store_mb: int) -> Iterator[None]:
+    """Connected to Ray inside the block; one of our own has ended after it, with all it started.
+
+    Raises:
+        ConfigError: there is no Ray at `address`, or it wants another token.
+    """
+    with ExitStack() as stack:
+        if address is not None:
+            stack.enter_context(_joined(address, namespace=namespace))
+        else:
+            guard = ProcessGuard()
+            stack.callback(guard.close)
+            with _environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"}), _loopback():
+                ray.init(
+                    address="local",
+                    namespace=namespace,
+                    object_store_memory=object_store_mb << 20,
+                    include_dashboard=False,
+                    **_QUIET,
+                )
+            stack.callback(ray.shutdown)
+        yield
+
+
+@asynccontextmanager
+async def while_raylet_lives() -> AsyncIterator[None]:
+    """Cancels the body if the raylet that this process has started ends: no actor can be started
+    again then, and what waits for one would wait for ever.
+
+    Raises:
+        RayEndedError: it has.
+    """
+    raylets = [c for c in psutil.Process().children() if c.name() == "raylet"]
+    body = asyncio.current_task()
+    ended = False
+
+    async def watch() -> None:
+        nonlocal ended
+        while all(runs(raylet) for raylet in raylets):  # noqa: ASYNC110 - Ray tells nobody
+            await asyncio.sleep(RAYLET_LOOK_S)
+        ended = True
+        if body is not None:
+            body.cancel()
+
+    watching = asyncio.create_task(watch(), name="raylet")
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not ended or body is None or body.uncancel():
+            raise
+        raise RayEndedError(
+            "the raylet of this run's Ray has ended (killed, or out of memory: see `dmesg`); run "
+            "the same command again, it goes on from the last checkpoint"
+        ) from None
+    finally:
+        watching.cancel()
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Connected to the Ray at `address` inside the block, to look at it.
+
+    Raises:
+        ConfigError: see `connected`.
+    """
+    with _joined(address):
+        yield
+
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+
+
+@contextmanager
+def _joined(address: str, **options: Any) -> Iterator[None]:
+    if address != "auto" and "://" not in address:
+        _check_reachable(address)
+    before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
+    try:
+        _init(address, options)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+        if _is_about_a_token(e):
+            raise ConfigError(
+                f"cluster.address is {address!r}: its Ray wants a token that this process does not "
+                "have; put the cluster's (`ray get-auth-token` there) into ~/.ray/auth_token or "
+                "RAY_AUTH_TOKEN, or start both with RAY_AUTH_MODE=disabled"
+            ) from e
+        raise ConfigError(
+            f"cluster.address is {address!r}: no Ray could be joined there ({_first_line(e)}); "
+            "start one (`ray start --head`) and give its host:port, or set cluster.address=null "
+            "for one of this run's own"
+        ) from e
+    finally:
+        ray_constants.NUM_REDIS_GET_RETRIES = before
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _init(address: str, options: dict[str, Any]) -> None:
+    """Without a token first: a Ray that wants none would take the driver's calls with one, but its
+    workers would refuse the driver."""
+    try:
+        ray.init(address=address, **options, **_QUIET)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as e:
+        if not _is_about_a_token(e) or not maybe_enable_token_auth_if_token_available(False):
+            raise
+        ray.shutdown()
+        ray.init(address=address, **options, **_QUIET)
+
+
+def _check_reachable(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    remedy = (
+        "start Ray there (`ray start --head`) and give its GCS's host:port, or set "
+        "cluster.address=null for a Ray of this run's own"
+    )
+    if not host or not port.isdecimal():
+        raise ConfigError(f"cluster.address is {address!r}; write host:port, or auto")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S) as sock:
+            sock.sendall(_HTTP2_HELLO)
+            if sock.recv(9)[3:4] != _SETTINGS:
+                raise OSError("no gRPC server")
+    except OSError as e:
+        raise ConfigError(
+            f"cluster.address is {address!r}, where nothing answers ({e.strerror or e}); {remedy}"
+        ) from e
+
+
+def _is_about_a_token(error: BaseException | None) -> bool:
+    while error is not None:
+        is_ours = isinstance(error, ray.exceptions.AuthenticationError)
+        if is_ours or "Unauthenticated" in str(error) or "InvalidAuthToken" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return (str(cause).strip() or type(cause).__name__).splitlines()[0][:200]
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Of what Ray starts inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray's ports listen on 127.0.0.1. `_node_ip_address` does not do that: Ray replaces a loopback
+    address by the machine's. What it knows is a machine that is no part of a cluster, its default
+    on macOS; its processes read it in the environment, this one when `ray` was imported."""
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

@@ -1,0 +1,307 @@
+"""One run from start to finish: `train(config)` and `serve(config)`, called by the command line.
+
+Owns what surrounds the loop: starting the parts, evaluation before and after, the files left
+behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepwell.backends.base import build_backend, loop_backend
+from stepwell.backends.critic import Critic
+from stepwell.backends.weights import WeightStore
+from stepwell.cluster import GATEWAY_KEY, POOL, WEIGHTS, Cluster, start_cluster
+from stepwell.config import RunConfig
+from stepwell.console import Display
+from stepwell.datapool.journal import holder
+from stepwell.replay import REPLAY, replay, seed_everything
+from stepwell.report import SUMMARY, plot_reward, read_summary, write_summary
+from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.data import PromptSource
+from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.ledger import LEDGER, Ledger
+from stepwell.trainer.loop import Progress, Trainer
+from stepwell.trainer.metrics import MemoryMeter, MetricsWriter, waits
+from stepwell.trainer.rewards import build_manager
+from stepwell.trainer.rollout import Producer, load_agent
+from stepwell.trainer.sampling import Pace, credit_limit, drops_surplus
+from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.validation import COLUMNS, VALIDATION, read_samples, samples_path
+
+LOCK = "run.lock"
+CHECKPOINTS = "checkpoints"
+EVALUATION_ATTEMPTS = 3
+"""Evaluations of which not one rollout finished, in a row, that end the run."""
+
+
+async def train(config: RunConfig) -> dict[str, Any]:
+    """Train as configured; returns the summary, which is also written to `summary.json`."""
+    seed_everything(config.run.seed)
+    if config.trainer.load_debug_rollout_data is not None:
+        backend = build_backend(config.trainer.backend, config.backend, config.model.path)
+        return await replay(config, backend, build_critic(config))
+    source = training_prompts(config)  # a mistake in the data costs no start, and removes no run
+    with only_run_in(config.run.dir):
+        return await _run(config, source)
+
+
+async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
+    folder = config.run.dir
+    display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
+    if config.run.resume == "never":
+        _start_over(folder)
+    elif (done := _finished(config)) is not None:
+        display.status("this run is complete; run.resume=never starts it over")
+        display.summary(done, folder)
+        return done
+    load_agent(config.rollout.agent)  # a wrong path costs no start
+    loop_backend(config.trainer.backend)
+    if config.rollout.reward is not None:
+        build_manager(config.rollout.reward)
+    CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)  # nor a wrong checkpoint
+    with display, MemoryMeter() as memory:
+        display.status("starting Ray, the pool, the engine and the gateway")
+        async with start_cluster(config) as cluster:
+            display.status(f"gateway at {cluster.gateway_url}")
+            with (
+                MetricsWriter(folder, config) as metrics,
+                build_trainer(config, cluster, source) as trainer,
+            ):
+                try:
+                    return await _train(config, trainer, metrics, display, memory)
+                finally:
+                    await trainer.memory.take_back()
+                    await trainer.validator.stop()
+                    await trainer.scorer.aclose()
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """No other process runs in the run's folder inside the block. The kernel ends the lock of a
+    process that dies.
+
+    Raises:
+        ConfigError: one does already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run is alive in {folder}; stop it first, or choose another run.name"
+            ) from None
+        yield
+
+
+def training_prompts(config: RunConfig) -> PromptSource:
+    """The prompts of `data.train` that `data.val` does not hold out.
+
+    Raises:
+        DataError: they cannot be read, or there is none.
+    """
+    held_out = PromptSource(config.data.val, tokenizer_path=config.model.path).prompts()
+    return PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
+
+
+@contextmanager
+def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> Iterator[Trainer]:
+    """A trainer on `source` over the running parts of `cluster`; closed on leaving."""
+    folder = config.run.dir / CHECKPOINTS
+    ledger = Ledger(folder / LEDGER)
+    producer = Producer(
+        config.rollout,
+        source,
+        cluster.pool,
+        cluster.workers,
+        ledger,
+        pace=Pace(credit_limit(config)),
+        drops_surplus=drops_surplus(config),
+        n_greedy=int(config.algorithm.advantage.name == "remax"),
+    )
+    trainer = Trainer(
+        config,
+        pool=cluster.pool,
+        producer=producer,
+        source=source,
+        scorer=Scorer(config.rollout.reward, config.model.path),
+        backend=build_backend(
+            config.trainer.backend,
+            config.backend,
+            config.model.path,
+            **cluster.placement.backend_options(),
+        ),
+        critic=build_critic(config, **cluster.placement.critic_options()),
+        engines=cluster.engines,
+        weights=WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
+        checkpoints=CheckpointStore(
+            folder, config.trainer.keep_checkpoints, config.trainer.keep_best
+        ),
+    )
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+        ledger.close()
+
+
+def build_critic(config: RunConfig, **options: Any) -> Critic | None:
+    """The value model of `advantage: gae`; None with any other. `options` are `Critic`'s."""
+    if config.algorithm.advantage.name != "gae":
+        return None
+    return Critic(config.algorithm.critic, config.backend, config.model.path, **options)
+
+
+async def _train(
+    config: RunConfig,
+    trainer: Trainer,
+    metrics: MetricsWriter,
+    display: Display,
+    memory: MemoryMeter,
+) -> dict[str, Any]:
+    if await trainer.resume():
+        display.resume_at(trainer.progress.updates)
+        display.status(f"resumed at optimizer step {trainer.progress.updates}")
+    # Of a run that was complete and goes back: it is not any more, also if it is killed now.
+    (config.run.dir / SUMMARY).unlink(missing_ok=True)
+    tasks = PromptSource(config.data.val, tokenizer_path=config.model.path).all()
+    total = config.trainer.total_steps
+
+    def report() -> None:
+        for e in trainer.validator.finished():
+            display.evaluation(e.step, e.score, e.tool_use)
+            trainer.checkpoints.score(e.weights_step, e.value(config.trainer.eval_metric))
+            table = samples_path(config.run.dir, e.step)
+            metrics.table("val/samples", COLUMNS, read_samples(table, config.trainer.eval_samples))
+
+    async def evaluate(mode: str = "blocking") -> None:
+        display.status(f"evaluating on {len(tasks)} prompts")
+        begin = trainer.evaluate if mode == "blocking" else trainer.begin_evaluation
+        for remaining in reversed(range(EVALUATION_ATTEMPTS)):
+            try:
+                await begin(tasks)
+                break
+            except StarvedError as e:  # every rollout failed: a part was down
+                if not remaining:
+                    raise
+                display.status(f"evaluating again: {e}")
+        report()
+
+    if not trainer.progress.evaluations:
+        await evaluate()
+    async with (
+        trainer.producer.running() as generation,
+        aclosing(trainer.train(total, generation)) as steps,
+    ):
+        if trainer.evaluation_due():  # of a process that was killed meanwhile
+            await evaluate(config.trainer.eval_mode)
+        async for record in steps:
+            metrics.write(record)
+            display.step(record)
+            report()
+            if trainer.evaluation_due():
+                await evaluate(config.trainer.eval_mode)
+    await evaluate()
+
+    memory.sample()
+    records = metrics.read()
+    summary = summarise(config, records, trainer.progress, memory.peak)
+    write_summary(config.run.dir, summary)
+    plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])
+    display.summary(summary, config.run.dir)
+    return summary
+
+
+def summarise(
+    config: RunConfig, records: Sequence[Mapping[str, Any]], progress: Progress, peak_bytes: int
+) -> dict[str, Any]:
+    """The figures of `summary.json`, over the whole run, from before a resume too.
+
+    Args:
+        peak_bytes: peak memory of all processes, of the last process of the run.
+    """
+
+    def mean(key: str) -> float | None:
+        values = [r[key] for r in records if r.get(key) is not None]
+        return float(np.mean(values)) if values else None
+
+    before, *_, after = progress.evaluations
+    gaps = [r["log_prob_gap"] for r in records if r.get("log_prob_gap") is not None]
+    return {
+        "name": config.run.name,
+        "optimizer_steps": progress.updates,
+        "eval_before": before.score,
+        "eval_after": after.score,
+        "tool_use_before": before.tool_use,
+        "tool_use_after": after.tool_use,
+        "wall_s": progress.train_s,
+        "off_policy_share": mean("off_policy_share"),
+        "staleness_mean": mean("staleness/mean"),
+        "steps_per_trajectory_mean": mean("steps_per_trajectory"),
+        "tokens_per_s_mean": mean("tokens_per_s"),
+        "rewards": [r["reward/mean"] for r in records],
+        "trajectories_trained": sum(r["trajectories"] for r in records),
+        "groups_dropped": records[-1]["pool/dropped"] if records else 0,
+        **waits(records),
+        "eval_rollouts_failed": sum(e.failed for e in progress.evaluations),
+        "log_prob_gap_max": max(gaps, default=None),
+        "peak_memory_gb": peak_bytes / 1e9,
+        "evals": [asdict(e) for e in progress.evaluations],
+    }
+
+
+def _start_over(folder: Path) -> None:
+    """Remove what a run writes, and nothing else: `run.dir` may be any folder.
+
+    Raises:
+        ConfigError: a live process uses the run's pool.
+    """
+    for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):
+        if (pid := holder(journal)) is not None:
+            raise ConfigError(
+                f"run.resume is never, but process {pid} has the pool of {folder} open; stop that "
+                "run first, or choose another run.name"
+            )
+    for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, "logs", "wandb", "tensorboard", REPLAY):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("metrics.jsonl", SUMMARY, "reward.png", GATEWAY_KEY):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _finished(config: RunConfig) -> dict[str, Any] | None:
+    """The summary of the run in `run.dir`, if it has done all its optimizer steps and is not told
+    to go back to an earlier one."""
+    summary, total = read_summary(config.run.dir), config.trainer.total_steps
+    if summary is None or summary["optimizer_steps"] < total:
+        return None
+    if config.run.resume != "auto":
+        checkpoints = CheckpointStore(config.run.dir / CHECKPOINTS)
+        path = checkpoints.find(config.run.resume)
+        if path is not None and checkpoints.about(path)["step"] < total:
+            return None
+    return summary
+
+
+async def serve(config: RunConfig) -> None:
+    """Pool, engine and gateway without training, until interrupted."""
+    with only_run_in(config.run.dir):
+        await _serve(config)
+
+
+async def _serve(config: RunConfig) -> None:
+    async with start_cluster(config) as cluster:
+        where = "\n           ".join(cluster.gateway_urls)
+        key = config.run.dir / GATEWAY_KEY
+        needs = f", admin key in {key}" if key.exists() else ""
+        print(f"gateway at {where}{needs}  (Ctrl-C stops it)", flush=True)
+        await asyncio.Event().wait()

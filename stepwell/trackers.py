@@ -1,0 +1,144 @@
+"""Places outside the run's folder layout that metrics are mirrored to: wandb and TensorBoard.
+
+A tracker takes the clean record of an optimizer step (finite numbers, None, text) and drops what it
+cannot show. `build_trackers` is the registry. Does not own `metrics.jsonl`, which the run itself
+reads again (`metrics.py`), or the console (`display.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from stepwell.config import RunConfig
+from stepwell.trainer.errors import ConfigError
+
+TENSORBOARD = "tensorboard"
+"""Folder of the event files, in the run's folder: `tensorboard --logdir runs`."""
+
+
+class Tracker(Protocol):
+    """One destination."""
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """The metrics of optimizer step `step`."""
+        ...
+
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        """A table that belongs to the step."""
+        ...
+
+    def close(self, failed: bool) -> None: ...
+
+
+def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
+    """Those that `logging` asks for.
+
+    Raises:
+        ConfigError: TensorBoard is asked for and its writer is not installed.
+    """
+    trackers: list[Tracker] = []
+    if config.logging.wandb != "disabled":
+        trackers.append(WandbTracker(folder, config))
+    if config.logging.tensorboard:
+        trackers.append(TensorBoardTracker(folder / TENSORBOARD))
+    return trackers
+
+
+class WandbTracker:
+    """wandb, offline unless there is a key or `logging.wandb` says otherwise. Every life of a run
+    is the same wandb run."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        # The settings alone leave its advertisements.
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        mode = config.logging.wandb
+        if mode == "auto":
+            mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=config.logging.project,
+            name=config.run.name,
+            id=_run_id(folder / "wandb" / "stepwell_run_id"),
+            resume="allow",
+            dir=folder,
+            mode=mode,
+            config=_without_secrets(config.model_dump(mode="json")),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        self._run.log({k: v for k, v in record.items() if isinstance(v, int | float)}, step=step)
+
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({name: table}, commit=False)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
+
+
+class TensorBoardTracker:
+    """Scalars and tables as event files in `folder`, by tensorboardX: no TensorFlow, no server."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as e:
+            raise ConfigError(
+                "logging.tensorboard is true, but tensorboardX is not installed; "
+                "pip install tensorboardX, or set it to false"
+            ) from e
+        self._writer = SummaryWriter(logdir=str(folder), flush_secs=10)
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        lines = [_row(columns), _row(["---"] * len(columns)), *map(_row, rows)]
+        self._writer.add_text(name, "\n".join(lines), step)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+def _row(cells: Sequence[Any]) -> str:
+    """A line of a Markdown table."""
+    clean = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return f"| {' | '.join(clean)} |"
+
+
+_SECRET = re.compile(r"(?i)(^|[_-])(authorization|cookie|password|secret|token|api[_-]?key)$")
+
+
+def _without_secrets(value: Any) -> Any:
+    """`value` with what stands under a name such as HF_TOKEN or Authorization left out: the headers
+    of a reward and an engine's environment go to somebody else's server with the rest."""
+    if isinstance(value, Mapping):
+        return {
+            k: "**********" if v and _SECRET.search(str(k)) else _without_secrets(v)
+            for k, v in value.items()
+        }
+    return [_without_secrets(v) for v in value] if isinstance(value, list) else value
+
+
+def _run_id(file: Path) -> str:
+    """The same for every life of the run."""
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(uuid.uuid4().hex[:8])
+    return file.read_text().strip()
