@@ -60,8 +60,8 @@ def overrides(lag: int, method: str, seed: int, steps: int) -> list[str]:
 
 def one(lag: int, method: str, seed: int, steps: int) -> dict[str, Any]:
     """One run, in this process."""
-    from stepwell.config import load_config
     from stepwell.datapool.types import TRAIN
+    from stepwell.presets import load_config
     from stepwell.run import train
     from stepwell.trainer import sampling
     from stepwell.trainer.loop import Trainer

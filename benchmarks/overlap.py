@@ -19,8 +19,8 @@ import time
 
 from benchmarks.checks import BenchResult, Check
 from stepwell.cluster import start_cluster
-from stepwell.config import load_config
 from stepwell.datapool.types import TRAIN
+from stepwell.presets import load_config
 from stepwell.run import build_trainer, training_prompts
 from stepwell.trainer.loop import Trainer
 

@@ -40,8 +40,8 @@ from typing import Any
 import psutil
 
 from benchmarks.checks import BenchResult, Check
-from stepwell.config import load_config
 from stepwell.datapool.lease_keeper import USED
+from stepwell.presets import load_config
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger

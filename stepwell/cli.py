@@ -108,7 +108,7 @@ def _gpus(text: str) -> tuple[int, ...]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from stepwell.config import load_config
+    from stepwell.presets import load_config
 
     if args.gpus and not args.dry_run:
         raise ConfigError("--gpus plans for nodes that need not exist; it goes with --dry-run")
@@ -131,7 +131,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _gateway(args: argparse.Namespace) -> int:
-    from stepwell.config import load_config
+    from stepwell.presets import load_config
 
     chosen = [] if args.replicas is None else [f"gateway.replicas={args.replicas}"]
     config = load_config(args.config, [*args.overrides, *chosen])
@@ -144,7 +144,7 @@ def _gateway(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
-    from stepwell.config import load_config
+    from stepwell.presets import load_config
 
     config = load_config(args.config, args.overrides)
     print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))), end="")

@@ -16,7 +16,7 @@ ALLOWED = {
     "backends": {"backends", "datapool"},
     "trainer": {"trainer", "datapool", "backends"},
 }
-"""What each room imports of ours. The shell, `stepwell/`, sees every room; no room sees the shell."""
+"""What each room imports of ours. The shell (`stepwell/`) sees every room, no room the shell."""
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -56,7 +56,7 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
 
 def test_reading_a_configuration_loads_no_torch() -> None:
     code = (
-        "import sys; from stepwell.config import load_config; load_config('quickstart');"
+        "import sys; from stepwell.presets import load_config; load_config('quickstart');"
         "sys.exit(' '.join(m for m in ('torch', 'transformers', 'ray') if m in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -19,9 +19,9 @@ from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError, EngineStartError
 from stepwell.backends.registry import BACKENDS, ENGINES
 from stepwell.backends.torch_backend import TorchBackend
-from stepwell.config import load_config
 from stepwell.placement import wanted_gpus
 from stepwell.plugins import show_plugins
+from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 
 COUNTER = """

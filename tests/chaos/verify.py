@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 
 from stepwell.backends.torch_backend import TorchBackend
-from stepwell.config import RunConfig, load_config
+from stepwell.config import RunConfig
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.journal import Journal, Row
 from stepwell.datapool.pool import DataPool
 from stepwell.datapool.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
+from stepwell.presets import load_config
 from stepwell.run import CHECKPOINTS
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger

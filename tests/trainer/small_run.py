@@ -24,9 +24,10 @@ from torch import Tensor
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.weights import WeightStore
-from stepwell.config import RunConfig, load_config
+from stepwell.config import RunConfig
 from stepwell.datapool import DataPoolActor, DataPoolClient, PoolConfig, Step, VersionSpan
 from stepwell.datapool.types import GREEDY, TRAIN, VAL
+from stepwell.presets import load_config
 from stepwell.run import build_critic
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource, Task

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.cli import main
-from stepwell.config import load_config
+from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.torch_backend import TorchBackend, TorchBatch
-from stepwell.config import load_config
 from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN, Group, Lease, Step, Trajectory
+from stepwell.presets import load_config
 from stepwell.run import build_critic
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.loop import Trainer

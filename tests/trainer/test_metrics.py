@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from stepwell.config import RunConfig, load_config
+from stepwell.config import RunConfig
+from stepwell.presets import load_config
 from stepwell.trainer.metrics import Idle, MetricsWriter, Phases, waits
 
 ROOT = Path(__file__).parents[2]

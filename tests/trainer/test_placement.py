@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from stepwell.config import RunConfig, load_config
+from stepwell.config import RunConfig
 from stepwell.placement import Bundle, Node, Plan, describe, place, plan, stable_order, wanted_gpus
+from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

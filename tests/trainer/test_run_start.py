@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from stepwell.config import load_config
+from stepwell.presets import load_config
 from stepwell.run import only_run_in, train
 from stepwell.trainer.errors import ConfigError, DataError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell.config import load_config
+from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 
 

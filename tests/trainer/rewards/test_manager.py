@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from stepwell.config import load_config
+from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rewards import (
     RewardConfig,

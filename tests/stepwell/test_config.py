@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.config import find_config, load_config
+from stepwell.presets import find_config, load_config
 from stepwell.trainer.errors import ConfigError
 
 PRESETS = sorted(Path(__file__).parents[2].glob("configs/*.yaml"))
