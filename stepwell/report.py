@@ -3,13 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
+
+from stepwell.trainer.metrics import waits
+
+if TYPE_CHECKING:
+    from stepwell.trainer.loop import Progress
 
 SUMMARY = "summary.json"
 INK, BLUE, ORANGE, GREY = "#1f2933", "#2f6fde", "#e07b39", "#9aa5b1"
+
+
+def summarise(
+    name: str, records: Sequence[Mapping[str, Any]], progress: Progress, peak_bytes: int
+) -> dict[str, Any]:
+    """The figures of `summary.json`, over the whole run, from before a resume too.
+
+    Args:
+        peak_bytes: peak memory of all processes, of the last process of the run.
+    """
+
+    def mean(key: str) -> float | None:
+        values = [r[key] for r in records if r.get(key) is not None]
+        return float(np.mean(values)) if values else None
+
+    before, *_, after = progress.evaluations
+    gaps = [r["log_prob_gap"] for r in records if r.get("log_prob_gap") is not None]
+    return {
+        "name": name,
+        "optimizer_steps": progress.updates,
+        "eval_before": before.score,
+        "eval_after": after.score,
+        "tool_use_before": before.tool_use,
+        "tool_use_after": after.tool_use,
+        "wall_s": progress.train_s,
+        "off_policy_share": mean("off_policy_share"),
+        "staleness_mean": mean("staleness/mean"),
+        "steps_per_trajectory_mean": mean("steps_per_trajectory"),
+        "tokens_per_s_mean": mean("tokens_per_s"),
+        "rewards": [r["reward/mean"] for r in records],
+        "trajectories_trained": sum(r["trajectories"] for r in records),
+        "groups_dropped": records[-1]["pool/dropped"] if records else 0,
+        **waits(records),
+        "eval_rollouts_failed": sum(e.failed for e in progress.evaluations),
+        "log_prob_gap_max": max(gaps, default=None),
+        "peak_memory_gb": peak_bytes / 1e9,
+        "evals": [asdict(e) for e in progress.evaluations],
+    }
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> Path:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from stepwell.backends.base import build_backend, loop_backend
 from stepwell.backends.critic import Critic
@@ -24,14 +25,15 @@ from stepwell.cluster import GATEWAY_KEY, POOL, WEIGHTS, Cluster, start_cluster
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool.journal import holder
-from stepwell.replay import REPLAY, replay, seed_everything
-from stepwell.report import SUMMARY, plot_reward, read_summary, write_summary
+from stepwell.replay import REPLAY, replay
+from stepwell.report import SUMMARY, plot_reward, read_summary, summarise, write_summary
+from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.ledger import LEDGER, Ledger
-from stepwell.trainer.loop import Progress, Trainer
-from stepwell.trainer.metrics import MemoryMeter, MetricsWriter, waits
+from stepwell.trainer.loop import Trainer
+from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
 from stepwell.trainer.rewards import build_manager
 from stepwell.trainer.rollout import Producer, load_agent
 from stepwell.trainer.sampling import Pace, credit_limit, drops_surplus
@@ -42,6 +44,13 @@ LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 EVALUATION_ATTEMPTS = 3
 """Evaluations of which not one rollout finished, in a row, that end the run."""
+
+
+def seed_everything(seed: int) -> None:
+    """Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 async def train(config: RunConfig) -> dict[str, Any]:
@@ -74,7 +83,7 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
         async with start_cluster(config) as cluster:
             display.status(f"gateway at {cluster.gateway_url}")
             with (
-                MetricsWriter(folder, config) as metrics,
+                MetricsWriter(folder, build_trackers(folder, config)) as metrics,
                 build_trainer(config, cluster, source) as trainer,
             ):
                 try:
@@ -215,49 +224,11 @@ async def _train(
 
     memory.sample()
     records = metrics.read()
-    summary = summarise(config, records, trainer.progress, memory.peak)
+    summary = summarise(config.run.name, records, trainer.progress, memory.peak)
     write_summary(config.run.dir, summary)
     plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])
     display.summary(summary, config.run.dir)
     return summary
-
-
-def summarise(
-    config: RunConfig, records: Sequence[Mapping[str, Any]], progress: Progress, peak_bytes: int
-) -> dict[str, Any]:
-    """The figures of `summary.json`, over the whole run, from before a resume too.
-
-    Args:
-        peak_bytes: peak memory of all processes, of the last process of the run.
-    """
-
-    def mean(key: str) -> float | None:
-        values = [r[key] for r in records if r.get(key) is not None]
-        return float(np.mean(values)) if values else None
-
-    before, *_, after = progress.evaluations
-    gaps = [r["log_prob_gap"] for r in records if r.get("log_prob_gap") is not None]
-    return {
-        "name": config.run.name,
-        "optimizer_steps": progress.updates,
-        "eval_before": before.score,
-        "eval_after": after.score,
-        "tool_use_before": before.tool_use,
-        "tool_use_after": after.tool_use,
-        "wall_s": progress.train_s,
-        "off_policy_share": mean("off_policy_share"),
-        "staleness_mean": mean("staleness/mean"),
-        "steps_per_trajectory_mean": mean("steps_per_trajectory"),
-        "tokens_per_s_mean": mean("tokens_per_s"),
-        "rewards": [r["reward/mean"] for r in records],
-        "trajectories_trained": sum(r["trajectories"] for r in records),
-        "groups_dropped": records[-1]["pool/dropped"] if records else 0,
-        **waits(records),
-        "eval_rollouts_failed": sum(e.failed for e in progress.evaluations),
-        "log_prob_gap_max": max(gaps, default=None),
-        "peak_memory_gb": peak_bytes / 1e9,
-        "evals": [asdict(e) for e in progress.evaluations],
-    }
 
 
 def _start_over(folder: Path) -> None:

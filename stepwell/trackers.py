@@ -1,8 +1,7 @@
-"""Places outside the run's folder layout that metrics are mirrored to: wandb and TensorBoard.
+"""This module mirrors a run's metrics to wandb and TensorBoard.
 
-A tracker takes the clean record of an optimizer step (finite numbers, None, text) and drops what it
-cannot show. `build_trackers` is the registry. Does not own `metrics.jsonl`, which the run itself
-reads again (`metrics.py`), or the console (`display.py`).
+`build_trackers` is the registry. Does not own `metrics.jsonl`, which the run itself reads again
+(`trainer/metrics.py`), or the console (`console.py`).
 """
 
 from __future__ import annotations
@@ -12,29 +11,14 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stepwell.config import RunConfig
 from stepwell.trainer.errors import ConfigError
+from stepwell.trainer.metrics import Tracker
 
 TENSORBOARD = "tensorboard"
 """Folder of the event files, in the run's folder: `tensorboard --logdir runs`."""
-
-
-class Tracker(Protocol):
-    """One destination."""
-
-    def write(self, step: int, record: Mapping[str, Any]) -> None:
-        """The metrics of optimizer step `step`."""
-        ...
-
-    def table(
-        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
-    ) -> None:
-        """A table that belongs to the step."""
-        ...
-
-    def close(self, failed: bool) -> None: ...
 
 
 def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:

@@ -42,7 +42,7 @@ def test_imports_run_one_way(room: str) -> None:
     for path in paths:
         wrong = {name for name in ours(path) if name.partition(".")[0] not in ALLOWED[room]}
         # until trainer's parts are given their sections
-        wrong -= {n for n in wrong if n.partition(".")[0] in ("config", "trackers")}
+        wrong -= {n for n in wrong if n.partition(".")[0] == "config"}
         assert not wrong, f"{path} imports {wrong}"
 
 

@@ -5,8 +5,8 @@
     backend, off-policy, pool … ─────────────────────────────────────────────────── ┘     │
                                      metrics.jsonl, wandb, TensorBoard ◄── MetricsWriter ─┘
 
-Owns the file, which the run reads again at its end, and the clocks. Does not own: the other
-destinations (`trackers.py`), the console (`display.py`), the end-of-run files (`report.py`).
+Owns the file, which the run reads again at its end, and the clocks. Does not own the other
+destinations: a run gives them to the writer.
 """
 
 from __future__ import annotations
@@ -19,29 +19,40 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import orjson
 import psutil
 
-from stepwell.config import RunConfig
-from stepwell.trackers import build_trackers
+
+class Tracker(Protocol):
+    """A place that metrics are mirrored to, such as wandb. It gets clean records (finite numbers,
+    None, text) and drops what it cannot show."""
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """The metrics of optimizer step `step`."""
+        ...
+
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
+        """A table that belongs to the step."""
+        ...
+
+    def close(self, failed: bool) -> None: ...
 
 
 class MetricsWriter:
-    """Appends records to `metrics.jsonl` and mirrors them to the trackers; a context manager.
+    """Appends records to `metrics.jsonl` and mirrors them to `trackers`, which it closes; a context
+    manager."""
 
-    Raises:
-        ConfigError: see `build_trackers`.
-    """
-
-    def __init__(self, folder: Path, config: RunConfig) -> None:
+    def __init__(self, folder: Path, trackers: Sequence[Tracker] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / "metrics.jsonl"
         _drop_torn_line(self._path)
         self._file = self._path.open("ab")
         self._step = 0
-        self._trackers = build_trackers(folder, config)
+        self._trackers = trackers
 
     def __enter__(self) -> Self:
         return self

@@ -1,31 +1,14 @@
-"""Figures reach every destination, survive a kill, and tell who waits for whom."""
+"""Figures survive a kill, and tell who waits for whom."""
 
 from __future__ import annotations
 
 import json
 import math
-import struct
-import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from stepwell.config import RunConfig
-from stepwell.presets import load_config
 from stepwell.trainer.metrics import Idle, MetricsWriter, Phases, waits
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
-def config(folder: Path, *overrides: str) -> RunConfig:
-    return load_config("quickstart", [f"run.dir={folder}", "logging.wandb=disabled", *overrides])
 
 
 class Clock:
@@ -37,7 +20,7 @@ class Clock:
 
 
 def test_records_are_json_lines_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, config(tmp_path)) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write({"step": 1, "loss": math.nan, "tokens": 3})
         assert metrics.read() == [{"step": 1, "loss": None, "tokens": 3}]
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == metrics.read()[0]
@@ -45,7 +28,7 @@ def test_records_are_json_lines_and_what_is_not_finite_is_null(tmp_path: Path) -
 
 def test_a_step_that_is_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
     for life in ((1, 2, 3), (2, 3, 4)):
-        with MetricsWriter(tmp_path, config(tmp_path)) as metrics:
+        with MetricsWriter(tmp_path) as metrics:
             for step in life:
                 metrics.write({"step": step, "life": life[0]})
     assert [(r["step"], r["life"]) for r in metrics.read()] == [(1, 1), (2, 2), (3, 2), (4, 2)]
@@ -53,66 +36,9 @@ def test_a_step_that_is_done_again_after_a_resume_counts_once(tmp_path: Path) ->
 
 def test_a_line_that_was_cut_off_by_a_crash_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step":1}\n{"step":2,"lo')
-    with MetricsWriter(tmp_path, config(tmp_path)) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write({"step": 2})
         assert metrics.read() == [{"step": 1}, {"step": 2}]
-
-
-def events(folder: Path) -> dict[tuple[str, int], Any]:
-    """(tag, step) -> scalar or text of the event files, read record by record."""
-    from tensorboardX.proto.event_pb2 import Event
-
-    found: dict[tuple[str, int], Any] = {}
-    for file in folder.glob("events.*"):
-        data, at = file.read_bytes(), 0
-        while at < len(data):
-            (length,) = struct.unpack("<Q", data[at : at + 8])
-            event = Event()
-            event.ParseFromString(data[at + 12 : at + 12 + length])
-            at += length + 16
-            for value in event.summary.value:
-                text = value.tensor.string_val
-                found[value.tag, event.step] = text[0].decode() if text else value.simple_value
-    return found
-
-
-def test_tensorboard_gets_every_number_and_the_tables(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, config(tmp_path, "logging.tensorboard=true")) as metrics:
-        metrics.write({"step": 7, "loss": 0.5, "reward/mean": math.inf, "name": "x"})
-        metrics.table("val/samples", ["prompt", "score"], [{"prompt": "1|2\n3", "score": 1.0}])
-    found = events(tmp_path / "tensorboard")
-    assert found["loss", 7] == 0.5
-    assert "reward/mean" not in {tag for tag, _ in found}
-    table = next(text for (tag, step), text in found.items() if tag.startswith("val/samples"))
-    assert table.splitlines() == ["| prompt | score |", "| --- | --- |", "| 1\\|2 3 | 1.0 |"]
-
-
-def test_wandb_is_offline_without_a_key_and_the_same_run_in_every_life(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    for step in (1, 2):
-        with MetricsWriter(tmp_path, config(tmp_path, "logging.wandb=auto")) as metrics:
-            metrics.write({"step": step, "loss": 0.5})
-            metrics.table("val/samples", ["prompt"], [{"prompt": "1 + 1"}])
-    runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
-    assert len({name.rpartition("-")[2] for name in runs}) == 1
-    assert all((tmp_path / "wandb" / name).glob("*.wandb") for name in runs)
-
-
-def test_wandb_is_told_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Any] = {}
-    run = SimpleNamespace(finish=lambda **_: None)
-    fake = SimpleNamespace(init=lambda **given: told.update(given) or run, Settings=dict)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    reward = (
-        "{function: remote, kwargs: {url: 'http://r', headers: {Authorization: Bearer s3cret}}}"
-    )
-    overrides = ("logging.wandb=offline", f"rollout.reward={reward}", "engine.env.HF_TOKEN=s3cret")
-    with MetricsWriter(tmp_path, config(tmp_path, *overrides)):
-        assert "s3cret" not in str(told)
-    assert told["config"]["rollout"]["reward"]["kwargs"]["url"] == "http://r"
-    assert told["config"]["data"]["train"]["kind"] == "reasoning_gym"
 
 
 def test_phases_are_timed_and_the_wait_is_a_share_of_the_wall_time() -> None:

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from stepwell.datapool.types import Group, Step, Trajectory
-from stepwell.replay import ReplayTrainer
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.loop import Progress
 from stepwell.trainer.recording import load_recording, record_batch, recording_path, recordings
+from stepwell.trainer.replay import ReplayTrainer
 
 
 def group(uid: str) -> Group:
