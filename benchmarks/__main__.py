@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from typing import Any
 
 from benchmarks.registry import BENCHES, run_bench
 from stepwell.cli import interruptible
@@ -20,6 +21,7 @@ def main() -> int:
     form = parser.add_mutually_exclusive_group()
     for name, text in (("json", "print one JSON object"), ("markdown", "print Markdown tables")):
         form.add_argument(f"--{name}", dest="form", action="store_const", const=name, help=text)
+    parser.set_defaults(form="table")
     # An option that is not given is not passed on: not every bench has each.
     absent = argparse.SUPPRESS
     parser.add_argument(
@@ -31,10 +33,10 @@ def main() -> int:
     parser.add_argument("--kills", type=int, metavar="N", default=absent, help="of resume")
     text = "of gateway's soak (default 10)"
     parser.add_argument("--minutes", type=float, metavar="N", default=absent, help=text)
-    args = vars(parser.parse_args())
-    name, form_name = args.pop("name"), args.pop("form") or "table"
+    args: dict[str, Any] = vars(parser.parse_args())
+    name = args.pop("name")
     try:
-        return asyncio.run(interruptible(run_bench(name, form=form_name, **args)))
+        return asyncio.run(interruptible(run_bench(name, **args)))
     except ConfigError as e:
         print(f"benchmarks: {e}", file=sys.stderr)
         return 2

@@ -77,7 +77,7 @@ class Weights:
         config = AutoConfig.from_pretrained(MODEL)
         config.update({"num_hidden_layers": 2, "tie_word_embeddings": False, "eos_token_id": 0})
         config.layer_types = config.layer_types[:2]
-        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         self._model.generation_config.eos_token_id = 0
         self._tokenizer: Any = AutoTokenizer.from_pretrained(MODEL, eos_token="<|endoftext|>")
         with torch.no_grad():
