@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
-from stepwell.backends.critic_config import CriticConfig
+from stepwell.backends.config import CriticConfig, TorchBackendConfig
 from stepwell.backends.errors import BatchError
 from stepwell.backends.forward import prepare
 from stepwell.backends.rows import Row
 from stepwell.backends.torch_backend import TorchBackend, TorchBatch
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.backends.tree import is_enabled
 
 

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stepwell.backends.config import LoraConfig
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.torch_config import LoraConfig
 
 ADAPTER = "default"
 """peft's name of the one adapter."""

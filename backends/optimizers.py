@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.torch_config import TorchBackendConfig
 
 
 def learning_rate(config: TorchBackendConfig, updates: int) -> float:

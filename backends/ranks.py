@@ -38,9 +38,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BackendError, BatchError, RankError
 from stepwell.backends.torch_backend import TorchBackend, TorchBatch
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.datapool.types import Step
 
 _GRACE_S = 10.0

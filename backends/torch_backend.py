@@ -47,6 +47,7 @@ from transformers.utils import logging as transformers_logging
 from stepwell.backends import lora, tree
 from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
 from stepwell.backends.chunked_head import chunk_tokens
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
 from stepwell.backends.forward import forward
 from stepwell.backends.fsdp import (
@@ -60,7 +61,6 @@ from stepwell.backends.fsdp import (
 from stepwell.backends.master_weights import MasterWeights
 from stepwell.backends.optimizers import build_optimizer, learning_rate, load_optimizer
 from stepwell.backends.rows import Row, build_rows, computed_tokens, select
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.datapool.types import Step
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})

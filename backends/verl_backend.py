@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import TrainingBackend
+from stepwell.backends.config import VerlConfig
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.verl_config import VerlConfig
 from stepwell.backends.verl_media import Processor
 from stepwell.backends.verl_rows import VerlRow, build
 from stepwell.datapool.types import GREEDY, Group, Step

@@ -1,14 +1,14 @@
 """Composes the packages' config sections into `RunConfig`.
 
-Owns: the sections of the trainer itself, and what sections demand of each other. Does not own the
-other sections: each package defines its own (`datapool/config.py`, `gateway/config.py`,
-`backends/config.py`, …). Files are read in `presets.py`. Loads no torch.
+Owns: the sections of the run itself, and what sections demand of each other. Does not own the
+other sections: each room defines its own (`datapool/config.py`, `gateway/config.py`, …). Files are
+read in `presets.py`. Loads no torch.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import (
     BaseModel,
@@ -16,25 +16,22 @@ from pydantic import (
     Field,
     NonNegativeInt,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 
-from stepwell.backends.config import EngineConfig
-from stepwell.backends.critic_config import CriticConfig
-from stepwell.backends.registry import BACKENDS
-from stepwell.backends.torch_config import TorchBackendConfig
+from stepwell.backends.config import EngineConfig, TorchBackendConfig
+from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.registry import BACKENDS, ENGINES
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.config import GatewayConfig
-from stepwell.trainer.advantage_config import AdvantageConfig
-from stepwell.trainer.data_config import DataConfig
-from stepwell.trainer.loss_config import KlConfig, LossConfig, OffPolicyConfig
-from stepwell.trainer.rewards.config import RewardConfig
-from stepwell.trainer.sampling_config import (
+from stepwell.trainer.config import (
+    AlgorithmConfig,
     AsyncTrainingConfig,
+    DataConfig,
+    RolloutConfig,
     SamplingConfig,
-    ValidationConfig,
+    TrainerSection,
     check_sampling,
 )
 
@@ -54,80 +51,6 @@ class RunSection(Section):
     a step goes back to that one; a path starts from the checkpoint of another run."""
 
 
-class RolloutConfig(Section):
-    agent: str
-    """Dotted path of `async def agent(task, base_url, api_key) -> float | None`."""
-    n: int = Field(default=8, ge=1)
-    """Rollouts per prompt (the group size of GRPO); `n_samples_per_prompt` is read too."""
-    min_n: int = Field(default=2, ge=1)
-    """A group is trained with fewer rollouts, down to this many; below it is dropped."""
-    max_outstanding_groups: int = Field(default=16, ge=1)
-    """Groups open or ready at once: how far generation may run ahead of training."""
-    concurrency: int = Field(default=64, ge=1)
-    """Agents running at once in one worker."""
-    workers: int = Field(default=1, ge=1)
-    timeout_s: float = Field(default=120.0, gt=0)
-    """One rollout may take this long; then it is aborted with the reason "timeout"."""
-    group_deadline_s: float = Field(default=300.0, gt=0)
-    """A group is closed after this long with the rollouts it has."""
-    max_attempts: int = Field(default=2, ge=1)
-    """Tries per rollout; the last failure aborts the rollout for good. An attempt that the worker,
-    the gateway, its engines or the pool failed is made again and not counted."""
-    reward: RewardConfig | None = None
-    """Scores rollouts whose agent returned None: a reward function's name, or a section."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_name_for_n(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or "n_samples_per_prompt" not in raw:
-            return raw
-        if "n" in raw:
-            raise ValueError(
-                f"n is {raw['n']} and n_samples_per_prompt is {raw['n_samples_per_prompt']}: both "
-                "name the rollouts per prompt; set n alone"
-            )
-        return {("n" if key == "n_samples_per_prompt" else key): raw[key] for key in raw}
-
-    @model_validator(mode="after")
-    def _bounds(self) -> RolloutConfig:
-        if self.min_n > self.n:
-            raise ValueError(f"min_n ({self.min_n}) is larger than n ({self.n})")
-        if self.timeout_s * self.max_attempts > self.group_deadline_s:
-            raise ValueError(
-                f"timeout_s × max_attempts = {self.timeout_s:g} × {self.max_attempts} exceeds "
-                f"group_deadline_s ({self.group_deadline_s:g}); the last attempt could never finish"
-            )
-        return self
-
-
-class TrainerSection(ValidationConfig):
-    total_steps: int = Field(ge=1)
-    """Optimizer steps."""
-    backend: str = "torch"
-    """Training backend: a name that `stepwell backends` lists, or a dotted path `module:Class`."""
-    groups_per_step: int = Field(default=8, ge=1)
-    """Prompt groups per optimizer step."""
-    checkpoint_every: int = Field(default=10, ge=1)
-    """Optimizer steps between checkpoints. Groups are acked with the checkpoint that holds them."""
-    keep_checkpoints: int = Field(default=2, ge=1)
-    """Newest checkpoints kept on disk."""
-    keep_best: int = Field(default=0, ge=0)
-    """Checkpoints with the highest evaluation score kept besides; each evaluated step has one."""
-    keep_weights: int = Field(default=2, ge=1)
-    """Published weight versions kept on disk for the engines."""
-    save_debug_rollout_data: str | None = None
-    """Record every batch: a folder, or a file name with {rollout_id} in it."""
-    load_debug_rollout_data: str | None = None
-    """Train on a recording, without engine, gateway or pool; losses as in the recorded run."""
-    starvation_timeout_s: float = Field(default=600.0, gt=0)
-    """Without a ready group for this long the run stops and says what it waited for."""
-
-    @field_validator("backend")
-    @classmethod
-    def _registered(cls, backend: str) -> str:
-        return BACKENDS.check(backend)
-
-
 class LoggingConfig(Section):
     wandb: Literal["auto", "online", "offline", "disabled"] = "auto"
     """`auto`: online if WANDB_API_KEY is set, otherwise offline."""
@@ -136,15 +59,6 @@ class LoggingConfig(Section):
     project: str = "stepwell"
     console: Literal["auto", "rich", "plain", "quiet"] = "auto"
     """`auto`: live display on a terminal, otherwise a line per step."""
-
-
-class AlgorithmConfig(Section):
-    advantage: AdvantageConfig = AdvantageConfig()
-    critic: CriticConfig = CriticConfig()
-    """Used with `advantage: gae` alone."""
-    loss: LossConfig = LossConfig()
-    kl: KlConfig = KlConfig()
-    off_policy: OffPolicyConfig = OffPolicyConfig()
 
 
 class ClusterConfig(Section):
@@ -184,6 +98,18 @@ class RunConfig(Section):
     pool: PoolConfig = PoolConfig()
     cluster: ClusterConfig = ClusterConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @model_validator(mode="after")
+    def _plug_ins_are_known(self) -> RunConfig:
+        for key, names, name in (
+            ("trainer.backend", BACKENDS, self.trainer.backend),
+            ("engine.kind", ENGINES, self.engine.kind),
+        ):
+            try:
+                names.check(name)
+            except BackendConfigError as e:
+                raise ValueError(f"{key}: {e}") from e
+        return self
 
     @model_validator(mode="after")
     def _batches_can_be_had(self) -> RunConfig:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from stepwell.datapool.types import GREEDY, Group
-from stepwell.trainer.advantage_config import AdvantageConfig, Credit
+from stepwell.trainer.config import AdvantageConfig, Credit
 from stepwell.trainer.errors import ColumnError, RewardError, UnknownNameError
 
 log = logging.getLogger(__name__)

@@ -275,7 +275,7 @@ def export_checkpoint(run_dir: Path, step: int | Literal["latest", "best"], targ
         CheckpointError: no such checkpoint, or `target` is there already.
     """
     from stepwell.backends.base import build_backend
-    from stepwell.backends.torch_config import TorchBackendConfig
+    from stepwell.backends.config import TorchBackendConfig
 
     store = CheckpointStore(run_dir / "checkpoints")
     wanted = store.best() if step == "best" else step

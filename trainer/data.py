@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.trainer.buffer_filters import Returned, load_buffer_filter
-from stepwell.trainer.data_config import SourceConfig
+from stepwell.trainer.config import SourceConfig
 from stepwell.trainer.datasets import Task, open_tasks, slug
 from stepwell.trainer.errors import DataError, DataExhaustedError
 from stepwell.trainer.tables import describe

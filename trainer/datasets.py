@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.trainer.data_config import (
+from stepwell.trainer.config import (
     JsonlSource,
     ParquetSource,
     ReasoningGymSource,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from stepwell.datapool.types import Group
+from stepwell.trainer.config import KlConfig, KlEstimator
 from stepwell.trainer.errors import ColumnError
-from stepwell.trainer.loss_config import KlConfig, KlEstimator
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
+from stepwell.trainer.config import KlConfig, LossConfig
 from stepwell.trainer.errors import ColumnError
 from stepwell.trainer.kl import kl_estimate
-from stepwell.trainer.loss_config import KlConfig, LossConfig
 from stepwell.trainer.policy_losses import (
     MAX_LOG_RATIO,
     policy_loss,

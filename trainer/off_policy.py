@@ -13,7 +13,7 @@ With the default cap of 1 the weight is a down-weight whose mean tells how far t
 apart: E_μ[min(1, ρ)] = Σ min(μ, π) = 1 - TV(π, μ). It is a constant to autograd; PPO's own ratio
 π/π_prox carries the gradient. `clip` is PPO's around the behaviour policy: without it nothing ends
 the pull of data whose wish was granted versions ago (docs/design/training-math.md, "Lag"). The
-other methods of the field are presets of the same options (`loss_config.PRESETS`).
+other methods of the field are presets of the same options (`config/algorithm.py`, `PRESETS`).
 
 A step without behaviour log-probs has no ρ. On-policy it needs none; off-policy it is dropped or
 decayed. It is never taken for μ = 1 (a log-prob of 0.0), and always counted.
@@ -36,8 +36,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stepwell.trainer.config import OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError
-from stepwell.trainer.loss_config import OffPolicyConfig
 
 __all__ = ["Correction", "OffPolicyConfig", "correct", "lags", "proximal_log_probs"]
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from stepwell.datapool.dotted import resolve
+from stepwell.trainer.config import CovConfig, LossConfig
 from stepwell.trainer.errors import ColumnError, UnknownNameError
-from stepwell.trainer.loss_config import CovConfig, LossConfig
 
 MAX_LOG_RATIO = 20.0
 """|log r| beyond this is cut off (verl's bound), so that r stays finite in fp32."""

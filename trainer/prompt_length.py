@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stepwell.trainer.data_config import Truncation
+from stepwell.trainer.config import Truncation
 from stepwell.trainer.errors import DataError
 
 

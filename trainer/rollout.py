@@ -55,12 +55,12 @@ import aiohttp
 import ray
 from pydantic import SecretStr
 
-from stepwell.config import RolloutConfig
 from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.process import settle_heap
 from stepwell.datapool.types import GREEDY, TRAIN
+from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import DataExhaustedError, PromptSource, Task, slug
 from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.ledger import Ledger

@@ -30,8 +30,8 @@ from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection import GroupInfo, Selection, TrajectoryInfo
 from stepwell.datapool.types import TRAIN, Group, Trajectory
+from stepwell.trainer.config import LAG_LIMIT
 from stepwell.trainer.errors import ConfigError, StarvedError
-from stepwell.trainer.sampling_config import LAG_LIMIT
 
 NONZERO_STD = "nonzero_std"
 """What verl and slime call the filter that the pool calls `zero_variance`, after what it drops."""

@@ -32,8 +32,8 @@ from stepwell.backends.slime_samples import sample_class
 from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.types import TRAIN, VAL, Group
+from stepwell.trainer.config import JsonlSource, ParquetSource, SourceConfig
 from stepwell.trainer.data import PromptSource, Task
-from stepwell.trainer.data_config import JsonlSource, ParquetSource, SourceConfig
 from stepwell.trainer.errors import CheckpointError, ConfigError, DataError
 from stepwell.trainer.slime_pool import SlimePool, write_durably
 

@@ -22,7 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepwell.trainer.data_config import (
+from stepwell.trainer.config import (
     HuggingFaceSource,
     JsonlSource,
     ParquetSource,

@@ -22,9 +22,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from stepwell.backends.base import LossOutput
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.rows import RowForm
 from stepwell.backends.torch_backend import TorchBackend
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.datapool.types import Step
 
 ROWS_PER_MICRO_BATCH = 8

@@ -18,15 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
 from stepwell.backends.base import TokenBatch
+from stepwell.backends.config import CriticConfig, TorchBackendConfig
 from stepwell.backends.critic import Critic, ValueLoss, ValueModel, explained_variance
-from stepwell.backends.critic_config import CriticConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
 from stepwell.backends.torch_backend import TorchBackend
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.datapool.types import Group, Step, Trajectory
-from stepwell.trainer.advantage_config import AdvantageConfig
 from stepwell.trainer.advantages import compute_advantages
-from stepwell.trainer.loss_config import LossConfig
+from stepwell.trainer.config import AdvantageConfig, LossConfig
 from stepwell.trainer.losses import loss_columns, make_loss_fn
 from tests.trainer.golden.advantages import (
     KINDS,

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from stepwell.backends import fsdp, ranks
 from stepwell.backends.base import LossOutput, Mean, TrainingBackend, build_backend
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, RankError
 from stepwell.backends.fsdp import Ranks
 from stepwell.backends.ranks import RankedBackend, RayRanks
 from stepwell.backends.rows import build_rows, computed_tokens
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.datapool.types import Step
 from tests.backends.models import VOCAB, qwen3, save_model, step
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 from rich.console import Console
 
 from stepwell.backends.base import TrainingBackend, backend_class, build_backend, loop_backend
@@ -296,6 +295,6 @@ def test_a_package_cannot_take_a_built_in_name_in_silence(install: Install) -> N
     )
     with pytest.raises(BackendConfigError, match="'torch' is claimed by more than one: built in"):
         backend_class("torch")
-    with pytest.raises(ValidationError, match="'attach' is claimed by more than one: built in"):
-        EngineConfig(kind="attach", urls=("http://x",))
+    with pytest.raises(ConfigError, match="'attach' is claimed by more than one: built in"):
+        load_config("quickstart", ["engine.kind=attach", "engine.urls=[http://x]"])
     assert listed().count("claimed twice") == 2

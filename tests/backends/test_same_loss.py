@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import TokenBatch
+from stepwell.backends.config import VerlConfig
 from stepwell.backends.rows import build_rows
 from stepwell.backends.slime_backend import SlimeBackend, train_data
 from stepwell.backends.slime_samples import to_samples
 from stepwell.backends.verl_backend import VerlBackend, lay_out
-from stepwell.backends.verl_config import VerlConfig
 from stepwell.datapool.types import Group, Step
-from stepwell.trainer.advantage_config import AdvantageConfig
 from stepwell.trainer.advantages import compute_advantages
-from stepwell.trainer.loss_config import LossConfig
+from stepwell.trainer.config import AdvantageConfig, LossConfig
 from stepwell.trainer.losses import coefficients, make_loss_fn
 from tests.backends import slime_itself
 from tests.backends.random_groups import (

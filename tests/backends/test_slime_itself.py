@@ -15,8 +15,8 @@ import torch
 from stepwell.backends.slime_backend import SlimeBackend, train_data
 from stepwell.backends.slime_samples import as_slime, to_samples
 from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
-from stepwell.trainer.advantage_config import AdvantageConfig
 from stepwell.trainer.advantages import compute_advantages
+from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.slime_data import PoolDataSource
 from stepwell.trainer.slime_rollout import REWARD_HOOK, generate_rollout
 from tests.backends.random_groups import TEMPERATURE, random_groups, steps_of

@@ -25,6 +25,7 @@ from stepwell.backends.base import (
     TokenBatch,
     TrainingBackend,
 )
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import (
     BackendConfigError,
     BatchError,
@@ -33,9 +34,8 @@ from stepwell.backends.errors import (
 )
 from stepwell.backends.rows import build_rows, micro_batches
 from stepwell.backends.torch_backend import TorchBackend, TorchBatch
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.datapool.types import Step
-from stepwell.trainer.loss_config import LossConfig
+from stepwell.trainer.config import LossConfig
 from stepwell.trainer.losses import coefficients, make_loss_fn
 from tests.backends.models import (
     SMALL,

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from stepwell.backends.base import LossOutput
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.optimizers import learning_rate
 from stepwell.backends.torch_backend import TorchBackend
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.datapool.types import Step
 from tests.backends.models import qwen3, save_model
 

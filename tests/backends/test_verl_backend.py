@@ -15,10 +15,9 @@ import torch
 from pydantic import ValidationError
 
 from stepwell.backends.base import build_backend
+from stepwell.backends.config import TorchBackendConfig, VerlConfig
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.backends.verl_backend import Layout, VerlBackend, lay_out, trained_steps
-from stepwell.backends.verl_config import VerlConfig
 from stepwell.backends.verl_feed import VerlFeed
 from stepwell.backends.verl_queue import queue_rows
 from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool

@@ -31,17 +31,15 @@ from verl.utils import tensordict_utils
 from verl.utils.model import compute_position_id_with_mask
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
+from stepwell.backends.config import TorchBackendConfig, VerlConfig
 from stepwell.backends.errors import BatchError
 from stepwell.backends.fsdp import full
 from stepwell.backends.torch_backend import TorchBackend
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.backends.verl_backend import VerlBackend, compute_advantage
-from stepwell.backends.verl_config import VerlConfig
 from stepwell.backends.verl_queue import put
 from stepwell.datapool.types import Group
-from stepwell.trainer.advantage_config import AdvantageConfig
 from stepwell.trainer.advantages import compute_advantages
-from stepwell.trainer.loss_config import LossConfig
+from stepwell.trainer.config import AdvantageConfig, LossConfig
 from stepwell.trainer.losses import coefficients, make_loss_fn
 from tests.backends.random_groups import VOCAB, random_groups, steps_of
 

@@ -30,8 +30,8 @@ from stepwell.datapool.types import GREEDY, TRAIN, VAL
 from stepwell.presets import load_config
 from stepwell.run import build_critic
 from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource, Task
-from stepwell.trainer.data_config import DataConfig
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.rollout import Producer

@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from stepwell.datapool.types import GREEDY, Group, Step, Trajectory
-from stepwell.trainer.advantage_config import AdvantageConfig
 from stepwell.trainer.advantages import (
     ESTIMATORS,
     GREEDY_REWARD,
@@ -38,6 +37,7 @@ from stepwell.trainer.advantages import (
     to_go,
     whiten,
 )
+from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError, UnknownNameError
 from tests.trainer.golden.advantages import (
     GAMMA,

@@ -17,8 +17,8 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch_backend import TorchBackend
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.config import RunConfig, RunSection
 from stepwell.datapool.journal import Journal
 from stepwell.datapool.types import Group

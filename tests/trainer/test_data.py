@@ -25,10 +25,9 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
-from stepwell.config import RolloutConfig
 from stepwell.trainer.buffer_filters import Returned
+from stepwell.trainer.config import DataConfig, RolloutConfig, SourceConfig
 from stepwell.trainer.data import DataError, DataExhaustedError, PromptSource, Task
-from stepwell.trainer.data_config import DataConfig, SourceConfig
 from stepwell.trainer.prompt_length import PromptMeter
 from stepwell.trainer.rollout import _new_uid
 

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from stepwell.backends.base import TokenBatch
 from stepwell.datapool.types import Step
+from stepwell.trainer.config import KlConfig, LossConfig, OffPolicyConfig
 from stepwell.trainer.kl import next_coef
-from stepwell.trainer.loss_config import KlConfig, LossConfig, OffPolicyConfig
 from stepwell.trainer.losses import coefficients, loss_columns, make_loss_fn
 from stepwell.trainer.off_policy import Correction, correct
 from tests.trainer.golden.losses import (

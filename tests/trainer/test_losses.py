@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from stepwell.trainer.config import Aggregation, KlConfig, LossConfig
 from stepwell.trainer.errors import ColumnError
-from stepwell.trainer.loss_config import Aggregation, KlConfig, LossConfig
 from stepwell.trainer.losses import coefficients, make_loss_fn, ppo_clip
 
 AGGREGATIONS: list[Aggregation] = [  # those that see trajectories and no steps

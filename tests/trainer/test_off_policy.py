@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
+from stepwell.trainer.config import PRESETS, LossConfig, Method, OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError
-from stepwell.trainer.loss_config import PRESETS, LossConfig, Method, OffPolicyConfig
 from stepwell.trainer.losses import make_loss_fn
 from stepwell.trainer.off_policy import Correction, correct, lags, proximal_log_probs
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stepwell.backends.base import TokenBatch
+from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch_backend import TorchBackend
-from stepwell.backends.torch_config import TorchBackendConfig
 from stepwell.datapool.types import Step
+from stepwell.trainer.config import POLICY_LOSSES, CovConfig, KlConfig, LossConfig
 from stepwell.trainer.errors import ColumnError, UnknownNameError
-from stepwell.trainer.loss_config import POLICY_LOSSES, CovConfig, KlConfig, LossConfig
 from stepwell.trainer.losses import loss_columns, make_loss_fn
 from stepwell.trainer.policy_losses import (
     POLICIES,

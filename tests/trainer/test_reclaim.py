@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import ray
 
-from stepwell.config import RolloutConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import DataExhaustedError, PromptSource
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.reclaim import reclaim

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from stepwell.config import RolloutConfig
+from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.rollout import RolloutWorker, load_agent
 

@@ -18,15 +18,14 @@ import pytest
 import ray
 import uvicorn
 
-from stepwell.config import RolloutConfig
 from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import bind
+from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
-from stepwell.trainer.data_config import JsonlSource
 from stepwell.trainer.ledger import Ledger, audit
 from stepwell.trainer.rollout import INFRASTRUCTURE, LOSSES, Producer, RolloutWorker, start_workers
 from tests.gateway.conftest import make_tokenizer

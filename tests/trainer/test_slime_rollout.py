@@ -20,8 +20,8 @@ import stepwell.trainer.slime_pool
 from stepwell.backends.errors import BatchError
 from stepwell.backends.slime_samples import SlimeSample, as_slime
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from stepwell.trainer.config import JsonlSource
 from stepwell.trainer.data import PromptSource
-from stepwell.trainer.data_config import JsonlSource
 from stepwell.trainer.errors import CheckpointError, ConfigError, DataError, StarvedError
 from stepwell.trainer.slime_data import PoolDataSource, SlimeConfig
 from stepwell.trainer.slime_rollout import REWARD_HOOK, generate_rollout

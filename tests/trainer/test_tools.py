@@ -193,9 +193,9 @@ def test_a_file_of_tools_is_read_and_its_mistakes_are_named(tmp_path: Path) -> N
     ]:
         file.write_text(text)
         with pytest.raises(ToolConfigError, match=message):
-            ToolBoxConfig.from_yaml(file)
+            ToolBox.from_yaml(file)
     with pytest.raises(ToolConfigError, match="cannot be read"):
-        ToolBoxConfig.from_yaml(tmp_path / "none.yaml")
+        ToolBox.from_yaml(tmp_path / "none.yaml")
 
 
 # ── life cycle ───────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ Owns: finding the function, running it under a time limit, trying again, telling
 failure. Does not own: what happens to a trajectory without a score (`trainer/scoring.py`).
 """
 
+from stepwell.trainer.config import RewardConfig
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards.base import (
     BUILT_IN,
@@ -26,7 +27,6 @@ from stepwell.trainer.rewards.base import (
     load_reward,
     score_with,
 )
-from stepwell.trainer.rewards.config import RewardConfig
 from stepwell.trainer.rewards.errors import (
     RewardCrashError,
     RewardLoadError,

@@ -22,6 +22,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
+from stepwell.trainer.config import (
+    MANAGERS,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+)
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards.base import (
     RewardResult,
@@ -32,12 +38,6 @@ from stepwell.trainer.rewards.base import (
     load_reward,
     read_result,
     read_results,
-)
-from stepwell.trainer.rewards.config import (
-    MANAGERS,
-    OverlongBufferConfig,
-    RewardConfig,
-    RewardFunctionConfig,
 )
 from stepwell.trainer.rewards.errors import RewardLoadError, RewardValueError
 from stepwell.trainer.rewards.worker import RewardProcess

@@ -7,9 +7,9 @@ run: `examples/tools/`.
 Does not own: the parsing of tool calls out of the policy's text (the gateway).
 """
 
+from stepwell.trainer.config import ToolBoxConfig, ToolConfig
 from stepwell.trainer.tools.agent import ToolAgent, ToolRun
 from stepwell.trainer.tools.base import FunctionTool, Tool, ToolResponse, ToolResult
-from stepwell.trainer.tools.config import ToolBoxConfig, ToolConfig
 from stepwell.trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
 from stepwell.trainer.tools.session import CallResult, ToolBox, ToolSession
 

@@ -21,12 +21,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from yaml import YAMLError
+
 from stepwell.datapool.dotted import resolve
+from stepwell.trainer.config import ToolBoxConfig, ToolConfig
 from stepwell.trainer.tools.base import FunctionTool, Tool, ToolResponse
-from stepwell.trainer.tools.config import ToolBoxConfig, ToolConfig
 from stepwell.trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
 
 log = logging.getLogger(__name__)
@@ -76,9 +82,21 @@ class ToolBox:
             self._timeouts[tool.name] = own or self.config.timeout_s
 
     @classmethod
-    def from_yaml(cls, path: str) -> ToolBox:
-        """The tools of a file, see `stepwell.trainer.tools.config`."""
-        return cls(config=ToolBoxConfig.from_yaml(path))
+    def from_yaml(cls, path: Path | str) -> ToolBox:
+        """The tools of a file (`trainer/config/tools.py`); omegaconf's interpolation works.
+
+        Raises:
+            ToolConfigError: it cannot be read, or a key or value in it is wrong.
+        """
+        try:
+            raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+            config = ToolBoxConfig.model_validate(raw)
+        except (OSError, OmegaConfBaseException, YAMLError) as e:
+            raise ToolConfigError(f"{path} cannot be read ({str(e).splitlines()[0]})") from e
+        except ValidationError as e:
+            problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors())
+            raise ToolConfigError(f"{path}: {problems}") from e
+        return cls(config=config)
 
     @property
     def names(self) -> list[str]:

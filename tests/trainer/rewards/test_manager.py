@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from stepwell.presets import load_config
+from stepwell.trainer.config import OverlongBufferConfig
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rewards import (
     RewardConfig,
@@ -26,7 +27,6 @@ from stepwell.trainer.rewards import (
     build_manager,
     overlong_penalty,
 )
-from stepwell.trainer.rewards.config import OverlongBufferConfig
 from tests.helpers import gone
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info, **kwargs)"

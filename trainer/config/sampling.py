@@ -1,15 +1,16 @@
-"""Config sections of sampling: `AsyncTrainingConfig`, `SamplingConfig`, `ValidationConfig`.
+"""The sections `async_training` (who generates when) and `sampling` (which groups are trained).
 
-Who generates when (`async_training`), which groups are worth training (`sampling`) and how the
-policy is validated beside it (`trainer.eval_*`). What they do is in `sampling.py` and
-`validation.py`. Loads no torch.
+`trainer/sampling.py` does what they say.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeAlias
+from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
+
+from stepwell.trainer.config.base import Section
+from stepwell.trainer.config.validation import ValidationConfig
 
 Mode: TypeAlias = Literal["sync", "one_step_off", "async"]
 
@@ -18,11 +19,7 @@ LAG_LIMIT: dict[Mode, int] = {"sync": 0, "one_step_off": 1}
 token may be behind when its group is taken."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class AsyncTrainingConfig(_Section):
+class AsyncTrainingConfig(Section):
     """When generation and training run beside each other. A *window* is what is trained between two
     publications: `trigger_parameter_sync_step` × `trainer.groups_per_step` groups."""
 
@@ -52,7 +49,7 @@ class AsyncTrainingConfig(_Section):
         return self.mode in LAG_LIMIT
 
 
-class SamplingConfig(_Section):
+class SamplingConfig(Section):
     """Which groups are generated in excess, and which are trained."""
 
     over_sampling_batch_size: int | None = Field(default=None, ge=1)
@@ -68,39 +65,6 @@ class SamplingConfig(_Section):
     max_refills: int | None = Field(default=None, ge=1)
     """Times in a row that a batch may be filled up after filtering before the run stops with an
     error (verl's `max_num_gen_batches`); null = as often as it takes."""
-
-
-class ValidationConfig(_Section):
-    """How the policy is validated; the keys are in the section `trainer`."""
-
-    eval_every: int = Field(default=0, ge=0)
-    """Optimizer steps between evaluations; 0 = only before and after."""
-    eval_rollouts: int = Field(default=1, ge=1)
-    """Rollouts per evaluation prompt; the score is their mean."""
-    eval_mode: Literal["concurrent", "blocking"] = "concurrent"
-    """`concurrent`: evaluations between the first and the last run beside training. `blocking`:
-    training waits for them, and their time does not count as its own."""
-    eval_pin: Literal["hold", "drop"] = "hold"
-    """How the rollouts of a concurrent evaluation come from one policy version. `hold`: the next
-    publication waits until they have ended (training goes on, its data gets older). `drop`: weights
-    are published on time, and rollouts that saw them are left out and counted as `mixed`."""
-    eval_pass_reward: float = 1.0
-    """A rollout with this reward or more passes, for pass@k."""
-    eval_pass_at: tuple[int, ...] = ()
-    """k of pass@k, none above `eval_rollouts`; empty = powers of two and `eval_rollouts`."""
-    eval_metric: str = Field(default="score", min_length=1)
-    """What `keep_best` goes by: `score`, or a figure such as `val/gsm8k/pass@4`."""
-    eval_samples: int = Field(default=64, ge=0)
-    """Rows of the sample table given to wandb; the file of an evaluation has all of them."""
-
-    @model_validator(mode="after")
-    def _enough_rollouts(self) -> Self:
-        if any(not 1 <= k <= self.eval_rollouts for k in self.eval_pass_at):
-            raise ValueError(
-                f"eval_pass_at is {list(self.eval_pass_at)} with eval_rollouts "
-                f"{self.eval_rollouts}; pass@k needs 1 <= k <= eval_rollouts"
-            )
-        return self
 
 
 def check_sampling(

@@ -13,16 +13,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from stepwell.trainer.config.base import Section
 
 
-class ToolConfig(BaseModel):
+class ToolConfig(Section):
     """One tool."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     class_name: str = Field(min_length=1)
     """Dotted path (`package.module.Name` or `package.module:Name`) of a `Tool` or of a function."""
@@ -34,10 +33,8 @@ class ToolConfig(BaseModel):
     """One call may take this long; null: the tool box's `timeout_s`."""
 
 
-class ToolBoxConfig(BaseModel):
+class ToolBoxConfig(Section):
     """The tools of an agent and the limits of their calls."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tools: tuple[ToolConfig, ...] = ()
     timeout_s: float = Field(default=30.0, gt=0)
@@ -48,26 +45,3 @@ class ToolBoxConfig(BaseModel):
     """A longer result is cut before the model sees it."""
     keep: Literal["start", "end", "both"] = "both"
     """Which part of a long result is kept."""
-
-    @classmethod
-    def from_yaml(cls, path: Path | str) -> ToolBoxConfig:
-        """Read a file; omegaconf's interpolation works.
-
-        Raises:
-            ToolConfigError: it cannot be read, or a key or value in it is wrong.
-        """
-        from omegaconf import OmegaConf
-        from omegaconf.errors import OmegaConfBaseException
-        from pydantic import ValidationError
-        from yaml import YAMLError
-
-        from stepwell.trainer.tools.errors import ToolConfigError
-
-        try:
-            raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-            return cls.model_validate(raw)
-        except (OSError, OmegaConfBaseException, YAMLError) as e:
-            raise ToolConfigError(f"{path} cannot be read ({str(e).splitlines()[0]})") from e
-        except ValidationError as e:
-            problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors())
-            raise ToolConfigError(f"{path}: {problems}") from e

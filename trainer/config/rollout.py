@@ -1,19 +1,21 @@
-"""The `rollout.reward` section: what scores a rollout whose agent returned None. Loads no torch."""
+"""The section `rollout`: the agent, how often and how long it tries, and what scores it."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from stepwell.trainer.config.base import Section
 
 MANAGERS = ("auto", "naive", "parallel", "batch", "group", "dapo")
 _SYMPY = {"math", "deepscaler", "dapo"}
 """Built-ins that compute with sympy: now and then seconds for one answer, or for ever."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Scoring(Section):
+    """A string alone is its `function`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -21,7 +23,7 @@ class _Section(BaseModel):
         return {"function": value} if isinstance(value, str) else value
 
 
-class RewardFunctionConfig(_Section):
+class RewardFunctionConfig(_Scoring):
     """A reward function; a string alone is its `function`."""
 
     function: str
@@ -31,10 +33,8 @@ class RewardFunctionConfig(_Section):
     """Passed to the function with every call, or to the class once."""
 
 
-class OverlongBufferConfig(BaseModel):
+class OverlongBufferConfig(Section):
     """DAPO's soft over-long punishment, see `stepwell.trainer.rewards.manager.overlong_penalty`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_resp_len: int = Field(ge=1)
     """L_max: tokens of a response (of all responses of a trajectory) at which the punishment is
@@ -56,7 +56,7 @@ class OverlongBufferConfig(BaseModel):
         return self
 
 
-class RewardConfig(_Section):
+class RewardConfig(_Scoring):
     """What scores a rollout whose agent returned None; a string alone is the `function`."""
 
     function: str | None = None
@@ -113,3 +113,49 @@ class RewardConfig(_Section):
             return self.processes
         heavy = self.manager == "auto" and function.removeprefix("boxed_") in _SYMPY
         return min(4, os.cpu_count() or 1) if heavy or self.manager == "parallel" else 0
+
+
+class RolloutConfig(Section):
+    agent: str
+    """Dotted path of `async def agent(task, base_url, api_key) -> float | None`."""
+    n: int = Field(default=8, ge=1)
+    """Rollouts per prompt (the group size of GRPO); `n_samples_per_prompt` is read too."""
+    min_n: int = Field(default=2, ge=1)
+    """A group is trained with fewer rollouts, down to this many; below it is dropped."""
+    max_outstanding_groups: int = Field(default=16, ge=1)
+    """Groups open or ready at once: how far generation may run ahead of training."""
+    concurrency: int = Field(default=64, ge=1)
+    """Agents running at once in one worker."""
+    workers: int = Field(default=1, ge=1)
+    timeout_s: float = Field(default=120.0, gt=0)
+    """One rollout may take this long; then it is aborted with the reason "timeout"."""
+    group_deadline_s: float = Field(default=300.0, gt=0)
+    """A group is closed after this long with the rollouts it has."""
+    max_attempts: int = Field(default=2, ge=1)
+    """Tries per rollout; the last failure aborts the rollout for good. An attempt that the worker,
+    the gateway, its engines or the pool failed is made again and not counted."""
+    reward: RewardConfig | None = None
+    """Scores rollouts whose agent returned None: a reward function's name, or a section."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name_for_n(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or "n_samples_per_prompt" not in raw:
+            return raw
+        if "n" in raw:
+            raise ValueError(
+                f"n is {raw['n']} and n_samples_per_prompt is {raw['n_samples_per_prompt']}: both "
+                "name the rollouts per prompt; set n alone"
+            )
+        return {("n" if key == "n_samples_per_prompt" else key): raw[key] for key in raw}
+
+    @model_validator(mode="after")
+    def _bounds(self) -> RolloutConfig:
+        if self.min_n > self.n:
+            raise ValueError(f"min_n ({self.min_n}) is larger than n ({self.n})")
+        if self.timeout_s * self.max_attempts > self.group_deadline_s:
+            raise ValueError(
+                f"timeout_s × max_attempts = {self.timeout_s:g} × {self.max_attempts} exceeds "
+                f"group_deadline_s ({self.group_deadline_s:g}); the last attempt could never finish"
+            )
+        return self

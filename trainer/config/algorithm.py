@@ -1,6 +1,6 @@
-"""Config sections of the loss: `LossConfig`, `KlConfig` and `OffPolicyConfig`.
+"""The section `algorithm`: advantage, loss, KL to a reference, off-policy correction, critic.
 
-Apart from `losses.py`, `kl.py` and `off_policy.py` so that reading a configuration loads no torch.
+The formulas are in `advantages.py`, `losses.py`, `policy_losses.py`, `kl.py` and `off_policy.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,68 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from stepwell.backends.config import CriticConfig
+from stepwell.trainer.config.base import Section
+
+AdvantageName: TypeAlias = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "remax",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gae",
+]
+Credit: TypeAlias = Literal["trajectory", "step", "token"]
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages (`trainer/advantages.py`). A bare name is short for
+    `{name: …}`: `advantage: rloo`."""
+
+    name: AdvantageName = "grpo"
+    """The estimator, by verl's name. `gae` trains a critic (`algorithm.critic`); `remax` runs one
+    greedy rollout more per prompt as the baseline, which is not trained."""
+    credit: Credit | None = None
+    """What gets one advantage. `trajectory`: its step rewards are summed and all its tokens share
+    one. `step`: each step gets its discounted return-to-go (process rewards); `token`: each token,
+    a step's reward being earned at its last token. null = `token` for gae, otherwise
+    `trajectory`."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per unit of credit: per step, or per token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """GAE's λ: 1 = Monte Carlo return - value, 0 = one-step TD error."""
+    whiten: bool = True
+    """Scale the batch's advantages to mean 0 and variance 1 over tokens, where the estimator says
+    so: reinforce_plus_plus, reinforce_plus_plus_baseline, gae."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> AdvantageConfig:
+        if self.name == "gae" and self.credit == "trajectory":
+            raise ValueError("credit is 'trajectory' with name 'gae'; choose 'step' or 'token'")
+        if self.unit == "trajectory" and self.gamma != 1:
+            raise ValueError(
+                f"gamma is {self.gamma:g} but a trajectory's rewards are summed; "
+                "set credit to 'step' or 'token', or leave gamma at 1"
+            )
+        if self.name != "gae" and self.lam != 1:
+            raise ValueError(f"lam is {self.lam:g} but name is {self.name!r}; only gae has one")
+        return self
+
+    @property
+    def unit(self) -> Credit:
+        """`credit`, with its default by name."""
+        return self.credit or ("token" if self.name == "gae" else "trajectory")
+
 
 Aggregation: TypeAlias = Literal[
     "token-mean",
@@ -29,10 +90,6 @@ _CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """clip_low and clip_high where they differ from PPO's: GSPO's paper (its ratio is a geometric
 mean over the whole sequence), and CISPO without a lower bound up to 5 (arXiv:2510.13786)."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class SapoConfig(Section):
@@ -281,3 +338,12 @@ class OffPolicyConfig(Section):
                 "weight is 1; choose token, step or sequence"
             )
         return self
+
+
+class AlgorithmConfig(Section):
+    advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
+    """Used with `advantage: gae` alone."""
+    loss: LossConfig = LossConfig()
+    kl: KlConfig = KlConfig()
+    off_policy: OffPolicyConfig = OffPolicyConfig()

@@ -1,4 +1,4 @@
-"""The `data` section: where prompts come from. Loads no torch and no data.
+"""The section `data`: where prompts come from.
 
 A source is a procedural data set (`reasoning_gym`) or rows of a table (`jsonl`, `parquet`,
 `huggingface`), whose columns the `*_key` fields name. `rollout.n` says how often a prompt is tried.
@@ -9,14 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
+
+from stepwell.trainer.config.base import Section
 
 Truncation: TypeAlias = Literal["left", "right", "middle", "error"]
 
 
-class _Source(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Source(Section):
     shuffle: bool = True
     """A new order each epoch, drawn from `shuffle_seed`; false keeps the source's order."""
     shuffle_seed: int = 0
@@ -135,10 +135,8 @@ TableConfig: TypeAlias = JsonlSource | ParquetSource | HuggingFaceSource
 SourceConfig: TypeAlias = Annotated[ReasoningGymSource | TableConfig, Field(discriminator="kind")]
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """Prompts to train on and to evaluate on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     train: SourceConfig
     val: SourceConfig

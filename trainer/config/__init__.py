@@ -1,0 +1,105 @@
+"""The trainer's configuration: one file per section, each key with its type, bound and meaning.
+
+    data         where prompts come from
+    rollout      the agent, how often and how long it tries, and what scores it
+    sampling     async_training: who generates when; sampling: which groups are trained
+    validation   how the policy is validated
+    algorithm    advantage, loss, KL to a reference, off-policy correction, critic
+    trainer      how long, in what batches, and what is kept
+    tools        the file of tools that an agent may load; no section of a run
+
+Does not own: reading YAML, and what must fit across rooms (`RunConfig` in the shell). Loads no
+torch and no data.
+"""
+
+from stepwell.trainer.config.algorithm import (
+    POLICY_LOSSES,
+    PRESETS,
+    AdvantageConfig,
+    AdvantageName,
+    Aggregation,
+    AlgorithmConfig,
+    CovConfig,
+    Credit,
+    KlConfig,
+    KlEstimator,
+    LossConfig,
+    Method,
+    OffPolicyConfig,
+    SapoConfig,
+)
+from stepwell.trainer.config.data import (
+    DataConfig,
+    HuggingFaceSource,
+    JsonlSource,
+    ParquetSource,
+    ReasoningGymSource,
+    RowSource,
+    SourceConfig,
+    TableConfig,
+    Truncation,
+)
+from stepwell.trainer.config.rollout import (
+    MANAGERS,
+    OverlongBufferConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RolloutConfig,
+)
+from stepwell.trainer.config.sampling import (
+    LAG_LIMIT,
+    AsyncTrainingConfig,
+    Mode,
+    SamplingConfig,
+    check_sampling,
+)
+from stepwell.trainer.config.tools import (
+    ToolBoxConfig,
+    ToolConfig,
+)
+from stepwell.trainer.config.trainer import (
+    TrainerSection,
+)
+from stepwell.trainer.config.validation import (
+    ValidationConfig,
+)
+
+__all__ = [
+    "LAG_LIMIT",
+    "MANAGERS",
+    "POLICY_LOSSES",
+    "PRESETS",
+    "AdvantageConfig",
+    "AdvantageName",
+    "Aggregation",
+    "AlgorithmConfig",
+    "AsyncTrainingConfig",
+    "CovConfig",
+    "Credit",
+    "DataConfig",
+    "HuggingFaceSource",
+    "JsonlSource",
+    "KlConfig",
+    "KlEstimator",
+    "LossConfig",
+    "Method",
+    "Mode",
+    "OffPolicyConfig",
+    "OverlongBufferConfig",
+    "ParquetSource",
+    "ReasoningGymSource",
+    "RewardConfig",
+    "RewardFunctionConfig",
+    "RolloutConfig",
+    "RowSource",
+    "SamplingConfig",
+    "SapoConfig",
+    "SourceConfig",
+    "TableConfig",
+    "ToolBoxConfig",
+    "ToolConfig",
+    "TrainerSection",
+    "Truncation",
+    "ValidationConfig",
+    "check_sampling",
+]
