@@ -1,4 +1,4 @@
-"""The sections `engine`, `backend` (torch's) and `algorithm.critic`, and the verl backend's options.
+"""The sections `engine`, `backend` (torch's) and `algorithm.critic`, and verl's options.
 
 Each key stands with its type, bound and meaning. Names of plug-ins (`engine.kind`) are text here;
 `RunConfig` asks the registry. Loads no torch.

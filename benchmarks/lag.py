@@ -63,7 +63,7 @@ def one(lag: int, method: str, seed: int, steps: int) -> dict[str, Any]:
     from stepwell.datapool.types import TRAIN
     from stepwell.presets import load_config
     from stepwell.run import train
-    from stepwell.trainer import sampling, sampling_config
+    from stepwell.trainer.config import LAG_LIMIT
     from stepwell.trainer.loop import Trainer
 
     at_once = Trainer.publish
@@ -75,8 +75,7 @@ def one(lag: int, method: str, seed: int, steps: int) -> dict[str, Any]:
         await at_once(self)
 
     Trainer.publish = publish  # type: ignore[method-assign]
-    limits = {**sampling_config.LAG_LIMIT, "one_step_off": lag}
-    sampling.LAG_LIMIT = limits  # type: ignore[attr-defined]
+    LAG_LIMIT["one_step_off"] = lag
     summary = asyncio.run(train(load_config("quickstart", overrides(lag, method, seed, steps))))
     return {
         "lag": lag,

@@ -295,6 +295,7 @@ def test_a_package_cannot_take_a_built_in_name_in_silence(install: Install) -> N
     )
     with pytest.raises(BackendConfigError, match="'torch' is claimed by more than one: built in"):
         backend_class("torch")
+    attached = ["engine.kind=attach", "engine.urls=[http://x]"]
     with pytest.raises(ConfigError, match="'attach' is claimed by more than one: built in"):
-        load_config("quickstart", ["engine.kind=attach", "engine.urls=[http://x]"])
+        load_config("quickstart", ["trainer.backend=usurper:Counter", *attached])
     assert listed().count("claimed twice") == 2
