@@ -24,10 +24,14 @@ ToolParser = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
 
 
-class SamplingOverrides(BaseModel):
-    """Sampling parameters forced on every call; null leaves the agent its choice."""
+class Section(BaseModel):
+    """Unknown keys are refused, and nothing changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class SamplingOverrides(Section):
+    """Sampling parameters forced on every call; null leaves the agent its choice."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -35,10 +39,8 @@ class SamplingOverrides(BaseModel):
     """-1 is no limit."""
 
 
-class NormalizeRule(BaseModel):
+class NormalizeRule(Section):
     """In messages of `role`, what matches the regular expression `pattern` is replaced."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: Literal["system", "user", "tool"] = "system"
     pattern: str
@@ -57,9 +59,9 @@ class NormalizeRule(BaseModel):
 MIN_KEY_LENGTH = 16
 
 
-class GatewayConfig(BaseModel):
+class GatewayConfig(Section):
     # Errors do not quote what was given, which may be a key.
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     host: str = "127.0.0.1"
     """Address to listen on. One that other machines reach needs keys."""

@@ -32,6 +32,8 @@ class AdvantageConfig(Section):
     """How rewards become advantages (`trainer/advantages.py`). A bare name is short for
     `{name: …}`: `advantage: rloo`."""
 
+    named_by = "name"
+
     name: AdvantageName = "grpo"
     """The estimator, by verl's name. `gae` trains a critic (`algorithm.critic`); `remax` runs one
     greedy rollout more per prompt as the baseline, which is not trained."""
@@ -47,11 +49,6 @@ class AdvantageConfig(Section):
     whiten: bool = True
     """Scale the batch's advantages to mean 0 and variance 1 over tokens, where the estimator says
     so: reinforce_plus_plus, reinforce_plus_plus_baseline, gae."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bare_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _fits(self) -> AdvantageConfig:

@@ -17,10 +17,7 @@ _SYMPY = {"math", "deepscaler", "dapo"}
 class _Scoring(Section):
     """A string alone is its `function`."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"function": value} if isinstance(value, str) else value
+    named_by = "function"
 
 
 class RewardFunctionConfig(_Scoring):
