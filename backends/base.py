@@ -7,8 +7,8 @@ whose trainer owns its loop; a backend that Stepwell's loop drives implements th
                             ▲   columns: advantages, weights, coef, … ◄──┘ (the trainer writes them)
                             └── train_step(batch, loss_fn) × n ──► save_weights ──► state_dict
 
-Owns: the interface, the batch and loss types that cross it.
-Does not own: the names (`registry.py`), any model (`torch_backend.py`), any formula
+Owns: the interface, the batch and loss types that cross it, and backends by name (`BACKENDS`).
+Does not own: the list of names (`registry.py`), any model (`torch_backend.py`), any formula
 (`trainer/losses.py`).
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
-from stepwell.backends.registry import BACKENDS
+from stepwell.backends.registry import BACKEND_NAMES, Registry, first_line
 from stepwell.datapool.types import Step
 
 
@@ -186,8 +186,25 @@ class TrainingBackend(ABC):
 _OF_THE_LOOP = ("compute_log_probs", "train_step", "save_weights", "state_dict", "load_state_dict")
 
 
+def _is_backend(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, TrainingBackend)
+
+
+def _about(backend: type[TrainingBackend]) -> str:
+    return first_line(backend) + (" (convert only)" if backend.loop_lacks() else "")
+
+
+BACKENDS: Registry[type[TrainingBackend]] = Registry(
+    BACKEND_NAMES,
+    wanted="TrainingBackend",
+    fits=_is_backend,
+    lacks=lambda name, backend: backend.missing(),
+    about=_about,
+)
+
+
 def backend_class(name: str) -> type[TrainingBackend]:
-    """What `name` stands for in `registry.BACKENDS`, or the dotted path `module:Class`.
+    """What `name` stands for in `BACKENDS`, or the dotted path `module:Class`.
 
     Raises:
         BackendConfigError: no such backend, or it cannot be used; the message says why.

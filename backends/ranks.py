@@ -25,10 +25,10 @@ import os
 import pickle
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 import torch
@@ -40,7 +40,6 @@ from torch._C._distributed_c10d import TCPStore
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BackendError, BatchError, RankError
-from stepwell.backends.torch_backend import TorchBackend, TorchBatch
 from stepwell.datapool.types import Step
 
 _GRACE_S = 10.0
@@ -50,14 +49,16 @@ PLACED_S = 300.0
 _FOR_EVER = datetime.timedelta(days=365)
 
 
+Build: TypeAlias = Callable[[TorchBackendConfig, Path], TrainingBackend]
+"""Makes the backend of one rank, in that rank's process."""
+
+
 class Rank:
     """One rank's side of the calls: its backend and the batch that was converted last."""
 
-    def __init__(
-        self, kind: type[TorchBackend], config: TorchBackendConfig, model_path: Path
-    ) -> None:
-        self._backend = kind(config, model_path)
-        self._batch: TorchBatch | None = None
+    def __init__(self, build: Build, config: TorchBackendConfig, model_path: Path) -> None:
+        self._backend = build(config, model_path)
+        self._batch: TokenBatch | None = None
 
     def call(self, method: str, *args: Any) -> Any:
         """The backend's method, on this rank's batch where it takes one."""
@@ -185,7 +186,7 @@ class _RankActor:
     def start(
         self,
         address: tuple[str, int],
-        kind: type[TorchBackend],
+        build: Build,
         config: TorchBackendConfig,
         path: Path,
     ) -> None:
@@ -194,7 +195,7 @@ class _RankActor:
         dist.init_process_group(
             _collectives(config), store=self._store, rank=self._rank, world_size=self._size
         )
-        self._inner = Rank(kind, config, path)
+        self._inner = Rank(build, config, path)
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         answer = self._inner.call(method, *args)
@@ -210,7 +211,7 @@ class RayRanks(RankGroup):
 
     def __init__(
         self,
-        kind: type[TorchBackend],
+        build: Build,
         config: TorchBackendConfig,
         model_path: Path,
         options: Sequence[Mapping[str, Any]] | None = None,
@@ -237,7 +238,7 @@ class RayRanks(RankGroup):
                 "Use fewer ranks, or free GPUs"
             )
         address = ray.get(self._actors[0].listen.remote())
-        starting = [a.start.remote(address, kind, config, model_path) for a in self._actors]
+        starting = [a.start.remote(address, build, config, model_path) for a in self._actors]
         self._wait(starting, "start")
 
     def call(self, method: str, *args: Any) -> Any:
@@ -287,13 +288,11 @@ class RayRanks(RankGroup):
 class TorchrunRanks(RankGroup):
     """This process and the other ones of `torchrun`; this is rank 0."""
 
-    def __init__(
-        self, kind: type[TorchBackend], config: TorchBackendConfig, model_path: Path
-    ) -> None:
+    def __init__(self, build: Build, config: TorchBackendConfig, model_path: Path) -> None:
         _join_torchrun(config)
         self._id = uuid.uuid4().hex
-        _broadcast((self._id, "", (kind, config, model_path)))
-        self._inner: Rank | None = Rank(kind, config, model_path)
+        _broadcast((self._id, "", (build, config, model_path)))
+        self._inner: Rank | None = Rank(build, config, model_path)
 
     def call(self, method: str, *args: Any) -> Any:
         if self._inner is None:
@@ -378,12 +377,12 @@ def _wants_gpu(config: TorchBackendConfig) -> bool:
 
 
 def start(
-    kind: type[TorchBackend],
+    build: Build,
     config: TorchBackendConfig,
     model_path: Path,
     options: Sequence[Mapping[str, Any]] | None = None,
 ) -> RankedBackend:
-    """`config.ranks` backends of class `kind`, as one.
+    """`config.ranks` backends that `build` makes, as one.
 
     Args:
         options: Ray's actor options by rank.
@@ -393,10 +392,10 @@ def start(
     """
     path = model_path.absolute()
     if torchrun_rank() is not None:
-        return RankedBackend(TorchrunRanks(kind, config, path))
+        return RankedBackend(TorchrunRanks(build, config, path))
     if not ray.is_initialized():
         raise BackendConfigError(
             f"backend.ranks is {config.ranks}, but Ray is not running and torchrun did not start "
             "us; call ray.init() first, or use torchrun"
         )
-    return RankedBackend(RayRanks(kind, config, path, options))
+    return RankedBackend(RayRanks(build, config, path, options))

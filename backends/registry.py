@@ -12,7 +12,8 @@ A package adds its own by entry points (`examples/plugin/` is one)::
                              └─ module:Name itself ──┘
 
 Owns: the names, what is known of each without using it (`survey`), and the errors of a wrong name,
-a broken plug-in and a name claimed twice. Does not own: what is registered. Importing this loads
+a broken plug-in and a name claimed twice. Does not own: what is registered, nor what a plug-in has
+to be; `BACKENDS` in `base.py` and `ENGINES` in `engines/commands.py` say that. Importing this loads
 no torch and no plug-in.
 """
 
@@ -23,14 +24,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
-from stepwell.backends.errors import BackendConfigError, EngineStartError
-
-if TYPE_CHECKING:
-    from stepwell.backends.base import TrainingBackend
-    from stepwell.backends.engines.commands import Builder
+from stepwell.backends.errors import BackendConfigError
 
 T = TypeVar("T")
 
@@ -52,20 +48,13 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Registry(Generic[T]):
-    """The names of one kind of plug-in."""
+class Names:
+    """The names of one kind of plug-in. Imports none of them."""
 
     group: str
     """Of the entry points."""
     key: str
     """What such a name is called in a message."""
-    wanted: str
-    """What an entry has to be, in words; `fits` tells."""
-    fits: Callable[[Any], bool]
-    lacks: Callable[[str, T], str | None]
-    """What this machine lacks for the one of this name, with the remedy; None: nothing."""
-    about: Callable[[T], str]
-    """A line on what it is."""
     built_in: dict[str, str]
     """Name -> `module:Name`."""
     reserved: Mapping[str, str] = field(default_factory=dict)
@@ -81,32 +70,20 @@ class Registry(Generic[T]):
         return found
 
     def check(self, name: str) -> str:
-        """`name`, if it is registered, once, or a dotted path. Imports nothing.
+        """`name`, if it is registered, once, or a dotted path.
 
         Raises:
             BackendConfigError: it is unknown, or several packages claim it.
         """
-        self._entry(name)
+        self.entry(name)
         return name
 
-    def load(self, name: str) -> T:
-        """What is registered under `name`, or stands at the dotted path `module:Name`.
-
-        Raises:
-            BackendConfigError: it is unknown, claimed twice, cannot be imported or is something
-                else; the message names the package at fault and the remedy.
-        """
-        return self._load(self._entry(name))
-
-    def survey(self) -> list[Found]:
-        """All names, each imported and tried; one that is broken is shown as such."""
-        return [self._look(name, claims) for name, claims in self.entries().items()]
-
-    def _entry(self, name: str) -> EntryPoint:
+    def entry(self, name: str) -> EntryPoint:
+        """Where `name` leads. Raises as `check`."""
         entries = self.entries()
         claims = entries.get(name, [])
         if len(claims) > 1:
-            raise BackendConfigError(self._twice(name, claims))
+            raise BackendConfigError(self.twice(name, claims))
         if claims:
             return claims[0]
         if ":" in name or "." in name.strip("."):
@@ -119,95 +96,99 @@ class Registry(Generic[T]):
             "module:Name; `stepwell backends` tells about each"
         )
 
+    def twice(self, name: str, claims: list[EntryPoint]) -> str:
+        """The error of a name that several packages have."""
+        owners = ", ".join(f"{self.origin(c)} ({c.value or 'no code'})" for c in claims)
+        return (
+            f"{self.key} {name!r} is claimed by more than one: {owners}; uninstall all packages "
+            "but one, or give the dotted path of the one you mean"
+        )
+
+    def origin(self, entry: EntryPoint) -> str:
+        """The package that an entry is from."""
+        if entry.dist is not None:
+            return f"{entry.dist.name} {entry.dist.version}"
+        return "built in"
+
+    def remedy(self, entry: EntryPoint) -> str:
+        """What to do about an entry that cannot be used."""
+        if entry.dist is not None:
+            return f"mend or uninstall the package {entry.dist.name}"
+        return f"choose {', '.join(self.entries())}, or mend the dotted path"
+
+
+@dataclass(frozen=True, slots=True)
+class Registry(Generic[T]):
+    """The names of one kind of plug-in, and what such a plug-in has to be."""
+
+    names: Names
+    wanted: str
+    """What an entry has to be, in words; `fits` tells."""
+    fits: Callable[[Any], bool]
+    lacks: Callable[[str, T], str | None]
+    """What this machine lacks for the one of this name, with the remedy; None: nothing."""
+    about: Callable[[T], str]
+    """A line on what it is."""
+
+    def load(self, name: str) -> T:
+        """What is registered under `name`, or stands at the dotted path `module:Name`.
+
+        Raises:
+            BackendConfigError: it is unknown, claimed twice, cannot be imported or is something
+                else; the message names the package at fault and the remedy.
+        """
+        return self._load(self.names.entry(name))
+
+    def survey(self) -> list[Found]:
+        """All names, each imported and tried; one that is broken is shown as such."""
+        return [self._look(name, claims) for name, claims in self.names.entries().items()]
+
     def _load(self, entry: EntryPoint) -> T:
-        whose = f"{self.key} {entry.name!r}"
+        whose = f"{self.names.key} {entry.name!r}"
         if entry.name != entry.value:
-            whose += f" ({self._origin(entry)}: {entry.value})"
+            whose += f" ({self.names.origin(entry)}: {entry.value})"
         try:
             found = entry.load()
         except (Exception, SystemExit) as e:  # importing it runs foreign code
             raise BackendConfigError(
-                f"{whose} cannot be imported: {_line(e)}; {self._remedy(entry)}"
+                f"{whose} cannot be imported: {_line(e)}; {self.names.remedy(entry)}"
             ) from e
         if not self.fits(found):
-            raise BackendConfigError(f"{whose} is no {self.wanted}; {self._remedy(entry)}")
+            raise BackendConfigError(f"{whose} is no {self.wanted}; {self.names.remedy(entry)}")
         return found  # type: ignore[no-any-return]  # `fits` has seen it
 
     def _look(self, name: str, claims: list[EntryPoint]) -> Found:
         if len(claims) > 1:
-            text = self._twice(name, claims)
+            text = self.names.twice(name, claims)
             return Found(name, f"{len(claims)} packages", "claimed twice", "", text)
-        source = self._origin(claims[0])
-        if name in self.reserved:
-            return Found(name, source, "ready", self.reserved[name])
+        source = self.names.origin(claims[0])
+        if name in self.names.reserved:
+            return Found(name, source, "ready", self.names.reserved[name])
         try:
             found = self._load(claims[0])
             lacking, about = self.lacks(name, found), self.about(found)
         except BackendConfigError as e:
             return Found(name, source, "broken", "", str(e))
         except Exception as e:  # noqa: BLE001  # foreign code; the list goes on
-            text = f"{self.key} {name!r}: {_line(e)}; {self._remedy(claims[0])}"
+            text = f"{self.names.key} {name!r}: {_line(e)}; {self.names.remedy(claims[0])}"
             return Found(name, source, "broken", "", text)
         if lacking is not None:
             return Found(name, source, "missing", about, lacking)
         return Found(name, source, "ready", about)
-
-    def _twice(self, name: str, claims: list[EntryPoint]) -> str:
-        owners = ", ".join(f"{self._origin(c)} ({c.value or 'no code'})" for c in claims)
-        return (
-            f"{self.key} {name!r} is claimed by more than one: {owners}; uninstall all packages "
-            "but one, or give the dotted path of the one you mean"
-        )
-
-    def _origin(self, entry: EntryPoint) -> str:
-        if entry.dist is not None:
-            return f"{entry.dist.name} {entry.dist.version}"
-        return "built in"
-
-    def _remedy(self, entry: EntryPoint) -> str:
-        if entry.dist is not None:
-            return f"mend or uninstall the package {entry.dist.name}"
-        return f"choose {', '.join(self.entries())}, or mend the dotted path"
 
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
-def _is_backend(found: Any) -> bool:
-    from stepwell.backends.base import TrainingBackend
-
-    return isinstance(found, type) and issubclass(found, TrainingBackend)
-
-
-def _first_line(found: Any) -> str:
+def first_line(found: Any) -> str:
+    """Of its docstring."""
     return (inspect.getdoc(found) or "").partition("\n")[0]
 
 
-def _about_backend(backend: type[TrainingBackend]) -> str:
-    return _first_line(backend) + (" (convert only)" if backend.loop_lacks() else "")
-
-
-def _engine_lacks(name: str, builder: Builder) -> str | None:
-    """A command line is made for a model that is not there: builders look at the machine only."""
-    from stepwell.backends.config import EngineConfig
-    from stepwell.backends.engines.commands import Launch, command_line
-
-    config = EngineConfig(kind=name, model_path=Path("model"))
-    try:
-        command_line(config, Launch(port=1, model_path="model"))
-    except EngineStartError as e:
-        return str(e)
-    return None
-
-
-BACKENDS: Registry[type[TrainingBackend]] = Registry(
+BACKEND_NAMES = Names(
     group="stepwell.backends",
     key="backend",
-    wanted="TrainingBackend",
-    fits=_is_backend,
-    lacks=lambda name, backend: backend.missing(),
-    about=_about_backend,
     built_in={
         "torch": "stepwell.backends.torch_backend:TorchBackend",
         "verl": "stepwell.backends.verl_backend:VerlBackend",
@@ -215,13 +196,9 @@ BACKENDS: Registry[type[TrainingBackend]] = Registry(
     },
 )
 
-ENGINES: Registry[Builder] = Registry(
+ENGINE_NAMES = Names(
     group="stepwell.engines",
     key="engine kind",
-    wanted="function (EngineConfig, Launch) -> CommandLine",
-    fits=callable,
-    lacks=_engine_lacks,
-    about=_first_line,
     built_in={
         "embedded": "stepwell.backends.engines.commands:embedded",
         "sglang": "stepwell.backends.engines.sglang:command",

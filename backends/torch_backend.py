@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
-from stepwell.backends import lora, tree
+from stepwell.backends import lora, ranks, tree
 from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
 from stepwell.backends.chunked_head import chunk_tokens
 from stepwell.backends.config import TorchBackendConfig
@@ -142,8 +142,6 @@ class TorchBackend(TrainingBackend):
         cls, config: TorchBackendConfig, model_path: str | Path, **kwargs: Any
     ) -> TrainingBackend:
         """A backend in this process, or `config.ranks` of them behind one (`ranks.start`)."""
-        from stepwell.backends import ranks
-
         if config.ranks == 1 and ranks.torchrun_rank() is None:
             return cls(config, model_path)
         return ranks.start(cls, config, Path(model_path), **kwargs)

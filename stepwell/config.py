@@ -21,7 +21,7 @@ from pydantic import (
 
 from stepwell.backends.config import EngineConfig, TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.registry import BACKENDS, ENGINES
+from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.config import GatewayConfig
@@ -102,8 +102,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _plug_ins_are_known(self) -> RunConfig:
         for key, names, name in (
-            ("trainer.backend", BACKENDS, self.trainer.backend),
-            ("engine.kind", ENGINES, self.engine.kind),
+            ("trainer.backend", BACKEND_NAMES, self.trainer.backend),
+            ("engine.kind", ENGINE_NAMES, self.engine.kind),
         ):
             try:
                 names.check(name)

@@ -18,7 +18,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stepwell.backends.registry import BACKENDS, ENGINES, Found
+from stepwell.backends.base import BACKENDS
+from stepwell.backends.engines.commands import ENGINES
+from stepwell.backends.registry import Found
 
 _STYLES = {"ready": "green", "missing": "yellow", "broken": "red", "claimed twice": "red"}
 

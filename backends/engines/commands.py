@@ -1,4 +1,4 @@
-"""What is run for an engine: one builder per kind, registered in `backends/registry.py`.
+"""What is run for an engine: one builder per kind, found by name (`ENGINES`).
 
     command_line(config, Launch(port=31000, model_path="/run/weights/v7", …))
     -> CommandLine(["python", "-m", "stepwell.backends.engines.embedded", …], {"PYTHONPATH": …})
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.errors import BackendConfigError, BackendError
-from stepwell.backends.registry import ENGINES
+from stepwell.backends.errors import BackendConfigError, BackendError, EngineStartError
+from stepwell.backends.registry import ENGINE_NAMES, Registry, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,3 +96,22 @@ def command_line(config: EngineConfig, launch: Launch) -> CommandLine:
             "return a CommandLine"
         )
     return line
+
+
+def _lacks(name: str, builder: Builder) -> str | None:
+    """A command line is made for a model that is not there: builders look at the machine only."""
+    config = EngineConfig(kind=name, model_path=Path("model"))
+    try:
+        command_line(config, Launch(port=1, model_path="model"))
+    except EngineStartError as e:
+        return str(e)
+    return None
+
+
+ENGINES: Registry[Builder] = Registry(
+    ENGINE_NAMES,
+    wanted="function (EngineConfig, Launch) -> CommandLine",
+    fits=callable,
+    lacks=_lacks,
+    about=first_line,
+)

@@ -11,12 +11,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stepwell.backends.base import TrainingBackend, backend_class, build_backend, loop_backend
+from stepwell.backends.base import (
+    BACKENDS,
+    TrainingBackend,
+    backend_class,
+    build_backend,
+    loop_backend,
+)
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.commands import CommandLine, Launch, command_line
+from stepwell.backends.engines.commands import ENGINES, CommandLine, Launch, command_line
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError, EngineStartError
-from stepwell.backends.registry import BACKENDS, ENGINES
+from stepwell.backends.registry import BACKEND_NAMES
 from stepwell.backends.torch_backend import TorchBackend
 from stepwell.placement import wanted_gpus
 from stepwell.plugins import show_plugins
@@ -115,7 +121,7 @@ def test_every_built_in_name_can_be_imported_and_has_a_line_about_it() -> None:
 def test_a_package_adds_a_backend(install: Install) -> None:
     install("counter", "1.2", module=COUNTER, backends={"count": "counter:Counter"})
     assert build_backend("count").convert([]) == 0
-    assert BACKENDS.check("count") == "count"
+    assert BACKEND_NAMES.check("count") == "count"
     (found,) = [f for f in BACKENDS.survey() if f.name == "count"]
     assert (found.source, found.state) == ("counter 1.2", "ready")
     assert found.about == "Counts steps. (convert only)"
@@ -275,7 +281,7 @@ def test_a_name_claimed_twice_is_refused_until_one_is_gone(install: Install) -> 
     install("counter", "1.2", module=COUNTER, backends={"count": "counter:Counter"})
     install("counted", "3.4", module=COUNTER, backends={"count": "counted:Counter"})
     reason = r"'count' is claimed by more than one: .*counte[rd] .*counte[rd] .*; uninstall all"
-    for use in (BACKENDS.check, BACKENDS.load):
+    for use in (BACKEND_NAMES.check, BACKENDS.load):
         with pytest.raises(BackendConfigError, match=reason) as e:
             use("count")
         assert "counter 1.2 (counter:Counter)" in str(e.value)

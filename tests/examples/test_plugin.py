@@ -15,7 +15,7 @@ from stepwell.backends.base import build_backend
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.registry import BACKENDS, ENGINES
+from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
 from stepwell.cli import main
 from stepwell.datapool import DataPool, PoolConfig, Step
 
@@ -143,6 +143,6 @@ def test_without_the_package_its_names_are_unknown(
 ) -> None:
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(site)])
     with pytest.raises(BackendConfigError, match="is 'jsonl'"):
-        BACKENDS.check("jsonl")
+        BACKEND_NAMES.check("jsonl")
     with pytest.raises(BackendConfigError, match="is 'background'"):
-        ENGINES.check("background")
+        ENGINE_NAMES.check("background")
