@@ -11,7 +11,6 @@ response tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,34 +20,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.trainer.base import LR, ROWS_PER_MICRO_BATCH, Form, advantages
+from benchmarks.trainer.trl_forms import Trl
 from stepwell.backends.base import LossOutput
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.rows import RowForm
 from stepwell.backends.torch_backend import TorchBackend
 from stepwell.datapool.types import Step
-
-ROWS_PER_MICRO_BATCH = 8
-"""Of the plain and TRL's forms: `per_device_train_batch_size` of transformers and TRL."""
-
-LR = 1e-6
-
-
-class Form(ABC):
-    """One way to compute an update."""
-
-    name: str
-    computed: int = 0
-    """Tokens that went through the model in the last step."""
-
-    @abstractmethod
-    def step(self, steps: Sequence[Step]) -> float:
-        """One optimizer step; the gradient's norm, before clipping."""
-
-
-def advantages(steps: Sequence[Step]) -> list[float]:
-    """One per step, the same for all of a trajectory: ±1 by turns."""
-    uids = {uid: i for i, uid in enumerate(dict.fromkeys(s.trajectory_uid for s in steps))}
-    return [1.0 if uids[s.trajectory_uid] % 2 else -1.0 for s in steps]
 
 
 def surrogate(log_probs: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
@@ -124,8 +102,6 @@ def make_form(name: str, model_path: Path) -> Form:
     if name == Plain.name:
         return Plain(model_path)
     if name.startswith("trl"):
-        from benchmarks.trainer.trl_forms import Trl
-
         return Trl(model_path, merged=name == "trl-merged")
     form: Literal["step", "merged", "tree"] = name  # type: ignore[assignment]  # validated by the config
     return Rows(form, model_path)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.trainer.forms import LR, ROWS_PER_MICRO_BATCH, Form, advantages
+from benchmarks.trainer.base import LR, ROWS_PER_MICRO_BATCH, Form, advantages
 from stepwell.datapool.types import Step
 
 INSTALL = "pip install --no-deps -c constraints.txt trl==1.16.0"
