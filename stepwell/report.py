@@ -13,7 +13,7 @@ import orjson
 from stepwell.trainer.metrics import waits
 
 if TYPE_CHECKING:
-    from stepwell.trainer.loop import Progress
+    from stepwell.trainer.progress import Progress
 
 SUMMARY = "summary.json"
 INK, BLUE, ORANGE, GREY = "#1f2933", "#2f6fde", "#e07b39", "#9aa5b1"

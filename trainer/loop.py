@@ -16,12 +16,11 @@ import asyncio
 import logging
 import math
 import time
-from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +47,7 @@ from stepwell.trainer.losses import loss_columns, make_loss_fn
 from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.off_policy import correct, lags, proximal_log_probs
+from stepwell.trainer.progress import Progress
 from stepwell.trainer.publication import publish_patiently, serving
 from stepwell.trainer.reclaim import PRODUCER_GONE, reclaim
 from stepwell.trainer.recording import record_batch
@@ -62,30 +62,6 @@ T = TypeVar("T")
 
 IN_FLIGHT_S = 1.0
 """For the answer to a request that the pool has served before generation had no prompt left."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """What a checkpoint must carry besides the model and the prompt source."""
-
-    updates: int = 0
-    """Optimizer steps so far."""
-    version: int = 0
-    """The policy version that was published last."""
-    published: dict[int, int] = field(default_factory=lambda: {0: 0})
-    """Version -> updates when it was published."""
-    train_s: float = 0.0
-    """Wall time of training, evaluations not counted."""
-    kl_coef: float | None = None
-    """Coefficient of the KL to the reference, once it has been adapted."""
-    evaluations: list[Evaluation] = field(default_factory=list)
-    unapplied: list[int] = field(default_factory=list)
-    """Of `updates`, by number, those that left the policy as it was: a gradient that was not
-    finite, the critic's warm-up."""
-
-    def applied(self, updates: int) -> int:
-        """Of so many updates, those that changed the policy: what lag is counted in."""
-        return updates - bisect_right(self.unapplied, updates)
 
 
 class Trainer:

@@ -12,15 +12,12 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from stepwell.trainer.loop import Progress
+from stepwell.trainer.progress import Progress
 
 _FIELD = "{rollout_id}"
 

@@ -32,7 +32,7 @@ from stepwell.trainer.checkpoint import (
     set_rng_state,
 )
 from stepwell.trainer.errors import CheckpointError, ConfigError
-from stepwell.trainer.loop import Progress
+from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import record_batch
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"

@@ -13,7 +13,7 @@ import pytest
 
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.trainer.errors import CheckpointError
-from stepwell.trainer.loop import Progress
+from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import load_recording, record_batch, recording_path, recordings
 from stepwell.trainer.replay import ReplayTrainer
 
