@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.commands import Launch, embedded
+from stepwell.backends.engines.commands import Launch, command_line, embedded
 from stepwell.backends.engines.embedded.__main__ import parse_args
+from stepwell.backends.errors import BackendConfigError
 
 
 def test_the_embedded_command_line_is_understood_by_the_embedded_engine(model_dirs: Any) -> None:
@@ -33,7 +35,6 @@ def test_the_embedded_command_line_is_understood_by_the_embedded_engine(model_di
         ({}, "model_path is not set"),
         ({"model_path": "/m", "port": 70000}, "65535"),
         ({"model_path": "/m", "thread": 1}, "Extra inputs"),
-        ({"model_path": "/m", "kind": "vllm"}, "choose embedded, sglang, attach"),
     ],
 )
 def test_a_wrong_configuration_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -47,3 +48,9 @@ def test_the_configuration_loads_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_engine_of_a_kind_that_nobody_registered_has_no_command_line() -> None:
+    config = EngineConfig(kind="vllm", model_path=Path("/m"))
+    with pytest.raises(BackendConfigError, match="'vllm'; choose embedded, sglang, attach"):
+        command_line(config, Launch(port=1, model_path="/m"))
