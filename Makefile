@@ -86,7 +86,7 @@ test-slime: install .slime/$(SLIME_COMMIT)
 #   make test-trl   the row forms against TRL itself
 test-trl: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl
-	$(BIN)/pytest tests/trainer/test_bench_trainer.py
+	$(BIN)/pytest tests/benchmarks/test_trainer.py
 
 #   make test-publication  engine replicas killed during weight publications (100: --kills 100)
 .PHONY: test-publication
