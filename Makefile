@@ -91,7 +91,7 @@ test-trl: install
 #   make test-publication  engine replicas killed during weight publications (100: --kills 100)
 .PHONY: test-publication
 test-publication: install
-	$(BIN)/python -m benchmarks.publication_kills --kills 8 --replicas 3
+	$(BIN)/python -m benchmarks publication-kills --kills 8 --replicas 3
 
 #   make test-chaos  a run's processes, disk, leases and machines fail 62 times (root, iproute2; CHAOS_SEED=7)
 .PHONY: test-chaos

@@ -1,6 +1,5 @@
-"""Decode throughput of the embedded engine beside transformers' continuous batching.
-
-    python -m benchmarks.engine_decode [--json] [--requests 1 8] [--via scheduler cb http stream]
+"""`python -m benchmarks engine-decode`: tokens/s of the embedded engine, and of transformers'
+continuous batching.
 
 Random Qwen3 (hidden 128, 4 layers, 4 heads / 2 KV heads, intermediate 384, vocabulary 512), one
 thread, prompts of 150 random tokens, 128 new tokens each, temperature 1, all requests at once.
@@ -13,22 +12,21 @@ Each figure is the best of `--repeat` runs: other load on the machine only ever 
 
 from __future__ import annotations
 
-import os
-
-os.environ["OMP_NUM_THREADS"] = "1"
-
-import argparse
 import asyncio
-import json
+import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
+from benchmarks.checks import BenchResult
+
+Via: TypeAlias = Literal["scheduler", "cb", "http", "stream"]
 PROMPT, NEW, VOCAB = 150, 128, 512
 
 
@@ -156,60 +154,51 @@ def measure(run: Callable[[int], None], n: int, repeat: int) -> float:
     return best
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--stream-interval", type=int, default=1)
-    parser.add_argument("--via", nargs="+", default=["scheduler", "cb", "http", "stream"])
-    args = parser.parse_args()
-    results: dict[str, dict[int, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+async def run(
+    *,
+    via: Sequence[Via] = get_args(Via),
+    requests: Annotated[Sequence[int], "how many at once"] = (1, 8, 32, 64),
+    repeat: Annotated[int, "runs of each, of which the best counts"] = 3,
+    stream_interval: Annotated[int, "tokens between two events of the server"] = 1,
+) -> BenchResult:
+    """Tokens/s by way and number of requests; none has a bound."""
+    rows = await asyncio.to_thread(_measure_all, via, requests, repeat, stream_interval)
+    return BenchResult({}, {"tokens/s by concurrent requests": rows})
+
+
+def _measure_all(
+    via: Sequence[Via], requests: Sequence[int], repeat: int, stream_interval: int
+) -> list[dict[str, Any]]:
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
         path = Path(folder)
         make_model(path)
-        server = None
-        url = ""
-        try:
-            if {"http", "stream"} & set(args.via):
-                command = [sys.executable, "-m", "stepwell.backends.engines.embedded"]
-                command += [
-                    "--port",
-                    "0",
-                    "--model-path",
-                    folder,
-                    "--stream-interval",
-                    str(args.stream_interval),
-                ]
-                server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-                if server.stdout is None:
-                    raise RuntimeError("the engine has no stdout")
-                line = server.stdout.readline()
-                if "http" not in line:
-                    raise RuntimeError(f"the engine did not start: {line!r}")
-                url = line.split()[-1]
-            makers: dict[str, Callable[[], Callable[[int], None]]] = {
+        with _server(folder, stream_interval) as url:
+            makers: dict[Via, Callable[[], Callable[[int], None]]] = {
                 "scheduler": lambda: scheduler_run(path),
                 "cb": lambda: cb_run(path),
                 "http": lambda: http_run(url, stream=False),
                 "stream": lambda: http_run(url, stream=True),
             }
-            for via in args.via:
-                run = makers[via]()
-                run(2)
-                results[via] = {n: measure(run, n, args.repeat) for n in args.requests}
+            for way in via:
+                generate = makers[way]()
+                generate(2)
+                speed = {str(n): measure(generate, n, repeat) for n in requests}
+                rows.append({"via": way, **speed})
+    return rows
+
+
+@contextmanager
+def _server(model: str, stream_interval: int) -> Iterator[str]:
+    """The address of an engine of its own process."""
+    command = [sys.executable, "-m", "stepwell.backends.engines.embedded", "--port", "0"]
+    command += ["--model-path", model, "--stream-interval", str(stream_interval)]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one_thread) as server:
+        try:
+            line = server.stdout.readline() if server.stdout is not None else ""
+            if "http" not in line:
+                raise RuntimeError(f"the engine did not start: {line!r}")
+            yield line.split()[-1]
         finally:
-            if server is not None:
-                server.terminate()
-                server.wait(timeout=20)
-    if args.json:
-        print(json.dumps(results))
-        return 0
-    print("tokens/s".ljust(12) + "".join(f"{n:>9}" for n in args.requests))
-    for via, row in results.items():
-        print(via.ljust(12) + "".join(f"{v:>9.0f}" for v in row.values()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            server.terminate()

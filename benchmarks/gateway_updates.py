@@ -1,16 +1,13 @@
-"""Weight updates under load: a real gateway before a real embedded engine, both by HTTP.
-
-    python -m benchmarks.gateway_updates [--requests 200] [--updates 20] [--mode abort …]
+"""`python -m benchmarks gateway-updates`: weight updates under load, a real gateway before a real
+embedded engine, both by HTTP.
 
 For each pause mode, `--requests` clients keep one chat completion each in flight (every other one
 streams) while the engine is paused, given the next weight version and continued `--updates` times;
-then all finish. Prints one JSON line a mode; exit code 1 if a request failed or hung, or if a
-Step's version spans do not add up.
+then all finish. No request may fail or hang, and every Step's version spans add up.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import shutil
@@ -18,16 +15,16 @@ import socket
 import sys
 import tempfile
 import time
-from argparse import RawDescriptionHelpFormatter as RawHelp
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 
+from benchmarks.checks import BenchResult, Check
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.config import PoolConfig
@@ -40,6 +37,7 @@ MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
 MAX_TOKENS = 160
 HANGS_AFTER_S = 120.0
+SHOWN = 20
 
 
 class MemoryPool:
@@ -240,7 +238,7 @@ async def update_under_load(
         "last_version": statistics["version"],
         "longest_pause_s": round(max(pauses), 3),
         "seconds": round(time.perf_counter() - started, 1),
-        "problems": problems[:20],
+        "problems": problems,
     }
 
 
@@ -268,34 +266,28 @@ def wrong_steps(
     return wrong
 
 
-async def run(args: argparse.Namespace) -> bool:
-    holds = True
-    with tempfile.TemporaryDirectory() as folder:
+async def run(
+    *,
+    requests: Annotated[int, "in flight all the time"] = 200,
+    updates: Annotated[int, "of weights, in each mode"] = 20,
+    mode: Sequence[PauseMode] = MODES,
+) -> BenchResult:
+    """A row of figures for each pause mode."""
+    checks, rows = {}, []
+    with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
         model = endless_model(Path(folder))
         async with engine(model, Path(folder) / "engine.log") as running:
             version = 1
-            for mode in args.mode:
+            for each in mode:
                 figures = await update_under_load(
                     running.url,
                     model,
-                    mode,
-                    n_requests=args.requests,
-                    n_updates=args.updates,
+                    each,
+                    n_requests=requests,
+                    n_updates=updates,
                     first_version=version,
                 )
-                version += args.updates
-                holds &= not figures["problems"]
-                print(json.dumps(figures), flush=True)
-    return holds
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawHelp)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
-    sys.exit(0 if asyncio.run(run(parser.parse_args())) else 1)
-
-
-if __name__ == "__main__":
-    main()
+                version += updates
+                checks[f"{each}_problems"] = Check(len(figures["problems"]), 0)
+                rows.append(figures | {"problems": "; ".join(figures["problems"][:SHOWN])})
+    return BenchResult(checks, {"modes": rows})

@@ -1,34 +1,40 @@
-"""What lag does to training, and what each off-policy method makes of it: many quickstarts.
-
-    python -m benchmarks.lag run [--lags 0 1 2 4 8] [--methods …] [--seeds 0 1 2] [--steps 40]
-    python -m benchmarks.lag report [--plot docs/design/lag.png]
+"""`python -m benchmarks lag [--report]`: what lag does to training, and what each off-policy method
+makes of it, in many quickstarts.
 
 Lag is injected by letting generation run that many publications ahead (`one_step_off` lets it run
 one): with a publication after every optimizer step, every group is trained exactly `lag` versions
 after it was generated, once the first `lag` steps are over. Each run is a process of its own; one
-line of RESULTS a run, and runs that are there already are not repeated. `report` prints a table
-(evaluation score at the end, mean and lowest over seeds; reward's largest fall within a run) and
-draws it. Without lag every method gives every token the weight 1 (engine and trainer agree to
-3e-6): the runs of any stand for all. `unclipped` is the default without its clip.
+line of RESULTS a run, and runs that are there already are not repeated.
+
+The table has the evaluation score at the end, mean and lowest over seeds, and the largest fall of
+the reward within a run. Without lag every method gives every token the weight 1 (engine and trainer
+agree to 3e-6): the runs of any stand for all. `unclipped` is the default without its clip.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import itertools
 import json
-import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from benchmarks.checks import BenchResult
+
 RESULTS = Path(__file__).with_name("lag.jsonl")
 LAGS = (0, 1, 2, 4, 8)
-METHODS = ("none", "tis", "mis", "decoupled", "staleness_aware", "unclipped", "bypass")
+Method: TypeAlias = Literal[
+    "none", "tis", "mis", "decoupled", "staleness_aware", "unclipped", "bypass"
+]
+METHODS: tuple[Method, ...] = get_args(Method)
+Cells: TypeAlias = dict[tuple[str, int], list[dict[str, Any]]]
+"""Runs by method and lag."""
 SEEDS = (0, 1, 2)
 GROUPS = 8
 SMOOTHED = 5
@@ -89,28 +95,49 @@ def one(lag: int, method: str, seed: int, steps: int) -> dict[str, Any]:
     }
 
 
-def run(lags: Sequence[int], methods: Sequence[str], seeds: Sequence[int], steps: int) -> None:
+async def run(
+    *,
+    lags: Sequence[int] = LAGS,
+    methods: Sequence[Method] = METHODS,
+    seeds: Sequence[int] = SEEDS,
+    steps: Annotated[int, "optimizer steps of each run"] = 40,
+    report: Annotated[bool, "run nothing"] = False,
+    plot: Annotated[Path | None, "draw all results into this file"] = None,
+) -> BenchResult:
+    """Runs what is missing, unless only a `report` is asked; the table has all that was ever run.
+
+    Raises:
+        RuntimeError: a run failed.
+    """
     done = {(r["lag"], r["method"], r["seed"], r["steps"]) for r in results()}
-    for seed in seeds:
-        for lag in lags:
-            for method in methods:
-                if (lag, method, seed, steps) in done:
-                    continue
-                command = [sys.executable, "-m", "benchmarks.lag", "one"]
-                command += [str(lag), method, str(seed), str(steps)]
-                ended = subprocess.run(command, capture_output=True, text=True, check=False)
-                if ended.returncode:
-                    print(f"lag {lag}, {method}, seed {seed} failed:\n{ended.stderr[-2000:]}")
-                    continue
-                line = ended.stdout.strip().splitlines()[-1]
-                with RESULTS.open("a") as file:
-                    file.write(line + "\n")
-                result = json.loads(line)
-                print(
-                    f"lag {lag} ({result['staleness']:.2f}), {method}, seed {seed}: "
-                    f"{result['before']:.3f} → {result['score']:.3f}",
-                    flush=True,
-                )
+    wanted = [] if report else itertools.product(seeds, lags, methods)
+    for seed, lag, method in wanted:
+        if (lag, method, seed, steps) not in done and (lag or method == methods[0]):
+            await _run_one(lag, method, seed, steps)
+    cells = _cells()
+    if plot is not None:
+        _draw(cells, plot)
+    return BenchResult({}, {"score at the end by lag": _table(cells)})
+
+
+async def _run_one(lag: int, method: str, seed: int, steps: int) -> None:
+    """One run in a process of its own, and its line in RESULTS."""
+    command = (sys.executable, "-m", "benchmarks.lag", str(lag), method, str(seed), str(steps))
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    try:
+        stdout, stderr = await process.communicate()
+    except asyncio.CancelledError:
+        process.terminate()
+        await process.wait()
+        raise
+    what = f"lag {lag}, {method}, seed {seed}"
+    if process.returncode:
+        raise RuntimeError(f"{what} failed:\n{stderr.decode()[-2000:]}")
+    line = stdout.decode().strip().splitlines()[-1]
+    with RESULTS.open("a") as file:
+        file.write(line + "\n")
+    result = json.loads(line)
+    print(f"{what}: {result['before']:.3f} → {result['score']:.3f}", file=sys.stderr, flush=True)
 
 
 def results() -> list[dict[str, Any]]:
@@ -125,45 +152,39 @@ def fall(rewards: Sequence[float]) -> float:
     return float((np.maximum.accumulate(smooth) - smooth).max())
 
 
-def report(plot: Path | None) -> None:
-    cells: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+def _cells() -> Cells:
+    cells: Cells = defaultdict(list)
     for result in results():
         cells[result["method"], result["lag"]].append(result)
-    lags = sorted({lag for _, lag in cells})
-    methods = [m for m in METHODS if any((m, lag) in cells for lag in lags)]
     fresh = [result for result in results() if result["lag"] == 0]
-    cells.update({(method, 0): fresh for method in methods if fresh})
-    print("| method | " + " | ".join(f"lag {lag}" for lag in lags) + " |")
-    print("| --- |" + " --- |" * len(lags))
-    for method in methods:
-        shown = []
-        for lag in lags:
-            runs = cells.get((method, lag), [])
-            scores = [r["score"] for r in runs]
-            falls = [fall(r["rewards"]) for r in runs]
-            shown.append(
-                f"{np.mean(scores):.3f} (lowest {min(scores):.3f}; fall {np.mean(falls):.2f})"
-                if runs
-                else "–"
-            )
-        print(f"| {method} | " + " | ".join(shown) + " |")
-    if plot is not None:
-        _draw(cells, methods, lags, plot)
+    cells.update({(method, 0): fresh for method, _ in list(cells) if fresh})
+    return cells
 
 
-def _draw(
-    cells: dict[tuple[str, int], list[dict[str, Any]]],
-    methods: Sequence[str],
-    lags: Sequence[int],
-    plot: Path,
-) -> None:
+def _table(cells: Cells) -> list[dict[str, Any]]:
+    rows = []
+    for method in METHODS:
+        row: dict[str, Any] = {"method": method}
+        for lag in sorted({lag for _, lag in cells}):
+            if runs := cells.get((method, lag)):
+                scores = [r["score"] for r in runs]
+                falls = [fall(r["rewards"]) for r in runs]
+                row[f"lag {lag}"] = (
+                    f"{np.mean(scores):.3f} (lowest {min(scores):.3f}; fall {np.mean(falls):.2f})"
+                )
+        rows.append(row)
+    return rows
+
+
+def _draw(cells: Cells, plot: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    lags = sorted({lag for _, lag in cells})
     figure, (scores, curves) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for method in methods:
+    for method in METHODS:
         have = [lag for lag in lags if (method, lag) in cells]
         if len(have) < 2:
             continue
@@ -185,31 +206,6 @@ def _draw(
     figure.savefig(plot, dpi=150)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("run")
-    runs.add_argument("--lags", type=int, nargs="+", default=LAGS)
-    runs.add_argument("--methods", nargs="+", default=METHODS)
-    runs.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
-    runs.add_argument("--steps", type=int, default=40)
-    single = commands.add_parser("one")
-    single.add_argument("lag", type=int)
-    single.add_argument("method")
-    single.add_argument("seed", type=int)
-    single.add_argument("steps", type=int)
-    shown = commands.add_parser("report")
-    shown.add_argument("--plot", type=Path)
-    args = parser.parse_args()
-    if args.command == "run":
-        run(args.lags, args.methods, args.seeds, args.steps)
-    elif args.command == "one":
-        print(json.dumps(one(args.lag, args.method, args.seed, args.steps)))
-    else:
-        report(args.plot)
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # what `_run_one` starts
+    lag, method, seed, steps = sys.argv[1:]
+    print(json.dumps(one(int(lag), method, int(seed), int(steps))))

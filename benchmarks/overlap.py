@@ -1,4 +1,4 @@
-"""Does generation overlap with training?
+"""`python -m benchmarks overlap`: does generation overlap with training?
 
 On the quickstart, in one run and on the same parts, the same number of batches three times:
 

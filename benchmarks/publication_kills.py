@@ -1,7 +1,5 @@
-"""Kills engine replicas before, during and after each phase of a weight publication.
-
-    python -m benchmarks.publication_kills [--kills 100] [--replicas 4] [--seed 0]
-                                           [--transport disk disk_delta tensor distributed]
+"""`python -m benchmarks publication-kills`: engine replicas are killed before, during and after
+each phase of a weight publication.
 
 Real parts: supervised embedded engines, each a process, behind a real gateway with a real pool;
 agents keep completions in flight all the time. The weights make the version readable: those of
@@ -13,35 +11,33 @@ restart what was killed.
 Checked, on every token of every Step and of every direct answer: the version that is said to have
 produced it is the one whose token it is. And a watcher per replica asks it directly, again and
 again: an answer to a request that was sent after a commit must hold no token of an older version,
-and a Step of a call begun after a commit neither. Exit code 1 if any of these fails, if a replica
-does not come back, or if a call is never answered.
+and a Step of a call begun after a commit neither. Every replica comes back, and every call is
+answered.
 
 Recovery: from the kill until the replica has answered with the then committed version.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-from argparse import RawDescriptionHelpFormatter as RawHelp
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.checks import BenchResult, Check
 from benchmarks.gateway_updates import MODEL, MemoryPool, gateway
 from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
 from stepwell.backends.engines.client import EngineClient
@@ -50,6 +46,7 @@ from stepwell.backends.errors import EngineError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights.transaction import PHASES, Phase, When
 from stepwell.datapool.types import Step, VersionSpan
+from stepwell.trainer.errors import ConfigError
 
 WHENS: tuple[When, ...] = ("before", "during", "after")
 MODES: tuple[PublishMode, ...] = ("retract", "retract", "abort", "in_place", "drain")
@@ -63,6 +60,7 @@ PACE_S = 0.1
 """Between two calls of one agent or watcher."""
 CALL_TIMEOUT_S = 300.0
 BACK_TIMEOUT_S = 300.0
+SHOWN = 20
 
 
 def token_of(version: int) -> int:
@@ -318,9 +316,34 @@ def check_steps(record: Record, steps: Sequence[Step]) -> None:
         )
 
 
-async def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures; `violations` and `unanswered` are empty if all is well."""
-    chance = random.Random(args.seed)
+async def run(
+    *,
+    kills: int = 100,
+    replicas: Annotated[int, "at least 2"] = 4,
+    agents: int = 6,
+    seed: int = 0,
+    transport: Sequence[WeightTransport] = TRANSPORTS,
+    verbose: Annotated[bool, "a line on stderr for each publication"] = False,
+) -> BenchResult:
+    """Publications until `kills` replicas have been killed.
+
+    Raises:
+        ConfigError: `replicas` leaves none alive.
+        TimeoutError: a replica did not come back.
+    """
+    if replicas < 2:
+        raise ConfigError(f"replicas is {replicas}; one must be left alive, give at least 2")
+    return await _run(kills, replicas, agents, random.Random(seed), transport, verbose)
+
+
+async def _run(
+    n_kills: int,
+    n_replicas: int,
+    n_agents: int,
+    chance: random.Random,
+    transports: Sequence[WeightTransport],
+    verbose: bool,
+) -> BenchResult:
     record, weights, pool = Record(), Weights(), MemoryPool()
     stop, started = asyncio.Event(), time.monotonic()
     async with AsyncExitStack() as stack:
@@ -331,7 +354,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             model_path=folder / "base", max_restarts=10**6, max_running_requests=32
         )
         supervisors = [
-            Supervisor(config, folder / f"log{i}", store.folder) for i in range(args.replicas)
+            Supervisor(config, folder / f"log{i}", store.folder) for i in range(n_replicas)
         ]
         for supervisor in supervisors:
             stack.push_async_callback(asyncio.to_thread, supervisor.stop)
@@ -348,21 +371,21 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             *(asyncio.create_task(watch(r, record, stop)) for r in replicas),
             *(
                 asyncio.create_task(agent(i, origin, session, record, stop))
-                for i in range(args.agents)
+                for i in range(n_agents)
             ),
         ]
         version = 0
-        while record.kills.total() < args.kills:
+        while record.kills.total() < n_kills:
             await until_up(replicas, min(2, len(replicas)))
             version += 1
-            left = args.kills - record.kills.total()
+            left = n_kills - record.kills.total()
             kills = plan(replicas, min(left, chance.randint(1, len(replicas) - 1)), chance)
-            how = (chance.choice(MODES), chance.choice(args.transport))
+            how = (chance.choice(MODES), chance.choice(transports))
             await publish_under_fire(replicas, store, weights, version, kills, how, record)
             for task in tasks:
                 if task.done():
                     task.result()  # raises what ended it
-            if args.verbose:
+            if verbose:
                 print(f"v{version} {how} kills={record.kills.total()}", file=sys.stderr, flush=True)
         await until_up(replicas, len(replicas))
         for replica in replicas:  # all are back at what is committed
@@ -374,12 +397,10 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         restarts = sum(s.restarts for s in supervisors)
     check_steps(record, pool.steps)
     recovery = sorted(record.recovery_s)
-    return {
+    figures = {
         "kills": record.kills.total(),
-        "kills_by_point": dict(sorted(record.kills.items())),
         "publications": version,
         **record.rounds,
-        "modes_and_transports": dict(sorted(record.modes.items())),
         "restarts": restarts,
         "recovery_s_median": round(recovery[len(recovery) // 2], 2) if recovery else None,
         "recovery_s_max": round(recovery[-1], 2) if recovery else None,
@@ -391,28 +412,24 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
         "steps_over_several_versions": sum(len(s.version_spans) > 1 for s in pool.steps),
         "direct_answers": record.probes,
         "direct_tokens": record.probe_tokens,
-        "violations": record.violations[:20],
-        "unanswered": record.unanswered[:20],
         "seconds": round(time.monotonic() - started, 1),
     }
+    tables = {
+        "kills by point": _rows("point", "kills", sorted(record.kills.items())),
+        "publications by mode and transport": _rows("how", "n", sorted(record.modes.items())),
+        "what is wrong": [
+            {"violation or call without an answer": text}
+            for text in [*record.violations[:SHOWN], *record.unanswered[:SHOWN]]
+        ],
+    }
+    return BenchResult(
+        checks={
+            "violations": Check(len(record.violations), 0),
+            "unanswered": Check(len(record.unanswered), 0),
+        },
+        figures=figures | {name: rows for name, rows in tables.items() if rows},
+    )
 
 
-def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=RawHelp)
-    options.add_argument("--kills", type=int, default=100)
-    options.add_argument("--replicas", type=int, default=4, help="at least 2")
-    options.add_argument("--agents", type=int, default=6)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--transport", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
-    options.add_argument("--verbose", action="store_true")
-    return options
-
-
-def main() -> None:
-    figures = asyncio.run(run(parser().parse_args()))
-    print(json.dumps(figures, indent=2), flush=True)
-    sys.exit(1 if figures["violations"] or figures["unanswered"] else 0)
-
-
-if __name__ == "__main__":
-    main()
+def _rows(key: str, value: str, items: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
+    return [{key: name, value: n} for name, n in items]

@@ -1,58 +1,73 @@
-"""`python -m benchmarks NAME [--json]`: measured claims, each with its bound.
+"""The names of the benchmarks, and how a result is printed.
 
-A bench returns its figures and `Check`s; the exit code is 1 if one does not hold. Timing is
-compared only as a ratio within one run: the machine may be shared and noisy. A figure may be a
-table, a list of rows with the same keys.
+A bench is a module with `async def run(…) -> BenchResult`; the keyword arguments of `run` are its
+options. It returns figures and `Check`s. A figure may be a table, a list of rows with the same
+keys. Timing is compared only as a ratio within one run: the machine may be shared and noisy.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import orjson
 
 from benchmarks.checks import BenchResult
-from stepwell.trainer.errors import ConfigError
 
-BENCHES: Mapping[str, str] = MappingProxyType(
+
+class Bench(NamedTuple):
+    module: str
+    about: str
+    """One line of what it measures."""
+
+
+BENCHES: Mapping[str, Bench] = MappingProxyType(
     {
-        "gateway": "benchmarks.gateway",
-        "overlap": "benchmarks.overlap",
-        "pool": "benchmarks.pool",
-        "pool-crash": "benchmarks.pool_crash",
-        "pool-starvation": "benchmarks.pool.starvation",
-        "trainer": "benchmarks.trainer",
-        "resume": "benchmarks.resume",
+        name: Bench(f"benchmarks.{module}", about)
+        for name, module, about in (
+            ("gateway", "gateway", "requests, latency, CPU and memory, beside other gateways"),
+            ("gateway-updates", "gateway_updates", "weight updates with requests in flight"),
+            ("pool", "pool", "steps/s, latency and memory, beside other stores"),
+            ("pool-crash", "pool_crash", "kill -9 of the pool under load: nothing is lost"),
+            ("pool-starvation", "pool.starvation", "what hanging rollouts do to other groups"),
+            ("trainer", "trainer", "tokens/s and memory of a step by row form, beside TRL"),
+            ("overlap", "overlap", "generation and training at once, by one after the other"),
+            ("resume", "resume", "kill -9 of each part of a run: none lost or doubled"),
+            (
+                "publication-kills",
+                "publication_kills",
+                "engines killed while weights are published",
+            ),
+            (
+                "engine-decode",
+                "engine_decode",
+                "tokens/s of the embedded engine, beside transformers",
+            ),
+            ("lag", "lag", "score by lag and off-policy method: many quickstarts, hours"),
+            ("size", "size", "lines, public names and configuration keys, by room"),
+        )
     }
 )
-"""Name -> module with `async def run(…) -> BenchResult`; its keyword arguments are its options."""
 
 Form: TypeAlias = Literal["table", "json", "markdown"]
 
 
-async def run_bench(name: str, *, form: Form = "table", **options: Any) -> int:
-    """Run it, print its result as `form`, and return the exit code.
+def load(name: str) -> ModuleType:
+    """The module of a bench."""
+    return importlib.import_module(BENCHES[name].module)
 
-    Raises:
-        ConfigError: the bench has no such option.
-    """
-    run = cast(Callable[..., Awaitable[BenchResult]], importlib.import_module(BENCHES[name]).run)
-    for option in options:
-        if option not in inspect.signature(run).parameters:
-            raise ConfigError(f"bench {name} has no option --{option}; leave it out")
-    result = await run(**options)
+
+def show(name: str, result: BenchResult, form: Form) -> None:
+    """Print a result."""
     match form:
         case "json":
-            import orjson
-
             print(orjson.dumps(result.as_json(name)).decode())
         case "markdown":
             print(as_markdown(name, result))
         case "table":
             _print(name, result)
-    return 0 if all(check.holds for check in result.checks.values()) else 1
 
 
 def as_markdown(name: str, result: BenchResult) -> str:

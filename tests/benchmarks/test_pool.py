@@ -11,6 +11,7 @@ import json
 
 import pytest
 
+from benchmarks.__main__ import main
 from benchmarks.checks import BenchResult, Check
 from benchmarks.pool import FULL, MODES, QUICK, BareActor, Stepwell, run, transfer_queue
 from benchmarks.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, ratio
@@ -24,7 +25,6 @@ from benchmarks.pool.workload import (
     workload_a,
 )
 from benchmarks.registry import as_markdown
-from stepwell.cli import main
 from stepwell.trainer.errors import ConfigError
 
 OURS = [f"Stepwell ({level})" for level in ("none", "process", "power")]
@@ -90,7 +90,7 @@ def test_a_store_that_is_not_installed_has_a_row_that_says_how_to_install_it(
 
 
 def test_hanging_rollouts_cost_no_other_group_anything(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "pool-starvation", "--quick", "--json"]) == 0
+    assert main(["pool-starvation", "--quick", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     figures = result["figures"]
     assert result["checks"]["full_groups_not_served"]["holds"]
@@ -99,13 +99,6 @@ def test_hanging_rollouts_cost_no_other_group_anything(capsys: pytest.CaptureFix
     assert figures["drop_reasons"].keys() == {"deadline"}
     ends = figures["served_full"] + figures["served_with_fewer"]
     assert ends + figures["drop_reasons"]["deadline"] == figures["groups"]
-
-
-def test_an_option_that_a_bench_does_not_have_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["bench", "overlap", "--quick"]) == 2
-    assert "overlap has no option --quick" in capsys.readouterr().err
 
 
 # -- workload A ------------------------------------------------------------------------------

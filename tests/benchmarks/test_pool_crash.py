@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.checks import BenchResult
 from benchmarks.pool_crash import QUICK_STEPS, _Ledger, _unbalanced, run
-from benchmarks.registry import BENCHES
 from stepwell.datapool.types import Group, Lease, Step, Trajectory
 
 
@@ -46,10 +45,6 @@ def test_recovery_is_measured_on_both_workloads(quick: BenchResult) -> None:
     for row in rows.values():
         assert row["steps"] == QUICK_STEPS
         assert 0 < row["recovery_s"] < row["first_answer_s"]
-
-
-def test_the_bench_is_known_to_the_command_line() -> None:
-    assert BENCHES["pool-crash"] == "benchmarks.pool_crash"
 
 
 # -- the ledger ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Requests in flight while real engines are given new weights, or die: agents notice nothing, and
 every Step says which version sampled each of its tokens.
 
-The full size (200 requests, 20 updates a mode) is `python -m benchmarks.gateway_updates`.
+The full size (200 requests, 20 updates a mode) is `python -m benchmarks gateway-updates`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,125 @@
+"""`python -m benchmarks`: names, options and exit codes."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+
+from benchmarks import size
+from benchmarks.__main__ import add_options, main
+from benchmarks.checks import BenchResult, Check
+from benchmarks.registry import BENCHES
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_without_a_name_it_lists_every_bench_with_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(BENCHES)
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_says_what_it_measures_and_what_it_takes(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert f"`python -m benchmarks {name}" in text
+    assert "--json" in text
+
+
+def test_a_name_or_an_option_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["pools"])
+    assert "choose from 'gateway'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["overlap", "--quick"])
+    assert "--quick" in capsys.readouterr().err
+
+
+def test_a_value_that_a_bench_refuses_is_no_failed_bench(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["publication-kills", "--replicas", "1"]) == 2
+    assert "give at least 2" in capsys.readouterr().err
+
+
+def test_options_are_the_arguments_of_run() -> None:
+    async def run(
+        *,
+        kinds: Sequence[Literal["a", "b"]] = ("a",),
+        n_kills: Annotated[int, "of processes"] = 3,
+        lags: Sequence[float] = (),
+        quick: bool = False,
+        plot: Path | None = None,
+    ) -> None: ...
+
+    parser = ArgumentParser()
+    add_options(parser, run)
+    assert vars(parser.parse_args([])) == {
+        "kinds": ("a",),
+        "n_kills": 3,
+        "lags": (),
+        "quick": False,
+        "plot": None,
+    }
+    given = ["--kinds", "b", "a", "--n-kills", "7", "--lags", "0.5", "8", "--quick"]
+    assert vars(parser.parse_args([*given, "--plot", "a.png"])) == {
+        "kinds": ["b", "a"],
+        "n_kills": 7,
+        "lags": [0.5, 8.0],
+        "quick": True,
+        "plot": Path("a.png"),
+    }
+    assert "of processes" in parser.format_help()
+
+
+def test_a_bound_that_does_not_hold_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> BenchResult:
+        return BenchResult({"ratio": Check(1.0, 2.0, upper=False)}, {"seconds": 3.5})
+
+    monkeypatch.setattr(size, "run", run)
+    assert main(["size", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "bench": "size",
+        "checks": {"ratio": {"value": 1.0, "bound": 2.0, "holds": False}},
+        "figures": {"seconds": 3.5},
+    }
+
+
+def test_size_counts_what_a_room_holds_and_the_wheel_is_their_sum(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["size", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    *rooms, wheel = figures["the wheel"]
+    assert [row["room"] for row in rooms] == list(size.ROOMS)
+    assert all(
+        wheel[column] == sum(row[column] for row in rooms) for column in wheel if column != "room"
+    )
+    (shell,) = [row for row in rooms if row["room"] == "stepwell"]
+    assert shell["files"] == len(list((ROOT / "stepwell").glob("*.py"))), "links are not followed"
+    assert figures["configuration keys"] > 100
+
+
+def test_public_names_are_those_that_a_module_defines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(size, "ROOT", tmp_path)
+    text = "import os\nA = B = 1\nc: int = 2\n_d = 3\nclass E:\n    f = 1\ndef g():\n    h = 1\n"
+    for name in ("open.py", "_hidden.py"):
+        (tmp_path / name).write_text(text)
+    assert list(size.public_names(tmp_path / "open.py")) == ["A", "B", "c", "E", "g"]
+    assert list(size.public_names(tmp_path / "_hidden.py")) == []
