@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from benchmarks.registry import BENCHES, load, show
+from benchmarks.registry import BENCHES, Form, load, show
 from stepwell.cli import interruptible
 from stepwell.trainer.errors import ConfigError
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         form.add_argument(f"--{each}", dest="form", action="store_const", const=each, help=text)
     add_options(options, module.run)
     args = vars(options.parse_args(given[1:]))
-    form_name = args.pop("form") or "table"
+    chosen: Form = args.pop("form") or "table"
     try:
         result = asyncio.run(interruptible(module.run(**args)))
     except ConfigError as e:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("benchmarks: interrupted", file=sys.stderr)
         return 130
-    show(name, result, form_name)
+    show(name, result, chosen)
     return 0 if all(check.holds for check in result.checks.values()) else 1
 
 
