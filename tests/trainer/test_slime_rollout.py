@@ -456,7 +456,7 @@ def test_a_rollout_that_fails_gives_its_groups_back(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"custom_reward_post_process_path": None}, "--custom-reward-post-process-path backends"),
+        ({"custom_reward_post_process_path": None}, "-post-process-path stepwell.backends"),
         ({"reward_key": "score"}, "reward_key is 'score'"),
         ({"rollout_top_p": 0.9}, "rollout_top_p is 0.9"),
     ],
@@ -479,7 +479,7 @@ def test_rewards_that_slime_does_not_normalise_need_no_hook(
 
 def test_another_data_source_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"given a list; set --data-source-path to trainer\.slime"
+        ConfigError, match=r"given a list; set --data-source-path to stepwell\.trainer\.slime"
     ):
         generate_rollout(slime_args(), 0, [])
 
