@@ -1,6 +1,6 @@
 """From the DataPool into a verl training loop, and back the news that it was trained.
 
-    async with VerlFeed(DataPoolClient.connect(), VerlBackend(), groups=8) as feed:
+    async with VerlFeed(connect(), VerlBackend(), groups=8) as feed:
         async for batch in feed:              # a DataProto of 8 groups
             train_on(batch)                   # your verl loop
             if save_now():

@@ -47,8 +47,9 @@ from stepwell.datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, 
 if TYPE_CHECKING:
     from stepwell.datapool.actor import DataPoolActor, start_data_pool
     from stepwell.datapool.client import DataPoolClient
-    from stepwell.datapool.sharded import ShardedDataPoolClient
+    from stepwell.datapool.sharded import ShardedDataPoolClient, connect
     from stepwell.datapool.shards import start_shards
+    from stepwell.datapool.transfer import export_channel, import_channel
 
 __all__ = [
     "TRAIN",
@@ -94,6 +95,9 @@ __all__ = [
     "UnknownLeaseError",
     "UnknownTrajectoryError",
     "VersionSpan",
+    "connect",
+    "export_channel",
+    "import_channel",
     "start_data_pool",
     "start_shards",
 ]
@@ -103,6 +107,9 @@ _NEEDS_RAY = {
     "DataPoolActor": "actor",
     "DataPoolClient": "client",
     "ShardedDataPoolClient": "sharded",
+    "connect": "sharded",
+    "export_channel": "transfer",
+    "import_channel": "transfer",
     "start_data_pool": "actor",
     "start_shards": "shards",
 }

@@ -975,7 +975,7 @@ def start_data_pool(
     """Start the pool's actor and wait until it answers. Needs an initialised Ray.
 
     Args:
-        name, namespace: under which `DataPoolClient.connect` finds it.
+        name, namespace: under which `connect` finds it.
         options: further Ray actor options (`lifetime="detached"`, `resources`, …).
 
     Raises:
@@ -986,7 +986,7 @@ def start_data_pool(
     if config.shards > 1:
         raise InvalidRequestError(
             f"data_pool.shards is {config.shards}, and start_data_pool starts one actor; use "
-            "start_shards, and DataPoolClient.connect(name)"
+            "start_shards, and connect(name)"
         )
     handle = create_actor(config, journal_folder(config), 0, name, namespace, **options)
     try:

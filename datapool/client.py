@@ -23,12 +23,10 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from stepwell.datapool.actor import (
     APPLY_STEPS,
-    DEFAULT_NAME,
     DataPoolHandle,
     Unserved,
 )
@@ -40,7 +38,6 @@ from stepwell.datapool.errors import (
     PoolFullError,
 )
 from stepwell.datapool.events import Events
-from stepwell.datapool.export import ExportFormat, ExportSummary
 from stepwell.datapool.incarnation import Known, KnownPool
 from stepwell.datapool.line import Line
 from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
@@ -48,7 +45,6 @@ from stepwell.datapool.outbox import PART_BYTES, Outbox, begin, call
 from stepwell.datapool.pool import outcomes_or_raise
 from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.selection import DryRun, Marks
-from stepwell.datapool.transfer import ImportSummary, export_pages, import_file
 from stepwell.datapool.types import TRAIN, Group, Lease, Step
 
 log = logging.getLogger(__name__)
@@ -57,8 +53,6 @@ SLICE_S = 10.0
 FULL_S = 5.0
 """Between two tries to lease from a pool whose disk is full."""
 MAX_PARTS = 16
-EXPORT_PAGE = 256
-"""Trajectories of an export that travel together, if they are small."""
 
 Results: TypeAlias = list[SubmitOutcome | DataPoolError]
 
@@ -80,18 +74,6 @@ class DataPoolClient:
         self._outbox = Outbox(self._pool, self._line)
         self._group_bytes: dict[str, int] = {}
         """How large the groups of a channel are on their way here, roughly."""
-
-    @classmethod
-    def connect(cls, name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
-        """A client of the pool that was started under this name, whatever its number of shards.
-        Blocks for a call.
-
-        Raises:
-            PoolUnavailableError: there is none.
-        """
-        from stepwell.datapool.shards import connect  # which builds on this module
-
-        return connect(name, namespace)
 
     def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Any, ...]]:
         return (type(self), (self.actor, self._pool.met))
@@ -467,78 +449,14 @@ class DataPoolClient:
         )
         return page
 
-    async def export(
-        self,
-        path: Path | str,
-        channel: str = TRAIN,
-        format: ExportFormat | None = None,
-        *,
-        overwrite: bool = False,
-        **filters: Any,
-    ) -> ExportSummary:
-        """Write the trajectories of the channel's live groups to `path`, Parquet or JSONL (by its
-        suffix, or `format`). Holds two pages of about 8 MiB; changes nothing in the pool.
-
-        Args:
-            filters: as `list_trajectories`: `state=["complete"]`, `min_reward=0.5`, ….
-
-        Raises:
-            ExportError: `path` exists, an unknown format, a value that no row can carry.
-            InvalidRequestError: an unknown filter, or a malformed value of one.
-            OSError: the disk is full, the folder not writable, …
-        """
-
-        async def read_page(cursor: str | None) -> ExportedPage:
-            return await self._read_trajectories(channel, cursor, EXPORT_PAGE, filters)
-
-        chosen = "".join(f", {name}={value!r}" for name, value in sorted(filters.items()))
-        return await export_pages(
-            read_page, path, format, source=f"channel {channel!r}{chosen}", overwrite=overwrite
-        )
-
-    async def _read_trajectories(
-        self, channel: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
+    async def read_trajectories(
+        self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> ExportedPage:
+        """`DataPool.read_trajectories`: a page of whole trajectories, as they are exported."""
         page: ExportedPage = await call(
             self._pool.read_trajectories, channel, cursor, limit, filters
         )
         return page
-
-    async def import_(
-        self,
-        path: Path | str,
-        channel: str,
-        *,
-        uid_suffix: str = "",
-        include_open: bool = False,
-        close_groups: bool = True,
-        timeout_s: float | None = None,
-    ) -> ImportSummary:
-        """Put the trajectories of an exported file into `channel`. What is fetched there is what
-        would have been fetched where they come from. Once more: no-op while they are there.
-
-        Args:
-            uid_suffix: appended to all uids, for a channel that has seen them before.
-            include_open: also those that were running; somebody will go on with them.
-            close_groups: declared groups that have fewer trajectories in the file than they were
-                declared with are served with those (`transfer.py`). False: they stay open.
-            timeout_s: to wait for admission credit, per group; None: for ever.
-
-        Raises:
-            ExportError: not an exported file, or a damaged one.
-            GroupClosedError, GroupConflictError, StepConflictError, TrajectoryClosedError, …: the
-                channel has, or had, other content under these uids. What came before is imported.
-            PoolFullError: no credit within `timeout_s`.
-        """
-        return await import_file(
-            self,
-            path,
-            channel,
-            uid_suffix=uid_suffix,
-            include_open=include_open,
-            close_groups=close_groups,
-            timeout_s=timeout_s,
-        )
 
     # -- end and statistics ------------------------------------------------------------------
 

@@ -23,8 +23,8 @@ Dividing that among the shards would let one that happens to get many groups sto
 the consumer waits for groups that the others were to have; so shards are asked, and it is exact for
 the groups that one client opens. Steps of groups that nobody opened are blocked by their own shard.
 
-Owns asking and merging. Where shards live and how they start: `shards.py`; what a call means:
-`pool.py`.
+Owns asking and merging, and `connect`, which gives the client of a pool whatever its number of
+shards. Where shards live and how they start: `shards.py`; what a call means: `pool.py`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from ray import ObjectRef
 from ray.exceptions import ActorUnavailableError
 
 from stepwell.datapool.actor import (
+    DEFAULT_NAME,
     Available,
     DataPoolHandle,
     unavailable,
@@ -69,7 +70,7 @@ from stepwell.datapool.outbox import RESTART_S, call, received
 from stepwell.datapool.pool import Credit, check_lease_request
 from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.selection import DryRun, Marks
-from stepwell.datapool.shards import DOWN_S, shard_of
+from stepwell.datapool.shards import DOWN_S, find_shards, shard_of
 from stepwell.datapool.types import TRAIN, Lease, Step
 
 log = logging.getLogger(__name__)
@@ -796,11 +797,12 @@ class ShardedDataPoolClient(DataPoolClient):
             lambda shard, at: shard.list_steps(channel, at, limit, include_tokens, **filters),
         )
 
-    async def _read_trajectories(
-        self, channel: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
+    async def read_trajectories(
+        self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> ExportedPage:
+        """`DataPool.read_trajectories`, shard by shard."""
         k, at = self._place(cursor, filters)
-        page = await self.shards[k]._read_trajectories(channel, at, limit, filters)
+        page = await self.shards[k].read_trajectories(channel, at, limit, **filters)
         return page._replace(cursor=self._next(k, page.cursor, filters))
 
     async def _page(
@@ -948,6 +950,21 @@ class ShardedDataPoolClient(DataPoolClient):
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.debug("a call to a shard failed: %s", error)
+
+
+def client_of(actors: Sequence[DataPoolHandle]) -> DataPoolClient:
+    """A client of the pool that `start_shards` started."""
+    return DataPoolClient(actors[0]) if len(actors) == 1 else ShardedDataPoolClient(actors)
+
+
+def connect(name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
+    """A client of the pool that was started under this name, whatever its number of shards.
+    Blocks for a call.
+
+    Raises:
+        PoolUnavailableError: there is none, or one of its shards is gone.
+    """
+    return client_of(find_shards(name, namespace))
 
 
 # -- merging -------------------------------------------------------------------------------------

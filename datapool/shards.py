@@ -2,14 +2,13 @@
 
     crc32(prompt_uid) % N ──► shard k ──► actor `name`, `name/1`, …   journal_dir/shard-k
 
-`sharded.py` makes one client of them. With one shard all of this is the plain actor and client.
+`sharded.py` makes one client of them. With one shard all of this is the plain actor.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -27,7 +26,6 @@ from stepwell.datapool.actor import (
     note_started,
     unavailable,
 )
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.errors import (
     PoolUnavailableError,
@@ -85,7 +83,7 @@ def start_shards(
     They live as long as somebody holds these handles, or a client made of them (`client_of`).
 
     Args:
-        name, namespace: `DataPoolClient.connect` finds all of them by this name. The actors are
+        name, namespace: `connect` finds all of them by this name. The actors are
             `name`, `name/1`, `name/2`, ….
         options: further Ray actor options. By default several shards are spread over the nodes,
             and each stays on its node. `journal_dir` must then be storage that every node sees, or
@@ -129,15 +127,12 @@ def start_shards(
     return [handles[k] for k in range(n)]
 
 
-def client_of(actors: Sequence[DataPoolHandle]) -> DataPoolClient:
-    """A client of the pool that `start_shards` started."""
-    from stepwell.datapool.sharded import ShardedDataPoolClient  # which builds on this module
+def find_shards(name: str, namespace: str | None) -> list[DataPoolHandle]:
+    """The actors of the pool that was started under this name. Blocks for a call.
 
-    return DataPoolClient(actors[0]) if len(actors) == 1 else ShardedDataPoolClient(actors)
-
-
-def connect(name: str, namespace: str | None) -> DataPoolClient:
-    """See `DataPoolClient.connect`."""
+    Raises:
+        PoolUnavailableError: there is none, or one of them is gone.
+    """
     where = "this namespace" if namespace is None else f"namespace {namespace!r}"
     try:
         first = ray.get_actor(name, namespace)
@@ -156,7 +151,7 @@ def connect(name: str, namespace: str | None) -> DataPoolClient:
                 f"shard {k} of {n} of the DataPool {name!r} is gone from {where}; "
                 "end the others and start the pool again"
             ) from e
-    return client_of(handles)
+    return handles
 
 
 def _number_of_shards(first: DataPoolHandle) -> int:

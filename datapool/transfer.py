@@ -24,8 +24,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
+from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.errors import (
     GroupClosedError,
     GroupConflictError,
@@ -39,12 +40,11 @@ from stepwell.datapool.export import ExportFormat, ExportSummary, read, write
 from stepwell.datapool.listing import ExportedPage
 from stepwell.datapool.records import SubmitOutcome
 from stepwell.datapool.rows import ExportedTrajectory
-from stepwell.datapool.types import Trajectory
-
-if TYPE_CHECKING:
-    from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.types import TRAIN, Trajectory
 
 NOT_IMPORTED = "not_imported"
+EXPORT_PAGE = 256
+"""Trajectories of an export that travel together, if they are small."""
 BATCH_TRAJECTORIES = 64
 BATCH_TOKENS = 1 << 20
 MAX_BATCH_TOKENS = 1 << 24
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ImportSummary:
-    """What `import_` did."""
+    """What `import_channel` did."""
 
     path: Path
     channel: str
@@ -77,15 +77,32 @@ class ImportSummary:
 # -- out ---------------------------------------------------------------------------------------
 
 
-async def export_pages(
-    read_page: ReadPage,
+async def export_channel(
+    client: DataPoolClient,
     path: Path | str,
-    format: ExportFormat | None,
+    channel: str = TRAIN,
+    format: ExportFormat | None = None,
     *,
-    source: str,
-    overwrite: bool,
+    overwrite: bool = False,
+    **filters: Any,
 ) -> ExportSummary:
-    """Write all pages; raises as `export.write`, and what `read_page` raises."""
+    """Write the trajectories of the channel's live groups to `path`, Parquet or JSONL (by its
+    suffix, or `format`). Holds two pages of about 8 MiB; changes nothing in the pool.
+
+    Args:
+        filters: as `list_trajectories`: `state=["complete"]`, `min_reward=0.5`, ….
+
+    Raises:
+        ExportError: `path` exists, an unknown format, a value that no row can carry.
+        InvalidRequestError: an unknown filter, or a malformed value of one.
+        OSError: the disk is full, the folder not writable, …
+    """
+
+    async def read_page(cursor: str | None) -> ExportedPage:
+        return await client.read_trajectories(channel, cursor, EXPORT_PAGE, **filters)
+
+    chosen = "".join(f", {name}={value!r}" for name, value in sorted(filters.items()))
+    source = f"channel {channel!r}{chosen}"
     pages = _Pages(read_page, asyncio.get_running_loop())
     try:
         return await asyncio.to_thread(
@@ -131,17 +148,32 @@ class _Pages:
 # -- in ----------------------------------------------------------------------------------------
 
 
-async def import_file(
+async def import_channel(
     client: DataPoolClient,
     path: Path | str,
     channel: str,
     *,
-    uid_suffix: str,
-    include_open: bool,
-    close_groups: bool,
-    timeout_s: float | None,
+    uid_suffix: str = "",
+    include_open: bool = False,
+    close_groups: bool = True,
+    timeout_s: float | None = None,
 ) -> ImportSummary:
-    """See `DataPoolClient.import_`."""
+    """Put the trajectories of an exported file into `channel`. What is fetched there is what
+    would have been fetched where they come from. Once more: no-op while they are there.
+
+    Args:
+        uid_suffix: appended to all uids, for a channel that has seen them before.
+        include_open: also those that were running; somebody will go on with them.
+        close_groups: declared groups that have fewer trajectories in the file than they were
+            declared with are served with those. False: they stay open.
+        timeout_s: to wait for admission credit, per group; None: for ever.
+
+    Raises:
+        ExportError: not an exported file, or a damaged one.
+        GroupClosedError, GroupConflictError, StepConflictError, TrajectoryClosedError, …: the
+            channel has, or had, other content under these uids. What came before is imported.
+        PoolFullError: no credit within `timeout_s`.
+    """
     run = _Import(client, Path(path), channel, uid_suffix, timeout_s)
     batches = _batches(read(path))
     while batch := await asyncio.to_thread(next, batches, None):

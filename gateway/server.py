@@ -196,9 +196,9 @@ class GatewayServer:
 
     def __init__(self, config: GatewayConfig, pool: PoolPort | str) -> None:
         if isinstance(pool, str):
-            from stepwell.datapool.client import DataPoolClient
+            from stepwell.datapool.sharded import connect
 
-            pool = DataPoolClient.connect(pool)
+            pool = connect(pool)
         self._http = HttpServer(config, pool)
         self._origin: str | None = None
 

@@ -33,7 +33,8 @@ from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.config import RunConfig
 from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.process import settle_heap
-from stepwell.datapool.shards import client_of, start_shards
+from stepwell.datapool.sharded import client_of
+from stepwell.datapool.shards import start_shards
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.config import GatewayConfig, is_loopback
 from stepwell.gateway.replicas import start_replicas

@@ -29,8 +29,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from stepwell.backends.slime_samples import sample_class
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.dotted import resolve
+from stepwell.datapool.sharded import connect
 from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.config import JsonlSource, ParquetSource, SourceConfig
 from stepwell.trainer.data import PromptSource, Task
@@ -119,7 +119,7 @@ class PoolDataSource:
         save, load = (_folder(self.args, name) for name in ("save", "load"))
         name, namespace = self.config.pool, self.config.namespace
         return SlimePool(
-            lambda: DataPoolClient.connect(name, namespace),
+            lambda: connect(name, namespace),
             self.config.channel,
             self.config.lease_s,
             save if self._saves else None,

@@ -14,7 +14,7 @@ import torch
 
 from stepwell.backends.slime_backend import SlimeBackend, train_data
 from stepwell.backends.slime_samples import as_slime, to_samples
-from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
+from stepwell.datapool import PoolConfig, connect, start_data_pool
 from stepwell.trainer.advantages import compute_advantages
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.slime_data import PoolDataSource
@@ -127,7 +127,7 @@ def pool_name() -> Iterator[str]:
 
 
 async def submit(name: str, channel: str) -> None:
-    pool = DataPoolClient.connect(name)
+    pool = connect(name)
     for group in random_groups(8):
         await pool.open_group(group.prompt_uid, len(group.trajectories), channel=channel)
         for trajectory in group.trajectories:
@@ -163,7 +163,7 @@ async def test_slimes_rollout_manager_runs_on_the_pool(
         assert trained > 0
         manager.save(rollout_id)
     manager.eval(2)
-    pool = DataPoolClient.connect(pool_name)
+    pool = connect(pool_name)
     for channel in ("train", "val"):
         assert (await pool.get_statistics(channel))["groups"]["acked"] == 8
     source.pool.close()

@@ -21,6 +21,7 @@ from stepwell.datapool import (
     StepConflictError,
     UnknownLeaseError,
     UnknownTrajectoryError,
+    connect,
     start_data_pool,
 )
 
@@ -314,10 +315,10 @@ async def test_a_producer_that_leaves_does_not_disturb_the_others(client, channe
 
 
 async def test_a_client_is_found_by_name_and_a_missing_pool_is_named(shared_actor):
-    client = DataPoolClient.connect("shared", NAMESPACE)
+    client = connect("shared", NAMESPACE)
     assert "train" in await client.get_statistics()
     with pytest.raises(PoolUnavailableError, match="no DataPool named 'missing'"):
-        DataPoolClient.connect("missing")
+        connect("missing")
 
 
 async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_step):

@@ -40,8 +40,9 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.actor import SHARDS_FILE, journal_folder
 from stepwell.datapool.journal import FILE_NAME
-from stepwell.datapool.sharded import parts
-from stepwell.datapool.shards import client_of, shard_of, share
+from stepwell.datapool.sharded import client_of, connect, parts
+from stepwell.datapool.shards import shard_of, share
+from stepwell.datapool.transfer import export_channel, import_channel
 
 NAMESPACE = f"shards-test-{uuid.uuid4().hex}"
 N = 2
@@ -149,11 +150,11 @@ def assert_conserved(stats):
 
 
 def test_every_method_of_the_client_is_one_of_the_whole_pool():
-    composed = {"connect", "submit_step", "submit_steps", "export", "import_"}
+    composed = {"submit_step", "submit_steps"}
     public = {
         name
         for name, member in vars(DataPoolClient).items()
-        if not name.startswith("_") and (callable(member) or isinstance(member, classmethod))
+        if not name.startswith("_") and callable(member)
     }
     assert public - composed <= set(vars(ShardedDataPoolClient))
     for name in public - composed:
@@ -262,7 +263,7 @@ def test_a_pool_that_cannot_start_leaves_no_shard_behind(cluster, tmp_path):
     with pytest.raises(PoolUnavailableError, match=r"shard 1 of 2: .*JournalCorruptError"):
         start_shards(PoolConfig(shards=2, journal_dir=tmp_path), name="broken")
     with pytest.raises(PoolUnavailableError, match="no DataPool named 'broken'"):
-        DataPoolClient.connect("broken")
+        connect("broken")
 
 
 async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_run(
@@ -285,7 +286,7 @@ async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_ru
 
 
 async def test_connect_finds_all_shards_and_the_client_travels(client, channel, make_step):
-    found = DataPoolClient.connect("pool", NAMESPACE)
+    found = connect("pool", NAMESPACE)
     assert isinstance(found, ShardedDataPoolClient)
     await fill(found, both(1), make_step, channel)
 
@@ -299,7 +300,7 @@ async def test_connect_finds_all_shards_and_the_client_travels(client, channel, 
 
 async def test_one_shard_is_the_pool_as_it_always_was(cluster, tmp_path, make_step):
     (handle,) = start_shards(PoolConfig(journal_dir=tmp_path), name="single")
-    client = DataPoolClient.connect("single")
+    client = connect("single")
     assert type(client) is DataPoolClient
     await fill(client, ["p"], make_step)
     assert (await client.lease_batch()).lease_id == "0-1"
@@ -706,10 +707,10 @@ async def test_what_is_exported_from_all_shards_is_imported_into_all(
 ):
     prompts = both(3)
     await fill(client, prompts, make_step, channel)
-    summary = await client.export(tmp_path / "x.jsonl", channel)
+    summary = await export_channel(client, tmp_path / "x.jsonl", channel)
     assert summary.n_trajectories == 6
     copy = f"{channel}-copy"
-    assert (await client.import_(tmp_path / "x.jsonl", copy)).n_groups == 6
+    assert (await import_channel(client, tmp_path / "x.jsonl", copy)).n_groups == 6
     steps = await client.fetch_batch(channel=channel, batch_size=6)
     copies = await client.fetch_batch(channel=copy, batch_size=6)
     assert sorted(map(key, steps)) == sorted(map(key, copies))

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import ray
 
-import stepwell.datapool.client as client_module
 from stepwell.datapool import (
     ChannelConfig,
     DataPoolClient,
@@ -26,10 +25,11 @@ from stepwell.datapool import (
     Trajectory,
     VersionSpan,
     start_data_pool,
+    transfer,
 )
 from stepwell.datapool.export import read, write
 from stepwell.datapool.rows import ExportedTrajectory
-from stepwell.datapool.transfer import BATCH_TRAJECTORIES
+from stepwell.datapool.transfer import BATCH_TRAJECTORIES, export_channel, import_channel
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 NARROW = "narrow"
@@ -148,12 +148,12 @@ async def test_what_is_fetched_after_an_import_is_what_was_exported(
 ):
     await fill(client, channel)
     before = await client.get_statistics(channel)
-    summary = await client.export(tmp_path / f"x.{suffix}", channel)
+    summary = await export_channel(client, tmp_path / f"x.{suffix}", channel)
     assert (summary.n_trajectories, summary.n_without_steps) == (9, 1)
     after = await client.get_statistics(channel)
     assert (after["groups"], after["steps"]) == (before["groups"], before["steps"])
 
-    imported = await client.import_(tmp_path / f"x.{suffix}", other)
+    imported = await import_channel(client, tmp_path / f"x.{suffix}", other)
     assert (imported.n_groups, imported.n_trajectories, imported.n_steps) == (5, 8, 23)
     assert (imported.n_left_out, imported.n_duplicates, imported.n_closed) == (1, 0, 3)
     rows = await groups_of(client, other)
@@ -186,11 +186,11 @@ async def test_what_is_fetched_after_an_import_is_what_was_exported(
 async def test_a_second_import_changes_nothing(client, channel, other, tmp_path):
     await fill(client, channel)
     await client.mark(trajectory_uid="r0", quality=0.5, channel=channel)
-    await client.export(tmp_path / "x.jsonl", channel)
-    first = await client.import_(tmp_path / "x.jsonl", other)
+    await export_channel(client, tmp_path / "x.jsonl", channel)
+    first = await import_channel(client, tmp_path / "x.jsonl", other)
     assert await client.lease_batch(channel=other) is not None
     before = await client.list_trajectories(other, limit=1000)
-    second = await client.import_(tmp_path / "x.jsonl", other)
+    second = await import_channel(client, tmp_path / "x.jsonl", other)
     assert (second.n_steps, second.n_duplicates) == (first.n_steps, first.n_steps)
     assert await client.list_trajectories(other, limit=1000) == before
     found = {row.trajectory_uid: row for row in before.items}
@@ -206,18 +206,18 @@ async def test_uids_that_were_served_already_are_an_error_that_says_to_rename_th
     await client.submit_steps(build_chain("v", "undeclared"), channel)
     await client.complete_trajectory("v", channel=channel)
     path = tmp_path / "x.jsonl"
-    await client.export(path, channel)
+    await export_channel(client, path, channel)
     batch = await client.fetch_batch(channel=channel, batch_size=2)
     with pytest.raises(GroupClosedError) as caught:
-        await client.import_(path, channel)
+        await import_channel(client, path, channel)
     assert str(path) in str(caught.value)
     assert "was acked" in str(caught.value)
     assert "pass a uid_suffix" in str(caught.value)
     write(tmp_path / "v.jsonl", [e for e in read(path) if e.trajectory.trajectory_uid == "v"])
     with pytest.raises(GroupClosedError, match=r"already served, dropped or aborted.*uid_suffix"):
-        await client.import_(tmp_path / "v.jsonl", channel)
+        await import_channel(client, tmp_path / "v.jsonl", channel)
 
-    await client.import_(path, channel, uid_suffix="-again")
+    await import_channel(client, path, channel, uid_suffix="-again")
     again = await client.fetch_batch(channel=channel, batch_size=2)
     assert [(s.trajectory_uid, s.prompt_uid) for s in again] == [
         (f"{s.trajectory_uid}-again", f"{s.prompt_uid}-again") for s in batch
@@ -226,7 +226,7 @@ async def test_uids_that_were_served_already_are_an_error_that_says_to_rename_th
         (s.reward, s.response_ids.tolist(), s.metadata) for s in batch
     ]
     with pytest.raises(GroupClosedError, match="pass another uid_suffix"):
-        await client.import_(path, channel, uid_suffix="-again")
+        await import_channel(client, path, channel, uid_suffix="-again")
 
 
 async def test_other_content_under_the_same_uids_is_an_error_that_says_so(
@@ -234,27 +234,27 @@ async def test_other_content_under_the_same_uids_is_an_error_that_says_so(
 ):
     await client.open_group("p", 2, channel=channel)
     await finish(client, channel, "p", "t", reward=1.0)
-    await client.export(tmp_path / "x.jsonl", channel)
+    await export_channel(client, tmp_path / "x.jsonl", channel)
     await client.open_group("p", 3, channel=other)
     with pytest.raises(GroupConflictError, match="uid_suffix"):
-        await client.import_(tmp_path / "x.jsonl", other)
+        await import_channel(client, tmp_path / "x.jsonl", other)
     # Its outcome reward is in its last step now, which makes that another one.
     with pytest.raises(StepConflictError, match="uid_suffix"):
-        await client.import_(tmp_path / "x.jsonl", channel)
+        await import_channel(client, tmp_path / "x.jsonl", channel)
 
 
 async def test_running_trajectories_can_be_imported_and_gone_on_with(
     client, channel, other, tmp_path
 ):
     await fill(client, channel)
-    await client.export(tmp_path / "x.parquet", channel, prompt_uid="open")
+    await export_channel(client, tmp_path / "x.parquet", channel, prompt_uid="open")
     found = {e.trajectory.trajectory_uid: e for e in read(tmp_path / "x.parquet")}
     assert (found["o1"].state, found["o1"].group_state, found["o1"].outcome) == (
         "open",
         "open",
         7.0,
     )
-    imported = await client.import_(tmp_path / "x.parquet", other, include_open=True)
+    imported = await import_channel(client, tmp_path / "x.parquet", other, include_open=True)
     assert (imported.n_trajectories, imported.n_left_out, imported.n_closed) == (2, 0, 1)
     assert await client.lease_batch(channel=other) is None
     for where in (channel, other):
@@ -272,8 +272,8 @@ async def test_groups_that_are_not_closed_wait_for_their_other_rollouts(
 ):
     await client.open_group("p", 2, channel=channel)
     await finish(client, channel, "p", "t", reward=1.0)
-    await client.export(tmp_path / "x.jsonl", channel)
-    summary = await client.import_(tmp_path / "x.jsonl", other, close_groups=False)
+    await export_channel(client, tmp_path / "x.jsonl", channel)
+    summary = await import_channel(client, tmp_path / "x.jsonl", other, close_groups=False)
     assert summary.n_closed == 0
     assert (await groups_of(client, other))["p"].state == "open"
     await finish(client, other, "p", "new", reward=0.0)
@@ -286,9 +286,9 @@ async def test_marks_of_the_file_keep_a_trajectory_from_being_served(
     await client.open_group("p", 2, channel=channel)
     await finish(client, channel, "p", "good", "bad", reward=1.0)
     await client.mark(trajectory_uid="bad", trainable=False, channel=channel)
-    await client.export(tmp_path / "x.parquet", channel)
+    await export_channel(client, tmp_path / "x.parquet", channel)
     consumer = asyncio.create_task(client.lease_batch(channel=other, timeout_s=60))
-    await client.import_(tmp_path / "x.parquet", other)
+    await import_channel(client, tmp_path / "x.parquet", other)
     (group,) = (await consumer).groups
     assert [t.trajectory_uid for t in group.trajectories] == ["good"]
 
@@ -302,9 +302,9 @@ async def test_a_waiting_consumer_gets_a_group_whole_however_many_it_asked_for(
         await client.submit_step(build_chain(f"t{i}", "p", n=1)[0], channel)
     for i in range(n):
         await client.complete_trajectory(f"t{i}", float(i), channel=channel)
-    await client.export(tmp_path / "x.jsonl", channel)
+    await export_channel(client, tmp_path / "x.jsonl", channel)
     consumer = asyncio.create_task(client.lease_batch(channel=other, timeout_s=60))
-    await client.import_(tmp_path / "x.jsonl", other)
+    await import_channel(client, tmp_path / "x.jsonl", other)
     (group,) = (await consumer).groups
     assert sorted(t.reward for t in group.trajectories) == list(range(n))
 
@@ -313,13 +313,13 @@ async def test_an_import_waits_for_admission_credit(client, channel, tmp_path):
     for i in range(3):
         await client.open_group(f"p{i}", 1, channel=channel)
         await finish(client, channel, f"p{i}", f"t{i}")
-    await client.export(tmp_path / "x.jsonl", channel)
+    await export_channel(client, tmp_path / "x.jsonl", channel)
     with pytest.raises(PoolFullError):
-        await client.import_(tmp_path / "x.jsonl", NARROW, timeout_s=0.05)
+        await import_channel(client, tmp_path / "x.jsonl", NARROW, timeout_s=0.05)
     # There was credit for two, and those are there.
     states = {uid: row.state for uid, row in (await groups_of(client, NARROW)).items()}
     assert states == {"p0": "ready", "p1": "ready"}
-    importing = asyncio.create_task(client.import_(tmp_path / "x.jsonl", NARROW))
+    importing = asyncio.create_task(import_channel(client, tmp_path / "x.jsonl", NARROW))
     while not (await client.get_statistics(NARROW))["waiting"]["producers"]:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     assert await client.lease_batch(channel=NARROW) is not None
@@ -330,7 +330,7 @@ async def test_an_import_waits_for_admission_credit(client, channel, tmp_path):
 async def test_an_export_has_what_the_filters_let_through(client, channel, tmp_path):
     await fill(client, channel)
     path = tmp_path / "x.jsonl"
-    await client.export(path, channel, state="complete", min_reward=0.5)
+    await export_channel(client, path, channel, state="complete", min_reward=0.5)
     found = list(read(path))
     assert [e.trajectory.trajectory_uid for e in found] == ["l0", "r0", "h0", "h1", "o0"]
     assert found[0].provenance.source == f"channel {channel!r}, min_reward=0.5, state='complete'"
@@ -338,10 +338,10 @@ async def test_an_export_has_what_the_filters_let_through(client, channel, tmp_p
 
 
 async def test_an_export_goes_on_over_many_pages(client, channel, tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "EXPORT_PAGE", 7)
+    monkeypatch.setattr(transfer, "EXPORT_PAGE", 7)
     for i in range(30):
         await finish(client, channel, f"p{i}", f"t{i}")
-    summary = await client.export(tmp_path / "x.parquet", channel)
+    summary = await export_channel(client, tmp_path / "x.parquet", channel)
     assert (summary.n_trajectories, summary.n_steps) == (30, 90)
     uids = [e.trajectory.trajectory_uid for e in read(tmp_path / "x.parquet")]
     assert uids == [f"t{i}" for i in range(30)]
@@ -349,30 +349,30 @@ async def test_an_export_goes_on_over_many_pages(client, channel, tmp_path, monk
 
 async def test_an_export_that_is_refused_leaves_no_file(client, channel, tmp_path):
     with pytest.raises(InvalidRequestError, match="no filter 'states'"):
-        await client.export(tmp_path / "x.jsonl", channel, states="open")
-    await client.export(tmp_path / "y.jsonl", channel)
+        await export_channel(client, tmp_path / "x.jsonl", channel, states="open")
+    await export_channel(client, tmp_path / "y.jsonl", channel)
     with pytest.raises(ExportError, match="exists"):
-        await client.export(tmp_path / "y.jsonl", channel)
-    await client.export(tmp_path / "y.jsonl", channel, overwrite=True)
+        await export_channel(client, tmp_path / "y.jsonl", channel)
+    await export_channel(client, tmp_path / "y.jsonl", channel, overwrite=True)
     assert [p.name for p in tmp_path.iterdir()] == ["y.jsonl"]
 
 
 async def test_a_file_that_is_none_of_ours_imports_nothing(client, other, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
     with pytest.raises(ExportError, match="was not exported by Stepwell"):
-        await client.import_(tmp_path / "x.jsonl", other)
+        await import_channel(client, tmp_path / "x.jsonl", other)
     with pytest.raises(FileNotFoundError):
-        await client.import_(tmp_path / "y.jsonl", other)
+        await import_channel(client, tmp_path / "y.jsonl", other)
     assert await groups_of(client, other) == {}
 
 
 async def test_a_caller_that_leaves_takes_its_unfinished_file_along(
     client, channel, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(client_module, "EXPORT_PAGE", 1)
+    monkeypatch.setattr(transfer, "EXPORT_PAGE", 1)
     for i in range(20):
         await finish(client, channel, f"p{i}", f"t{i}")
-    exporting = asyncio.create_task(client.export(tmp_path / "x.jsonl", channel))
+    exporting = asyncio.create_task(export_channel(client, tmp_path / "x.jsonl", channel))
     while not list(tmp_path.iterdir()):  # noqa: ASYNC110 - a file of another thread
         await asyncio.sleep(0.001)
     exporting.cancel()
@@ -386,20 +386,20 @@ async def test_trajectories_of_a_hand_made_file_can_be_imported(client, other, t
     # Nothing but steps, none of them marked is_last.
     steps = tuple(build_chain("t", "p", reward=0.5))
     write(tmp_path / "x.jsonl", [ExportedTrajectory(trajectory=Trajectory("t", "p", steps))])
-    await client.import_(tmp_path / "x.jsonl", other)
+    await import_channel(client, tmp_path / "x.jsonl", other)
     batch = await client.fetch_batch(channel=other)
     assert [s.reward for s in batch] == [0.5, 0.5, 0.5]
     assert [s.is_last for s in batch] == [False, False, True]
 
 
 async def test_an_export_goes_on_when_the_pool_is_killed_under_it(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(client_module, "EXPORT_PAGE", 1)
+    monkeypatch.setattr(transfer, "EXPORT_PAGE", 1)
     handle = start_data_pool(name=uuid.uuid4().hex)
     client = DataPoolClient(handle)
     await client.submit_steps([build_chain(f"t{i}", f"p{i}", n=1)[0] for i in range(40)])
     await client.drop_group("p3", "test")  # so that the groups after it were not the first ones
     pid = (await client.describe())["pid"]
-    exporting = asyncio.create_task(client.export(tmp_path / "x.jsonl"))
+    exporting = asyncio.create_task(export_channel(client, tmp_path / "x.jsonl"))
     while not any(p.stat().st_size for p in tmp_path.iterdir()):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert not exporting.done()

@@ -19,7 +19,7 @@ import stepwell.datapool.lease_keeper
 import stepwell.trainer.slime_pool
 from stepwell.backends.errors import BatchError
 from stepwell.backends.slime_samples import SlimeSample, as_slime
-from stepwell.datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, connect, start_data_pool
 from stepwell.trainer.config import JsonlSource
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import CheckpointError, ConfigError, DataError, StarvedError
@@ -103,7 +103,7 @@ def in_pool(use: Callable[[DataPoolClient], Any]) -> Any:
     """Await `use(client)`."""
 
     async def run() -> Any:
-        return await use(DataPoolClient.connect(POOL))
+        return await use(connect(POOL))
 
     return asyncio.run(run())
 
