@@ -144,7 +144,7 @@ class Gateway:
         await self.rollout_buffer.close()
         calls = [c for t in self.trajectories for c in t.in_flight]
         for call in calls:
-            call.shut_down()
+            call.cancel(GatewayError("the gateway is shutting down"))
         await asyncio.gather(*(c.wait() for c in calls))
         await self.engine.close()
 

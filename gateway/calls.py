@@ -68,8 +68,15 @@ from stepwell.gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, 
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote
 from stepwell.gateway.render import ChatRenderer, CutError
 from stepwell.gateway.reply import ReplyFormat, ReplyReader
-from stepwell.gateway.retries import FinishedCall, Remembered, pack, retry_digest, unpack
-from stepwell.gateway.trajectories import Commit, LiveTrajectory, closed_error
+from stepwell.gateway.retries import (
+    FinishedCall,
+    Remembered,
+    RetryKey,
+    pack,
+    retry_digest,
+    unpack,
+)
+from stepwell.gateway.trajectories import Commit, LiveTrajectory
 
 log = logging.getLogger(__name__)
 
@@ -124,21 +131,6 @@ class ChatRequest:
         if self.prompt_ids is not None and self.stores_step:
             return self.prompt_ids.tobytes()
         return self.prompt_text
-
-
-@dataclass(frozen=True, slots=True)
-class RetryKey:
-    """Which earlier call a request may be a repetition of."""
-
-    key: str
-    body: str
-    """Digest of the request's bytes."""
-    is_retry: bool
-
-    @property
-    def is_named(self) -> bool:
-        """The client gave the request a name (`Idempotency-Key`)."""
-        return self.body not in self.key
 
 
 @dataclass(slots=True)
@@ -251,6 +243,10 @@ class Call:
         return listener
 
     @property
+    def has_failed(self) -> bool:
+        return self.state == "failed"
+
+    @property
     def is_unclaimed(self) -> bool:
         """A reply exists, no client has its end, and none waits for it."""
         has_reply = self.state in ("committing", "done", "unstored")
@@ -261,10 +257,6 @@ class Call:
         self.error = None
         self.state = "committing"
         self._task = self._start()
-
-    def trajectory_closed(self) -> None:
-        """The trajectory was completed or aborted while this call was in flight."""
-        self._cancel(closed_error(self._trajectory.uid, self._trajectory.closed or "closed"))
 
     def was_stored_elsewhere(self, key: bytes, other: FinishedCall) -> bool:
         """This call and `other`, which another gateway stored for a request of this key, are one
@@ -291,7 +283,7 @@ class Call:
     def abandon(self) -> None:
         """Instead of `confirm`: it should not have begun, and no retry finds it."""
         self._trajectory.calls.forget(self.key, self)
-        self._cancel(GatewayError("the call began before its trajectory was known"))
+        self.cancel(GatewayError("the call began before its trajectory was known"))
 
     async def prepared(self) -> bool:
         """Wait for the prompt, or for a place in the queue; false: the call has failed."""
@@ -301,14 +293,12 @@ class Call:
     async def wait(self) -> None:
         await asyncio.wait([self._task])
 
-    def shut_down(self) -> None:
-        self._cancel(GatewayError("the gateway is shutting down"))
-
     def _start(self) -> asyncio.Task[None]:
         self._trajectory.in_flight.add(self)
         return asyncio.create_task(self._run())
 
-    def _cancel(self, why: GatewayError) -> None:
+    def cancel(self, why: GatewayError) -> None:
+        """End it with this error, unless its Step is being stored."""
         if self.state in ("preparing", "generating"):
             self._why_cancelled = why
             self._task.cancel()
@@ -677,7 +667,7 @@ class Call:
         self._retire()
         if not self._listeners and self.state in ("preparing", "generating"):
             self._service.counts["disconnected"] += why is None
-            self._cancel(why or GatewayError("the client went away"))
+            self.cancel(why or GatewayError("the client went away"))
 
 
 class Listener:
@@ -892,16 +882,17 @@ class CallService:
         ahead: bool,
     ) -> Listener:
         memory, key = trajectory.calls, retry_digest(retry.key)
-        if (found := memory.find(key, retry)) is not None:
+        found = memory.find(key, retry)
+        if found is not None:
             self.counts["retries"] += 1
-            if isinstance(found, tuple):
-                finished = FinishedCall(*found)
-                call = Call(self, trajectory, request, retry, dialect, finished)
-                memory.replace(key, found, call)
-            else:
-                call = found
-                if call.state == "unstored":
-                    call.commit_again()
+        if isinstance(found, Call):
+            if found.state == "unstored":
+                found.commit_again()
+            return found.listen()
+        if isinstance(found, tuple):
+            finished = FinishedCall(*found)
+            call = Call(self, trajectory, request, retry, dialect, finished)
+            memory.replace(key, found, call)
             return call.listen()
         n_turns = trajectory.steps + len(trajectory.in_flight)
         self.limits.check_trajectory(n_turns, trajectory.graph.n_tokens)

@@ -18,22 +18,35 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from stepwell.datapool.types import LogProbs, TokenIds
 from stepwell.gateway.engine import TopLogProbs
-from stepwell.gateway.errors import RequestError
+from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.graph import Calls
-
-if TYPE_CHECKING:
-    from stepwell.gateway.calls import Call, RetryKey
 
 PackedLogProbs: TypeAlias = tuple[TokenIds, TokenIds, npt.NDArray[np.float64]]
 """Alternatives of all tokens: how many each has; their ids and log-probs one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryKey:
+    """Which earlier call a request may be a repetition of."""
+
+    key: str
+    body: str
+    """Digest of the request's bytes."""
+    is_retry: bool
+
+    @property
+    def is_named(self) -> bool:
+        """The client gave the request a name (`Idempotency-Key`)."""
+        return self.body not in self.key
 
 
 class FinishedCall(NamedTuple):
@@ -66,7 +79,34 @@ class FinishedCall(NamedTuple):
     alternatives: PackedLogProbs | None
 
 
-Remembered: TypeAlias = "Call | tuple[Any, ...] | None"
+class LiveCall(Protocol):
+    """A call in flight, or with clients, as its trajectory knows it (`calls.Call`)."""
+
+    delivered: bool
+
+    @property
+    def body(self) -> bytes | None:
+        """As `FinishedCall.body`."""
+
+    @property
+    def has_failed(self) -> bool: ...
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """A reply exists, no client has its end, and none waits for it."""
+
+    def was_stored_elsewhere(self, key: bytes, other: FinishedCall) -> bool:
+        """This call and `other`, which another gateway stored for a request of this key, are one
+        call of one client: then the reply is that one's."""
+
+    def cancel(self, why: GatewayError) -> None:
+        """End it with this error, unless its Step is being stored."""
+
+    async def wait(self) -> None:
+        """Return when it has ended."""
+
+
+Remembered: TypeAlias = LiveCall | tuple[Any, ...] | None
 """A call that is in flight or has clients; the fields of a `FinishedCall`; None: a failed call."""
 
 
@@ -81,7 +121,7 @@ class CallMemory:
     def __init__(self) -> None:
         self._calls: dict[bytes, tuple[Remembered, ...]] = {}
 
-    def add(self, key: bytes, call: Call, limit: int) -> None:
+    def add(self, key: bytes, call: LiveCall, limit: int) -> None:
         """Remember a call that begins. The oldest beyond `limit`, of keys and of each key, go."""
         self._calls[key] = (*self._calls.pop(key, ()), call)[-limit:]
         while len(self._calls) > limit:
@@ -108,7 +148,7 @@ class CallMemory:
         else:
             self._calls.pop(key, None)
 
-    def find(self, key: bytes, retry: RetryKey) -> Call | tuple[Any, ...] | None:
+    def find(self, key: bytes, retry: RetryKey) -> LiveCall | tuple[Any, ...] | None:
         """The call that a request repeats; None: it is a call of its own.
 
         Raises:
@@ -147,7 +187,7 @@ class CallMemory:
 
 
 def _is_failed(call: Remembered) -> bool:
-    return call is None or (not isinstance(call, tuple) and call.state == "failed")
+    return call is None or (not isinstance(call, tuple) and call.has_failed)
 
 
 def _is_unclaimed(call: Remembered) -> bool:

@@ -28,7 +28,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from stepwell.datapool.errors import (
     StepConflictError,
@@ -46,10 +46,7 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.graph import TurnGraph
 from stepwell.gateway.pool_port import PoolPort, ask
 from stepwell.gateway.rebuild import restore
-from stepwell.gateway.retries import CallMemory, retry_digest
-
-if TYPE_CHECKING:
-    from stepwell.gateway.calls import Call, RetryKey
+from stepwell.gateway.retries import CallMemory, LiveCall, RetryKey, retry_digest
 
 
 class Identity(NamedTuple):
@@ -81,7 +78,7 @@ class LiveTrajectory:
     ) -> None:
         self.uid, self.prompt_uid, self.channel = identity
         self.graph = TurnGraph()
-        self.in_flight: set[Call] = set()
+        self.in_flight: set[LiveCall] = set()
         self.calls = CallMemory()
         self.closed = closed
         """How the trajectory was closed, in words; None while open."""
@@ -386,7 +383,7 @@ class LiveTrajectory:
         self.closed = how
         self._on_closed(self)
         for call in tuple(self.in_flight):
-            call.trajectory_closed()
+            call.cancel(closed_error(self.uid, how))
         # They refer to each other: without this, all of it waits for the garbage collector.
         self.calls.clear()
 

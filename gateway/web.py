@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from stepwell.gateway.calls import RetryKey
 from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.retries import RetryKey
 
 
 class Closing(Protocol):

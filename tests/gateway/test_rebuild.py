@@ -26,12 +26,13 @@ from stepwell.datapool.export import read, write
 from stepwell.datapool.pool import DataPool
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
-from stepwell.gateway.calls import ChatRequest, RetryKey
+from stepwell.gateway.calls import ChatRequest
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.graph import Turn, TurnGraph
 from stepwell.gateway.parsing import ToolCall
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.replicas import Replicas
+from stepwell.gateway.retries import RetryKey
 from tests.gateway.conftest import LocalPool, World, serving
 
 TOOLS: list[Any] = [
