@@ -1,8 +1,8 @@
 """The gateway's HTTP application.
 
-    create_app(config, pool) ── lifespan ──► Gateway: EngineClient, CallService, TrajectoryStore
+    create_app(config, pool) ── lifespan ──► Services: EngineClient, CallService, TrajectoryStore
                                                ▲
-    routes/dialects ── request.app.state ──────┘
+    routes ──────── request.app.state ─────────┘
 
 Everything is owned by the lifespan and closed with it; there are no globals. Routes are in
 `routes.py`, one wire format per file in `dialects/`. Does not own: the socket (`server.py`).
@@ -10,10 +10,8 @@ Everything is owned by the lifespan and closed with it; there are no globals. Ro
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -29,6 +27,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.calls import CallService
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
@@ -37,19 +36,19 @@ from stepwell.gateway.dialects.registry import DIALECTS, error_response
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
 from stepwell.gateway.hosts import Hosts
-from stepwell.gateway.identity import Identities
+from stepwell.gateway.identity import Conversations, Identities
 from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.openapi import install_openapi
 from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.render import ChatRenderer
-from stepwell.gateway.replicas import Replicas
 from stepwell.gateway.reply import ReplyFormat
 from stepwell.gateway.rewards import RewardFunction, load_reward_function
-from stepwell.gateway.rollout_buffer import RolloutBuffer, load_generator
-from stepwell.gateway.rollout_buffer import router as rollout_router
+from stepwell.gateway.rollout_buffer import Generator, RolloutBuffer, load_generator
+from stepwell.gateway.rollout_routes import router as rollout_router
 from stepwell.gateway.routes import router
+from stepwell.gateway.services import Services
 from stepwell.gateway.shortcut import Shortcut
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.trajectories import TrajectoryStore
@@ -58,95 +57,68 @@ from stepwell.gateway.web import invalid_body
 log = logging.getLogger(__name__)
 
 
-class Gateway:
-    """What the routes share, for as long as the application runs."""
-
-    def __init__(
-        self,
-        config: GatewayConfig,
-        pool: PoolPort,
-        tokenizer: ChatTokenizer,
-        session: aiohttp.ClientSession,
-        threads: ThreadPoolExecutor,
-        reward: RewardFunction | None,
-        keys: KeyRing,
-        hosts: Hosts,
-    ) -> None:
-        self.config = config
-        self._started_at = time.monotonic()
-        self.keys = keys
-        self.hosts = hosts
-        self.limits = CallLimits(config)
-        self.pool = pool
-        self.tokenizer = tokenizer
-        self.engine = EngineClient(session, config, tokenizer.vocabulary)
-        renderer = ChatRenderer(
-            tokenizer, thinking=config.thinking, cache_tokens=config.prompt_cache_tokens
+def _services(
+    config: GatewayConfig,
+    pool: PoolPort,
+    tokenizer: ChatTokenizer,
+    session: aiohttp.ClientSession,
+    threads: ThreadPoolExecutor,
+    reward: RewardFunction | None,
+    generator: Generator | None,
+    keys: KeyRing,
+    hosts: Hosts,
+) -> Services:
+    """The parts put together. None is told later of another one."""
+    engine = EngineClient(session, config, tokenizer.vocabulary)
+    renderer = ChatRenderer(
+        tokenizer, thinking=config.thinking, cache_tokens=config.prompt_cache_tokens
+    )
+    if renderer.turn_close_id is None:
+        log.warning(
+            "the chat template ends assistant turns with no special token: every later turn "
+            "of a conversation becomes a branch"
         )
-        if renderer.turn_close_id is None:
-            log.warning(
-                "the chat template ends assistant turns with no special token: every later turn "
-                "of a conversation becomes a branch"
-            )
-        self.calls = CallService(
-            config, renderer, ReplyFormat(tokenizer, config), self.engine, threads, self.limits
-        )
-        self.trajectories = TrajectoryStore(
-            pool,
-            channel=config.channel,
-            pool_timeout_s=config.pool_timeout_s,
-            room_timeout_s=config.queue_timeout_s,
-            remembered=config.remembered_trajectories,
-        )
-        self.identities = Identities(
-            self.trajectories,
-            keys.read,
-            template_args=config.chat_template_args,
-            idle_s=config.conversation_idle_s,
-        )
-        self.calls.on_turn = self.identities.note_turn
-        self.trajectories.on_closed = self.identities.forget
-        self.replicas = Replicas(config, session)
-        self.rollout_buffer = RolloutBuffer(config, pool, tokenizer, self.trajectories)
-        self.dialects = {path: make() for path, make in DIALECTS.items()}
-        self.dialects["chat/completions"] = OpenAIChat(str(tokenizer.hf.chat_template))
-        self.responses = OpenAIResponses(
-            config.stored_response_chars, str(tokenizer.hf.chat_template)
-        )
-        self.dialects["responses"] = self.responses
-        self.reward = reward
-
-    async def start(self) -> None:
-        await self.engine.start()
-        self.identities.start()
-
-    @property
-    def undisturbed_s(self) -> float:
-        """Seconds since this process began to serve, or a call failed for want of an engine or of
-        the pool: what failed within them is not the agent's failure."""
-        disturbed_at = max(self._started_at, self.engine.lost_at, self.calls.failed_at)
-        return time.monotonic() - disturbed_at
-
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "open_trajectories": len(self.trajectories),
-            "calls": dict(self.calls.counts),
-            "branches": dict(self.calls.branches),
-            "limits": self.limits.statistics(),
-            "engine": self.engine.statistics(),
-            "rollout_buffer": self.rollout_buffer.statistics(),
-            **self.replicas.statistics(),
-        }
-
-    async def close(self) -> None:
-        """Abort what is being generated; let commits finish."""
-        await self.identities.close()
-        await self.rollout_buffer.close()
-        calls = [c for t in self.trajectories for c in t.in_flight]
-        for call in calls:
-            call.cancel(GatewayError("the gateway is shutting down"))
-        await asyncio.gather(*(c.wait() for c in calls))
-        await self.engine.close()
+    conversations = Conversations(config.chat_template_args)
+    trajectories = TrajectoryStore(
+        pool,
+        channel=config.channel,
+        pool_timeout_s=config.pool_timeout_s,
+        room_timeout_s=config.queue_timeout_s,
+        remembered=config.remembered_trajectories,
+        on_closed=conversations.forget,
+    )
+    template = str(tokenizer.hf.chat_template)
+    responses = OpenAIResponses(config.stored_response_chars, template)
+    return Services(
+        config=config,
+        keys=keys,
+        hosts=hosts,
+        addresses=Addresses(config, session),
+        pool=pool,
+        tokenizer=tokenizer,
+        engine=engine,
+        calls=CallService(
+            config,
+            renderer,
+            ReplyFormat(tokenizer, config),
+            engine,
+            threads,
+            CallLimits(config),
+            on_turn=conversations.note_turn,
+        ),
+        trajectories=trajectories,
+        identities=Identities(
+            trajectories, conversations, keys.read, idle_s=config.conversation_idle_s
+        ),
+        dialects={
+            **{path: make() for path, make in DIALECTS.items()},
+            "chat/completions": OpenAIChat(template),
+            "responses": responses,
+        },
+        responses=responses,
+        rollout_buffer=RolloutBuffer(config, pool, tokenizer, trajectories, generator),
+        reward=reward,
+    )
 
 
 class _App(FastAPI):
@@ -162,8 +134,8 @@ class _App(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            gateway: Gateway = self.state.gateway
-            await gateway.calls.pace.enter()  # before any work is done for it
+            services: Services = self.state.services
+            await services.calls.pace.enter()  # before any work is done for it
             if self.middleware_stack is not None:
                 scope["app"] = self
                 await self.middleware_stack(scope, receive, send)
@@ -185,7 +157,7 @@ def create_app(
         config.tokenizer_path, sanitize=config.sanitize_control_tokens
     )
     reward = load_reward_function(config.reward_fn) if config.reward_fn else None
-    load_generator(config)
+    generator = load_generator(config)
     keys = KeyRing(config.admin_keys, config.agent_keys)
     hosts = Hosts(config)
 
@@ -200,19 +172,19 @@ def create_app(
                 timeout=aiohttp.ClientTimeout(total=None),
                 read_bufsize=2**20,
             ) as session:
-                gateway = Gateway(
-                    config, pool, chat_tokenizer, session, threads, reward, keys, hosts
+                app.state.services = services = _services(
+                    config, pool, chat_tokenizer, session, threads, reward, generator, keys, hosts
                 )
-                app.state.gateway = gateway
-                await gateway.start()
+                await services.start()
                 try:
                     yield
                 finally:
-                    await gateway.close()
+                    await services.close()
 
     def guarded(routes: ASGIApp) -> ASGIApp:
         protected = Protection(
             Shortcut(routes),
+            error_response,
             keys=keys,
             hosts=hosts,
             max_body_bytes=config.max_body_bytes,

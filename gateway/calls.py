@@ -723,7 +723,10 @@ class CallService:
         engine: EngineClient,
         threads: ThreadPoolExecutor,
         limits: CallLimits,
+        on_turn: Callable[[LiveTrajectory, Key, int | None], None],
     ) -> None:
+        """`on_turn`: told of every turn that enters a graph, with the key of its conversation and,
+        of a plain text, its length."""
         self.config = config
         self.limits = limits
         self.renderer = renderer
@@ -742,9 +745,7 @@ class CallService:
         self._template = str(renderer.tokenizer.hf.chat_template)
         self._blocking: set[str] = set()
         """Channels that were full once: they are asked for room before anything is generated."""
-        self.on_turn: Callable[[LiveTrajectory, Key, int | None], None] = lambda *_: None
-        """Told of every turn that enters a graph, with the key of its conversation and, of a plain
-        text, its length."""
+        self.on_turn = on_turn
 
     def normalised(self, request: ChatRequest) -> ChatRequest:
         """`request` with `gateway.normalize` applied to its messages, and without arguments that

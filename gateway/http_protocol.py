@@ -98,7 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._raw = raw = cast("asyncio.Transport", transport)
         super().connection_made(_OneWrite(transport, self.loop))  # type: ignore[arg-type]
-        self._connection = Connection()
+        self._connection = Connection(self._uncount)
         peer = self.client[0] if self.client else ""
         if not self._limits.enter(peer):
             self._is_refused = True
@@ -113,7 +113,6 @@ class HttpProtocol(HttpToolsProtocol):
             raw.close()  # at once: those that linger would be too many, too
             return
         self._peer = peer
-        self._connection.on_authenticated = self._uncount
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -31,7 +31,7 @@ import re
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -78,29 +78,86 @@ ReadKey = Callable[[str], tuple[str, str] | None]
 """(trajectory_uid, prompt_uid) of a trajectory's API key; None for any other text."""
 
 
-class Identities:
-    """Finds the trajectory of a call. Owned by the app's lifespan."""
+class Conversations:
+    """The trajectories that were made here for agents that name none, and the conversations in
+    them. It is told of turns and closings, and knows no other trajectories."""
 
-    def __init__(
-        self,
-        trajectories: TrajectoryStore,
-        read_key: ReadKey,
-        *,
-        template_args: Mapping[str, Any],
-        idle_s: float,
-    ) -> None:
-        self._trajectories = trajectories
-        self._read_key = read_key
+    def __init__(self, template_args: Mapping[str, Any]) -> None:
         self._template_args = template_args
-        self._idle_s = idle_s
         self._own: OrderedDict[str, Caller] = OrderedDict()
-        """Trajectories made here and still open, with their last caller; the least recently used
+        """Trajectories that are still open, with their last caller; the least recently used
         first."""
         self._by_turn: dict[bytes, str] = {}
         """Trajectory by caller and key of a conversation."""
         self._turns: dict[str, list[tuple[bytes, int | None]]] = {}
         self._text_lengths: Counter[int] = Counter()
         """Of the turns that are plain text."""
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._own
+
+    def __iter__(self) -> Iterator[str]:
+        """Uids, the least recently used first."""
+        return iter(tuple(self._own))
+
+    def use(self, trajectory: LiveTrajectory, caller: Caller) -> LiveTrajectory:
+        """It has a call of this caller, and is closed when it has had none for long."""
+        self._own[trajectory.uid] = caller
+        self._own.move_to_end(trajectory.uid)
+        return trajectory
+
+    def extended(self, call: ChatRequest, caller: Caller) -> str | None:
+        """The trajectory of the deepest turn that this conversation extends."""
+        deepest = None
+        if (plain := call.plain) is not None:
+            for _, key in text_prefix_keys(plain, self._text_lengths):
+                deepest = self._by_turn.get(caller + key, deepest)
+            return deepest
+        key = root_key(call.tools, {**self._template_args, **(call.template_args or {})})
+        for message in call.messages:
+            key = extend_key(key, message)
+            if message["role"] == "assistant":
+                deepest = self._by_turn.get(caller + key, deepest)
+        return deepest
+
+    def note_turn(self, trajectory: LiveTrajectory, key: Key, text_length: int | None) -> None:
+        """A turn was stored: calls that extend its conversation belong to its trajectory."""
+        if (caller := self._own.get(trajectory.uid)) is not None:
+            self.use(trajectory, caller)
+            trajectory.touch()  # it is idle from the end of a call on
+            place = caller + key
+            self._by_turn[place] = trajectory.uid
+            self._turns.setdefault(trajectory.uid, []).append((place, text_length))
+            if text_length is not None:
+                self._text_lengths[text_length] += 1
+
+    def forget(self, trajectory: LiveTrajectory) -> None:
+        """It was closed."""
+        self._own.pop(trajectory.uid, None)
+        for place, text_length in self._turns.pop(trajectory.uid, ()):
+            if self._by_turn.get(place) == trajectory.uid:
+                del self._by_turn[place]
+            if text_length is not None:
+                self._text_lengths[text_length] -= 1
+                if not self._text_lengths[text_length]:
+                    del self._text_lengths[text_length]
+
+
+class Identities:
+    """Finds the trajectory of a call. Owned by the app's lifespan."""
+
+    def __init__(
+        self,
+        trajectories: TrajectoryStore,
+        conversations: Conversations,
+        read_key: ReadKey,
+        *,
+        idle_s: float,
+    ) -> None:
+        self._trajectories = trajectories
+        self._conversations = conversations
+        self._read_key = read_key
+        self._idle_s = idle_s
         self._first_calls: OrderedDict[tuple[Caller, str, str], _FirstCall] = OrderedDict()
         """By caller and request, for a client's retry of a conversation's first call."""
         self._sweeper: asyncio.Task[None] | None = None
@@ -140,12 +197,16 @@ class Identities:
             return self._trajectories.get(*named)
         if continued is not None and (known := self._trajectories.known(continued)) is not None:
             # One that was opened by its URL is its opener's to complete.
-            return self._used(known, _caller(headers)) if known.uid in self._own else known
+            return (
+                self._conversations.use(known, _caller(headers))
+                if known.uid in self._conversations
+                else known
+            )
         caller = _caller(headers)
         if (session := _session(headers)) is not None:
             uid = self._session_uid(session)
-            return self._used(self._trajectories.get(uid, f"prompt-{uid}"), caller)
-        return self._used(self._of_conversation(call, retry, caller, peer), caller)
+            return self._conversations.use(self._trajectories.get(uid, f"prompt-{uid}"), caller)
+        return self._conversations.use(self._of_conversation(call, retry, caller, peer), caller)
 
     def known(self, headers: Headers, call: ChatRequest) -> LiveTrajectory | None:
         """The open trajectory that `identify` would find without a URL; none is begun.
@@ -157,7 +218,7 @@ class Identities:
             return self._trajectories.known(named[0])
         if (session := _session(headers)) is not None:
             return self._trajectories.known(self._session_uid(session))
-        uid = self._extended(call, _caller(headers))
+        uid = self._conversations.extended(call, _caller(headers))
         return self._trajectories.known(uid) if uid is not None else None
 
     def named(self, headers: Headers) -> tuple[str, str] | None:
@@ -179,28 +240,6 @@ class Identities:
                 raise RequestError(f"{header} is empty; send an id, percent-encoded", header)
         return uid, prompt_uid
 
-    def note_turn(self, trajectory: LiveTrajectory, key: Key, text_length: int | None) -> None:
-        """A turn was stored: calls that extend its conversation belong to its trajectory."""
-        if (caller := self._own.get(trajectory.uid)) is not None:
-            self._used(trajectory, caller)
-            trajectory.touch()  # it is idle from the end of a call on
-            place = caller + key
-            self._by_turn[place] = trajectory.uid
-            self._turns.setdefault(trajectory.uid, []).append((place, text_length))
-            if text_length is not None:
-                self._text_lengths[text_length] += 1
-
-    def forget(self, trajectory: LiveTrajectory) -> None:
-        """It was closed."""
-        self._own.pop(trajectory.uid, None)
-        for place, text_length in self._turns.pop(trajectory.uid, ()):
-            if self._by_turn.get(place) == trajectory.uid:
-                del self._by_turn[place]
-            if text_length is not None:
-                self._text_lengths[text_length] -= 1
-                if not self._text_lengths[text_length]:
-                    del self._text_lengths[text_length]
-
     def _session_uid(self, session: str) -> str:
         """A session that goes on after its trajectory was closed begins another one."""
         # No two sessions have one name: `~` stands before our number, `%` before an escaped byte.
@@ -214,7 +253,7 @@ class Identities:
     def _of_conversation(
         self, call: ChatRequest, retry: RetryKey, caller: Caller, peer: Peer
     ) -> LiveTrajectory:
-        uid = self._extended(call, caller)
+        uid = self._conversations.extended(call, caller)
         if uid is None:
             request = caller, retry.key, retry.body
             uid = self._retried(self._first_calls.get(request), retry, peer)
@@ -237,25 +276,6 @@ class Identities:
             return known.uid
         return None
 
-    def _extended(self, call: ChatRequest, caller: Caller) -> str | None:
-        """The trajectory of the deepest turn that this conversation extends."""
-        deepest = None
-        if (plain := call.plain) is not None:
-            for _, key in text_prefix_keys(plain, self._text_lengths):
-                deepest = self._by_turn.get(caller + key, deepest)
-            return deepest
-        key = root_key(call.tools, {**self._template_args, **(call.template_args or {})})
-        for message in call.messages:
-            key = extend_key(key, message)
-            if message["role"] == "assistant":
-                deepest = self._by_turn.get(caller + key, deepest)
-        return deepest
-
-    def _used(self, trajectory: LiveTrajectory, caller: Caller) -> LiveTrajectory:
-        self._own[trajectory.uid] = caller
-        self._own.move_to_end(trajectory.uid)
-        return trajectory
-
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(self._idle_s / 4, 30.0))
@@ -268,21 +288,13 @@ class Identities:
 
     async def close_idle(self, before: float) -> int:
         """Complete what was last used before this time (monotonic seconds); how many that were."""
-        idle = []
-        for uid in self._own:
-            trajectory = self._trajectories.known(uid)
-            if trajectory is None:
-                idle.append(uid)
-            elif trajectory.last_used >= before:
-                break
-            elif not trajectory.in_flight:
-                idle.append(uid)
         closed = 0
-        for uid in idle:
+        for uid in self._conversations:
             trajectory = self._trajectories.known(uid)
-            if trajectory is None:
-                self._own.pop(uid, None)
+            if trajectory is None or trajectory.in_flight:
                 continue
+            if trajectory.last_used >= before:
+                break
             try:
                 await trajectory.complete(None, {"closed_by": "idle"})
                 closed += 1
@@ -295,7 +307,7 @@ class Identities:
         may have closed them, by a deadline say, and an agent that died never comes to hear it."""
         for trajectory in self._trajectories:
             if (
-                trajectory.uid in self._own
+                trajectory.uid in self._conversations
                 or trajectory.is_new
                 or trajectory.in_flight
                 or trajectory.last_used >= before

@@ -5,7 +5,7 @@
                   └──► the error, worded by the path's dialect
 
 A pure ASGI layer: one function call per request, and no route can forget it. Paths that do not
-exist need a key as well, so they tell nothing. No byte of a body is read before. Own: this order.
+exist need a key as well, so they tell nothing. No byte of a body is read before. Owns: this order.
 Does not own: whose page and for which host (`hosts.py`), who may what (`keys.py`), calls at once
 (`limits.py`), headers and connections (`http_protocol.py`).
 """
@@ -13,12 +13,13 @@ Does not own: whose page and for which host (`hosts.py`), who may what (`keys.py
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import lru_cache
 
 from starlette.datastructures import Headers
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stepwell.gateway.dialects.registry import error_response
 from stepwell.gateway.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -37,13 +38,16 @@ class Protection:
     def __init__(
         self,
         app: ASGIApp,
+        answer_of: Callable[[str, GatewayError], Response],
         *,
         keys: KeyRing,
         hosts: Hosts,
         max_body_bytes: int,
         body_timeout_s: float,
     ) -> None:
+        """`answer_of`: a path and what is wrong, in the shape that the path's clients read."""
         self._app = app
+        self._answer_of = answer_of
         self._hosts = hosts
         self._keys = keys
         self._max_body_bytes = max_body_bytes
@@ -60,7 +64,7 @@ class Protection:
             self._hosts.check(scope, headers.get(b"host"), headers.get(b"origin"))
             principal = self._keys.authorize(Headers(scope=scope), needed, url)
         except GatewayError as e:
-            await error_response(path, e)(scope, receive, send)
+            await self._answer_of(path, e)(scope, receive, send)
             return
         scope.setdefault("state", {})["principal"] = principal
         if scope["type"] == "http":

@@ -7,108 +7,30 @@
 
 The address is the routing, so there is no front door. What a replica acknowledged is in the pool,
 and one that takes over rebuilds the turn graph from there (`rebuild.py`): replicas share nothing
-else, and need not find each other for that. Handing out addresses, they leave out the one that does
-not answer. Conversations without an address of their own stay with the replica that they talk to.
+else, and need not find each other for that.
 
-Owns: starting replicas, their ports, and which address is handed out. Does not own: serving
-(`server.py`).
+Owns: starting replicas, and their ports. Does not own: serving (`server.py`), which address is
+handed out (`addresses.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import itertools
 import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
-from zlib import crc32
-
-import aiohttp
 
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import PortInUseError
 from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.server import GatewayServer, absolute_paths, bind
 
-CHECK_S = 1.0
-"""How old the last look at another replica may be, and how long it is waited for."""
 RESTART_BIND_S = 30.0
 PORTS = range(20000, 32768)
 """Where free ports are taken: below those that outgoing connections get, one of which could
 otherwise have a replica's port when it starts again."""
-
-
-class Replicas:
-    """The replicas as one of them sees them: whose address to hand out. Owned by the app."""
-
-    def __init__(self, config: GatewayConfig, session: aiohttp.ClientSession) -> None:
-        self.index = config.replica
-        self.urls = config.replica_urls
-        self._public_url = config.public_url
-        self._session = session
-        self._turns = itertools.count(self.index)
-        self._looks = [_Look() for _ in self.urls]
-
-    async def place(self, trajectory_uid: str | None = None) -> int | None:
-        """The replica that is to serve a new trajectory; None: there is only this one.
-
-        Args:
-            trajectory_uid: if the client chose it. The same one gets the same replica, whoever
-                is asked, while that answers.
-        """
-        n = len(self.urls)
-        if n <= 1:
-            return None
-        first = next(self._turns) if trajectory_uid is None else crc32(trajectory_uid.encode())
-        for k in range(n):
-            if await self._is_up((first + k) % n):
-                return (first + k) % n
-        return self.index
-
-    def origin(self, replica: int) -> str:
-        """As handed out."""
-        if self._public_url is None:
-            return self.urls[replica]
-        return self._public_url.replace("{replica}", str(replica))
-
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "replica": self.index,
-            "replicas": [
-                {"url": url, "up": i == self.index or look.is_up}
-                for i, (url, look) in enumerate(zip(self.urls, self._looks, strict=True))
-            ],
-        }
-
-    async def _is_up(self, replica: int) -> bool:
-        if replica == self.index:
-            return True
-        look = self._looks[replica]
-        async with look.lock:
-            if time.monotonic() - look.at > CHECK_S:
-                look.is_up = await self._answers(self.urls[replica])
-                look.at = time.monotonic()
-        return look.is_up
-
-    async def _answers(self, url: str) -> bool:
-        try:
-            async with self._session.get(
-                f"{url}/health", timeout=aiohttp.ClientTimeout(total=CHECK_S)
-            ) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
-
-
-class _Look:
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.at = float("-inf")
-        """`time.monotonic()`"""
-        self.is_up = True
 
 
 class GatewayReplica(GatewayServer):

@@ -1,41 +1,15 @@
-"""slime's Rollout Buffer API over the DataPool: a slime trainer consumes from here unchanged.
-
-What its `rollout_buffer_example.py` sends and reads (THUDM/slime, slime_plugins/rollout_buffer)::
-
-    POST /start_rollout     {num_repeat_per_sample, skip_instance_ids, …} -> {message}
-    POST /buffer/write      {instance_id, reward, …}     -> {success, message, data: {data: [item]}}
-    POST /get_rollout_data  {}                           -> {success, message, data: {data: [item…],
-                                                             meta_info: {total_samples, …}}}
-    item                    {uid, instance_id, messages, reward, extra_info} and, beyond slime's
-                            own, {tokens, response_length, loss_mask, rollout_log_probs,
-                            weight_versions, branches}: fields of its `Sample`
-
-One item is one trajectory, `num_repeat_per_sample` items of one `instance_id` are one group. The
-ids are what the engine was sent and what it sampled. `messages` are decoded from them (or those
-that were written), for consumers that tokenise text again; they are a view and not the truth. An
-item is the branch that ends in the trajectory's last call; tokens that were sampled on others are
-in its `branches`, each exactly once.
-
-A delivery::
-
-    lease ──► encode and send, group by group ──► ack ──► the last bytes
-      │                     └── client gone: nack           └── only now is it complete JSON
-      └── groups that cannot be served: nack all, drop those with a reason, lease again
-
-The pool's ack comes before the bytes that close the JSON, so a body that a client can read was
-acked: no group is delivered twice. A client that goes away before that, a gateway that dies, a
-lease that expires: the groups go back and nothing is lost. What remains is a client that vanishes
-in the round trip between ack and last bytes; HTTP cannot tell. A consumer that must not lose even
-that sends `{"hold": true}` and acks itself (`POST /ack_rollout_data`), after its checkpoint.
+"""This module leases the groups that slime's Rollout Buffer API serves, and drops those that it may
+not serve.
 
 Never served: groups with fewer than `num_repeat_per_sample` trajectories, and groups with an
 unscored one (missing is not zero). The pool's filter `scored` holds the latter until they are
 scored; without it they are dropped here, counted as `unscored`, since a leased group cannot be
 scored any more.
 
-Owns: these routes, what is served, and the generator that `gateway.rollout_generator` names. Does
-not own: the shape of items (`rollout_items.py`), writing (`rollout_writes.py`), text
-(`transcript.py`), order and filters (the pool), agents (they come by themselves).
+Owns: what is served, and the generator that `gateway.rollout_generator` names. Does not own: the
+routes and a delivery's end (`rollout_routes.py`), the shape of items (`rollout_items.py`), writing
+(`rollout_writes.py`), text (`transcript.py`), order and filters (the pool), agents (they come by
+themselves).
 """
 
 from __future__ import annotations
@@ -49,13 +23,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import orjson
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import (
@@ -85,14 +55,8 @@ from stepwell.gateway.rollout_writes import RolloutWriter, remember
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.trajectories import TrajectoryStore
 from stepwell.gateway.transcript import Transcript
-from stepwell.gateway.web import OrjsonResponse, field, parse_object, read_body
-
-if TYPE_CHECKING:
-    from stepwell.gateway.app import Gateway
 
 log = logging.getLogger(__name__)
-
-router = APIRouter()
 
 Generator: TypeAlias = Callable[[dict[str, Any]], Any]
 
@@ -102,66 +66,7 @@ ACK_RETRY_S = 0.5
 UNSCORED = "unscored"
 GROUP_SIZE = "group_size"
 
-_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-
-
-# -- routes ------------------------------------------------------------------------------------
-
-
-def _buffer(request: Request) -> RolloutBuffer:
-    return cast("Gateway", request.app.state.gateway).rollout_buffer
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    return parse_object(await read_body(request))
-
-
-@router.post("/start_rollout")
-async def start_rollout(request: Request) -> Response:
-    buffer = _buffer(request)
-    gateway: Gateway = request.app.state.gateway
-    buffer.start(await _body(request), gateway.hosts.origin(request.scope))
-    return OrjsonResponse({"message": "Rollout started"})
-
-
-@router.post("/buffer/write")
-async def write(request: Request) -> Response:
-    item = await _body(request)
-    await _buffer(request).write(item)
-    return OrjsonResponse(
-        {
-            "success": True,
-            "message": "Data has been successfully written to buffer",
-            "data": {"data": [item], "meta_info": "write to buffer"},
-        }
-    )
-
-
-@router.post("/get_rollout_data")
-async def get_rollout_data(request: Request) -> Response:
-    """Other fields than `hold` are ignored, as slime's buffer ignores the whole body."""
-    buffer = _buffer(request)
-    hold = field(await _body(request), "hold", bool, "true or false") or False
-    taken = await buffer.take()
-    if taken is None:
-        return OrjsonResponse(
-            {
-                "success": False,
-                "message": "No data available to read",
-                "data": {"data": [], "meta_info": {}},
-            }
-        )
-    return _Delivery(buffer, *taken, hold=hold)
-
-
-@router.post("/ack_rollout_data")
-async def ack_rollout_data(request: Request) -> Response:
-    """For consumers that sent `hold`: the groups of `meta_info.lease_id` are consumed for good."""
-    lease_id = field(await _body(request), "lease_id", str, "meta_info.lease_id of the answer")
-    if not lease_id:
-        raise RequestError("lease_id is missing; send meta_info.lease_id of the answer", "lease_id")
-    await _buffer(request).ack_held(lease_id)
-    return OrjsonResponse({"success": True, "message": "acked", "data": None})
+JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def load_generator(config: GatewayConfig) -> Generator | None:
@@ -185,11 +90,8 @@ def load_generator(config: GatewayConfig) -> Generator | None:
     return cast("Generator", found)
 
 
-# -- what goes out -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
-class _Served:
+class Served:
     """A group as it is delivered."""
 
     group: Group
@@ -201,76 +103,6 @@ class _Served:
         return [t.reward for t in self.trajectories if t.reward is not None]
 
 
-class _Delivery(Response):
-    """An answer of `/get_rollout_data`, sent group by group; see the module for its end."""
-
-    def __init__(
-        self, buffer: RolloutBuffer, lease: Lease, groups: Sequence[_Served], *, hold: bool
-    ) -> None:
-        super().__init__(media_type="application/json")
-        del self.headers["content-length"]
-        self._buffer = buffer
-        self._lease = lease
-        self._groups = groups
-        self._hold = hold
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_gone(receive))
-        settled = False
-        try:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
-            separator = self._head()
-            for served in self._groups:
-                encoded = asyncio.ensure_future(self._buffer.encode(served))
-                await asyncio.wait([encoded, gone], return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    encoded.cancel()
-                    return
-                await _send(send, separator + await encoded)
-                separator = b","
-            # Waits until what was written before has left for the network.
-            await _send(send, b"]")
-            await asyncio.sleep(0)
-            if gone.done():
-                return
-            if not self._hold and not await self._buffer.ack(self._lease, gone):
-                return
-            settled = True
-            self._buffer.count_delivered(self._groups)
-            await send({"type": "http.response.body", "body": b"}}"})
-        finally:
-            gone.cancel()
-            if not settled:
-                # Without its end the body is no JSON, and the connection is cut.
-                self._buffer.give_back(self._lease, "the client went away")
-
-    def _head(self) -> bytes:
-        meta = self._buffer.meta_info(self._groups)
-        if self._hold:
-            meta |= {"lease_id": self._lease.lease_id, "expires_at": self._lease.expires_at}
-        message = f"Successfully read {meta['total_samples']} items"
-        head = {"success": True, "message": message, "data": {"meta_info": meta, "data": []}}
-        return orjson.dumps(head, option=_JSON).removesuffix(b"]}}")
-
-
-async def _send(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-# -- the buffer --------------------------------------------------------------------------------
-
-
 class RolloutBuffer:
     """What consumers asked for, and the way from and to the pool. Owned by the app's lifespan."""
 
@@ -280,11 +112,12 @@ class RolloutBuffer:
         pool: PoolPort,
         tokenizer: ChatTokenizer,
         trajectories: TrajectoryStore,
+        generate: Generator | None,
     ) -> None:
         self._config = config
         self._pool = pool
         self._tokenizer = tokenizer
-        self._generate = load_generator(config)
+        self._generate = generate
         self._repeats: int | None = config.rollout_repeats
         self._skip: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
@@ -292,7 +125,6 @@ class RolloutBuffer:
         self._ids: OrderedDict[str, str] = OrderedDict()
         """Group served last under an instance id."""
         self._writer = RolloutWriter(config, pool, trajectories)
-        self._writer.repeats = self._repeats
         self._payload: dict[str, Any] | None = None
         self._run: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -329,7 +161,6 @@ class RolloutBuffer:
         """
         repeats, skip = parse_repeats(payload), parse_skipped(payload)
         self._repeats, self._skip = repeats, skip
-        self._writer.repeats = repeats
         self._dropped.clear()
         engine = payload.get("remote_engine_url")
         known = (*self._config.engine_urls, self._config.engine_router_url)
@@ -372,12 +203,12 @@ class RolloutBuffer:
 
     async def write(self, item: Mapping[str, Any]) -> None:
         """`RolloutWriter.write`."""
-        await self._writer.write(item)
+        await self._writer.write(item, self._repeats)
         self._counts["written"] += 1
 
     # -- reading -----------------------------------------------------------------------------
 
-    async def take(self) -> tuple[Lease, list[_Served]] | None:
+    async def take(self) -> tuple[Lease, list[Served]] | None:
         """Lease groups that can be served: as many as `gateway.rollout_batch_groups` says, or else
         up to `MAX_GROUPS`. None: there are none (or fewer).
 
@@ -409,8 +240,8 @@ class RolloutBuffer:
             finally:
                 await self._drop(refused)
 
-    def _judge(self, groups: Iterable[Group]) -> tuple[list[_Served], list[tuple[Group, str]]]:
-        served: list[_Served] = []
+    def _judge(self, groups: Iterable[Group]) -> tuple[list[Served], list[tuple[Group, str]]]:
+        served: list[Served] = []
         refused: list[tuple[Group, str]] = []
         for group in groups:
             n = self._repeats or group.n_rollouts or len(group.trajectories)
@@ -422,7 +253,7 @@ class RolloutBuffer:
             elif len(scored) < n:
                 refused.append((group, UNSCORED))
             else:
-                served.append(_Served(group, group.prompt_uid, tuple(scored[:n])))
+                served.append(Served(group, group.prompt_uid, tuple(scored[:n])))
         if refused:
             return served, refused
         return [self._named(s) for s in served], []
@@ -439,7 +270,7 @@ class RolloutBuffer:
                 return True
         return False
 
-    def _named(self, served: _Served) -> _Served:
+    def _named(self, served: Served) -> Served:
         """The consumer groups by instance id, over several answers: another group of an instance
         that was served before goes by its prompt_uid."""
         instance_id, prompt_uid = instance_of(served.group), served.group.prompt_uid
@@ -447,7 +278,7 @@ class RolloutBuffer:
         if self._ids.get(name, prompt_uid) != prompt_uid:
             return served
         remember(self._ids, name, prompt_uid, self._config.remembered_trajectories)
-        return _Served(served.group, instance_id, served.trajectories)
+        return Served(served.group, instance_id, served.trajectories)
 
     async def _drop(self, refused: Sequence[tuple[Group, str]]) -> None:
         for group, reason in refused:
@@ -469,7 +300,7 @@ class RolloutBuffer:
                     group.prompt_uid,
                 )
 
-    def meta_info(self, groups: Sequence[_Served]) -> dict[str, Any]:
+    def meta_info(self, groups: Sequence[Served]) -> dict[str, Any]:
         """slime's, of the groups of this answer; and what was dropped since `/start_rollout`."""
         rewards = [r for s in groups for r in s.rewards]
         return {
@@ -481,25 +312,25 @@ class RolloutBuffer:
             "dropped_groups": dict(self._dropped),
         }
 
-    async def encode(self, served: _Served) -> bytes:
+    async def encode(self, served: Served) -> bytes:
         """A group's items as JSON, without the brackets."""
         return await asyncio.to_thread(self._encode, served)
 
-    def _encode(self, served: _Served) -> bytes:
+    def _encode(self, served: Served) -> bytes:
         items = [
             make_item(t, served.group, served.instance_id, self._transcript)
             for t in served.trajectories
         ]
         # Metadata of producers that are not HTTP clients may hold any value.
         try:
-            return orjson.dumps(items, default=str, option=_JSON)[1:-1]
+            return orjson.dumps(items, default=str, option=JSON_OPTIONS)[1:-1]
         except orjson.JSONEncodeError:
             # An integer beyond 64 bits, half a surrogate: not worth a group that never arrives.
             for item in items:
                 item["extra_info"] = {str(k): ascii(v) for k, v in item["extra_info"].items()}
-            return orjson.dumps(items, default=str, option=_JSON)[1:-1]
+            return orjson.dumps(items, default=str, option=JSON_OPTIONS)[1:-1]
 
-    def count_delivered(self, groups: Sequence[_Served]) -> None:
+    def count_delivered(self, groups: Sequence[Served]) -> None:
         self._counts["delivered_groups"] += len(groups)
         self._counts["delivered_items"] += sum(len(s.trajectories) for s in groups)
         self._counts["surplus_trajectories"] += sum(

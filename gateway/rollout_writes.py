@@ -47,8 +47,6 @@ class RolloutWriter:
     def __init__(
         self, config: GatewayConfig, pool: PoolPort, trajectories: TrajectoryStore
     ) -> None:
-        self.repeats: int | None = None
-        """Items per group; None: an instance's group fills up until it is served."""
         self._config = config
         self._pool = pool
         self._trajectories = trajectories
@@ -57,9 +55,12 @@ class RolloutWriter:
         self._homes: OrderedDict[str, _Home] = OrderedDict()
         """By uid: a repeated write is the same rollout."""
 
-    async def write(self, item: Mapping[str, Any]) -> None:
+    async def write(self, item: Mapping[str, Any], repeats: int | None) -> None:
         """Store a rollout that came from outside, or complete one whose calls were recorded here.
         Repeating it is harmless.
+
+        Args:
+            repeats: items per group; None: an instance's group fills up until it is served.
 
         Raises:
             RequestError, TrajectoryConflictError, TrajectoryClosedError, PoolUnavailableError
@@ -68,7 +69,7 @@ class RolloutWriter:
         if written.trajectory_uid is not None:
             await self._complete(written, written.trajectory_uid)
         else:
-            await self._store(written, item)
+            await self._store(written, item, repeats)
 
     async def _complete(self, written: Written, uid: str) -> None:
         """The trajectory's agent is done: close it with its reward."""
@@ -117,11 +118,11 @@ class RolloutWriter:
         )
         return outcome == "accepted"
 
-    async def _store(self, written: Written, item: Mapping[str, Any]) -> None:
+    async def _store(self, written: Written, item: Mapping[str, Any], repeats: int | None) -> None:
         uid = written.uid or uuid.uuid4().hex
         # All that can be wrong with the item is found before anything is opened.
         found = await asyncio.to_thread(steps_of, item)
-        trajectory_uid, prompt_uid, _ = await self._home(written, uid)
+        trajectory_uid, prompt_uid, _ = await self._home(written, uid, repeats)
         steps = [replace(s, trajectory_uid=trajectory_uid, prompt_uid=prompt_uid) for s in found]
         channel = self._config.channel
         try:
@@ -145,7 +146,7 @@ class RolloutWriter:
                 f"item {uid!r} came too late: its group was served or dropped without it"
             )
 
-    async def _home(self, written: Written, uid: str) -> _Home:
+    async def _home(self, written: Written, uid: str, repeats: int | None) -> _Home:
         """The trajectory and the group of a written item: the instance's group that is filling up,
         or its next one. An instance that comes again has groups `17`, `17#1`, `17#2`, ….
         """
@@ -158,7 +159,7 @@ class RolloutWriter:
             if home is None:
                 # Taken before waiting: items that are written at once do not overfill a group, and
                 # a write that fails and comes again has its place.
-                prompt_uid = self._place(str(written.instance_id))
+                prompt_uid = self._place(str(written.instance_id), repeats)
                 home = _Home(trajectory_uid, prompt_uid, is_open=False)
                 remember(self._homes, uid, home, limit)
             try:
@@ -186,10 +187,10 @@ class RolloutWriter:
                 remember(self._homes, uid, home, limit)
         return home
 
-    def _place(self, name: str) -> str:
+    def _place(self, name: str, repeats: int | None) -> str:
         """A place in the instance's group that is filling up: its prompt_uid."""
         k, n = self._filling.get(name, (0, 0))
-        if self.repeats is not None and n >= self.repeats:
+        if repeats is not None and n >= repeats:
             k, n = k + 1, 0
         remember(self._filling, name, (k, n + 1), self._config.remembered_trajectories)
         return _group_name(name, k)

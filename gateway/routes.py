@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter
@@ -28,10 +28,11 @@ from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import DIALECTS, error_response
 from stepwell.gateway.dialects.response_items import StoredResponse
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryConflictError
-from stepwell.gateway.exchange import refuse_builtin_tools, serve
 from stepwell.gateway.paths import Uid, quoted, uid_of
 from stepwell.gateway.pool_port import ask
 from stepwell.gateway.rewards import compute_reward
+from stepwell.gateway.serve import refuse_builtin_tools, serve
+from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.web import (
     OrjsonResponse,
     aborts_on_disconnect,
@@ -40,9 +41,6 @@ from stepwell.gateway.web import (
     read_body,
     retry_key,
 )
-
-if TYPE_CHECKING:
-    from stepwell.gateway.app import Gateway
 
 router = APIRouter()
 
@@ -85,16 +83,12 @@ def _uid(request: Request) -> str | None:
     return None if segment is None else uid_of(segment)
 
 
-def _gateway(request: Request) -> Gateway:
-    return cast("Gateway", request.app.state.gateway)
-
-
 # -- trajectories ----------------------------------------------------------------------------
 
 
 @router.post("/init_trajectory")
 async def init_trajectory(request: Request, body: InitTrajectory | None = None) -> Response:
-    gateway = _gateway(request)
+    services = services_of(request)
     body = body or InitTrajectory()
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
@@ -103,24 +97,24 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
             raise RequestError(
                 f"{name} is {value!r}; it is part of a URL, so use no bare dots", name
             )
-    replica = await gateway.replicas.place(body.trajectory_uid)
-    if replica is not None and gateway.trajectories.known(uid) is not None:
-        replica = gateway.replicas.index
-    if replica in (None, gateway.replicas.index):
-        trajectory = gateway.trajectories.get(uid, prompt_uid)
+    replica = await services.addresses.place(body.trajectory_uid)
+    if replica is not None and services.trajectories.known(uid) is not None:
+        replica = services.addresses.index
+    if replica in (None, services.addresses.index):
+        trajectory = services.trajectories.get(uid, prompt_uid)
     else:
-        trajectory = gateway.trajectories.elsewhere(uid, prompt_uid)
+        trajectory = services.trajectories.elsewhere(uid, prompt_uid)
     await trajectory.open(channel=body.channel, attempt=body.attempt, metadata=body.metadata)
     if replica is None:
-        origin = gateway.config.public_url or gateway.hosts.origin(request.scope)
+        origin = services.config.public_url or services.hosts.origin(request.scope)
     else:
-        origin = gateway.replicas.origin(replica)
+        origin = services.addresses.origin(replica)
     return OrjsonResponse(
         {
             "trajectory_uid": uid,
             "prompt_uid": prompt_uid,
             "base_url": f"{origin.rstrip('/')}/{quoted(uid)}/{quoted(prompt_uid)}",
-            "api_key": gateway.keys.issue(uid, prompt_uid),
+            "api_key": services.keys.issue(uid, prompt_uid),
         }
     )
 
@@ -133,7 +127,7 @@ async def register_trajectory(
     body: RegisterTrajectory | None = None,
 ) -> Response:
     body = body or RegisterTrajectory()
-    trajectory = _gateway(request).trajectories.get(trajectory_uid, prompt_uid)
+    trajectory = services_of(request).trajectories.get(trajectory_uid, prompt_uid)
     await trajectory.open(channel=body.channel, metadata=body.metadata)
     return OrjsonResponse(
         {
@@ -151,14 +145,14 @@ async def complete_trajectory(
     prompt_uid: Uid,
     body: CompleteTrajectory | None = None,
 ) -> Response:
-    gateway = _gateway(request)
-    return await complete(gateway, trajectory_uid, prompt_uid, body or CompleteTrajectory())
+    services = services_of(request)
+    return await complete(services, trajectory_uid, prompt_uid, body or CompleteTrajectory())
 
 
 async def complete(
-    gateway: Gateway, trajectory_uid: str, prompt_uid: str, body: CompleteTrajectory
+    services: Services, trajectory_uid: str, prompt_uid: str, body: CompleteTrajectory
 ) -> Response:
-    trajectory = gateway.trajectories.find(trajectory_uid, prompt_uid)
+    trajectory = services.trajectories.find(trajectory_uid, prompt_uid)
     outcome = await trajectory.complete(body.reward, body.metadata)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
 
@@ -167,7 +161,7 @@ async def complete(
 async def abort_trajectory(
     request: Request, trajectory_uid: Uid, prompt_uid: Uid, body: AbortTrajectory
 ) -> Response:
-    trajectory = _gateway(request).trajectories.find(trajectory_uid, prompt_uid)
+    trajectory = services_of(request).trajectories.find(trajectory_uid, prompt_uid)
     outcome = await trajectory.abort(body.reason, will_retry=body.will_retry)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
 
@@ -180,13 +174,13 @@ def _speak(path: str) -> None:
 
     @router.post(f"{_UNDER}/{path}", name=path)
     async def call(request: Request, trajectory_uid: Uid, prompt_uid: Uid) -> Response:
-        gateway = _gateway(request)
-        return await serve(gateway, gateway.dialects[path], request, trajectory_uid, prompt_uid)
+        services = services_of(request)
+        return await serve(services, services.dialects[path], request, trajectory_uid, prompt_uid)
 
     @router.post(f"/v1/{path}", name=f"{path} without a trajectory")
     async def call_without(request: Request) -> Response:
-        gateway = _gateway(request)
-        return await serve(gateway, gateway.dialects[path], request)
+        services = services_of(request)
+        return await serve(services, services.dialects[path], request)
 
 
 for _path in DIALECTS:
@@ -197,17 +191,17 @@ for _path in DIALECTS:
 @router.post(f"{_UNDER}/messages/count_tokens")
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
-    gateway = _gateway(request)
+    services = services_of(request)
     body = parse_object(await read_body(request))
     parsed = AnthropicMessages().parse_count(body)
-    refuse_builtin_tools(gateway, parsed)
-    call = gateway.calls.normalised(parsed.call)
+    refuse_builtin_tools(services, parsed)
+    call = services.calls.normalised(parsed.call)
     uid = _uid(request)
     if uid is None:
-        trajectory = gateway.identities.known(request.headers, call)
+        trajectory = services.identities.known(request.headers, call)
     else:
-        trajectory = gateway.trajectories.known(uid)
-    n = await gateway.calls.count_tokens(trajectory.graph if trajectory else None, call)
+        trajectory = services.trajectories.known(uid)
+    n = await services.calls.count_tokens(trajectory.graph if trajectory else None, call)
     return OrjsonResponse({"input_tokens": n})
 
 
@@ -254,7 +248,7 @@ async def trajectory_response_input_items(
 
 def _stored(request: Request, response_id: str) -> tuple[OpenAIResponses, StoredResponse]:
     """A remembered answer; below a trajectory's URL, or with its key, one of its own."""
-    responses = _gateway(request).responses
+    responses = services_of(request).responses
     uid = _uid(request)
     if uid is None and (named := request.state.principal.trajectory) is not None:
         uid = named[0]
@@ -268,13 +262,13 @@ async def trajectory_models(request: Request, trajectory_uid: Uid, prompt_uid: U
 
 @router.get("/v1/models")
 async def models(request: Request) -> Response:
-    gateway = _gateway(request)
+    services = services_of(request)
     model = {
-        "id": gateway.config.served_model_name,
+        "id": services.config.served_model_name,
         "object": "model",
         "created": 0,
         "owned_by": "stepwell",
-        "max_model_len": await gateway.engine.context_length(),
+        "max_model_len": await services.engine.context_length(),
     }
     return OrjsonResponse({"object": "list", "data": [model]})
 
@@ -285,16 +279,16 @@ async def models(request: Request) -> Response:
 @router.post("/generate")
 async def generate(request: Request) -> Response:
     """Sample without storing a Step; the agent sends its own to `/submit_steps`."""
-    gateway = _gateway(request)
+    services = services_of(request)
     raw = await read_body(request)
     body = parse_object(raw)
     uid = field(body, "trajectory_uid", str, "a string") or uuid.uuid4().hex
     prompt_uid = field(body, "prompt_uid", str, "a string") or f"prompt-{uid}"
     chat = _white_box(body)
-    trajectory = gateway.trajectories.get(uid, prompt_uid)
+    trajectory = services.trajectories.get(uid, prompt_uid)
     retry = retry_key(request.headers, raw, "generate")
-    (listener,) = await gateway.calls.start(
-        trajectory, gateway.calls.normalised(chat), retry, "generate"
+    (listener,) = await services.calls.start(
+        trajectory, services.calls.normalised(chat), retry, "generate"
     )
     try:
         with aborts_on_disconnect(request.scope, request.receive, listener):
@@ -306,7 +300,7 @@ async def generate(request: Request) -> Response:
         {
             "trajectory_uid": uid,
             "prompt_uid": prompt_uid,
-            "response_text": gateway.tokenizer.decode(generation.response_ids.tolist()),
+            "response_text": services.tokenizer.decode(generation.response_ids.tolist()),
             "message": reply.text.message(),
             "response_ids": generation.response_ids.tolist(),
             "prompt_ids": reply.prompt.ids.tolist(),
@@ -359,23 +353,23 @@ def _white_box(body: dict[str, Any]) -> ChatRequest:
 @router.post("/submit_steps")
 async def submit_steps(request: Request) -> Response:
     """Store a white-box agent's Steps; counts what became of them."""
-    gateway = _gateway(request)
+    services = services_of(request)
     body = parse_object(await read_body(request))
     raw = field(body, "steps", list, "a list of steps")
     if not raw:
         raise RequestError("steps is empty; send at least one step", "steps")
-    channel = field(body, "channel", str, "a channel's name") or gateway.config.channel
+    channel = field(body, "channel", str, "a channel's name") or services.config.channel
     steps = [_step(s, f"steps[{i}]") for i, s in enumerate(raw)]
-    room_s = gateway.config.queue_timeout_s
+    room_s = services.config.queue_timeout_s
     try:
         outcomes = await ask(
-            gateway.pool.submit_steps(steps, channel=channel, timeout_s=room_s),
-            gateway.config.pool_timeout_s + room_s,
+            services.pool.submit_steps(steps, channel=channel, timeout_s=room_s),
+            services.config.pool_timeout_s + room_s,
         )
     except (StepConflictError, StepIndexError, PoolTrajectoryConflictError) as e:
         raise TrajectoryConflictError(str(e)) from e
     for step in steps:
-        gateway.trajectories.note_step(step.trajectory_uid, step.step_index)
+        services.trajectories.note_step(step.trajectory_uid, step.step_index)
     counts = Counter(outcomes)
     return OrjsonResponse({o: counts[o] for o in ("accepted", "duplicate", "late")})
 
@@ -399,13 +393,13 @@ def _step(raw: Any, where: str) -> Step:
 
 @router.post("/compute_reward")
 async def reward(request: Request) -> Response:
-    gateway = _gateway(request)
+    services = services_of(request)
     body = parse_object(await read_body(request))
-    if gateway.reward is None:
+    if services.reward is None:
         raise RequestError(
             "gateway.reward_fn is null; set it to the dotted path of a reward function", None
         )
-    return OrjsonResponse(await compute_reward(gateway.reward, body))
+    return OrjsonResponse(await compute_reward(services.reward, body))
 
 
 # -- health ----------------------------------------------------------------------------------
@@ -415,28 +409,28 @@ async def reward(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """The process is alive. `undisturbed_s`: how long it has served without losing engine or
     pool."""
-    undisturbed_s = round(_gateway(request).undisturbed_s, 3)
+    undisturbed_s = round(services_of(request).undisturbed_s, 3)
     return OrjsonResponse({"status": "ok", "undisturbed_s": undisturbed_s})
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """The tokenizer is loaded and an engine is healthy."""
-    gateway = _gateway(request)
+    services = services_of(request)
     try:
-        await gateway.engine.ready()
-        context = await gateway.engine.context_length()
+        await services.engine.ready()
+        context = await services.engine.context_length()
     except GatewayError as e:
         return error_response(request.url.path, e)
     state: dict[str, Any] = {"status": "ready", "context_length": context}
-    if len(gateway.replicas.urls) > 1:
-        state["replica"] = gateway.replicas.index
+    if len(services.addresses.urls) > 1:
+        state["replica"] = services.addresses.index
     return OrjsonResponse(state)
 
 
 @router.get("/statistics")
 async def statistics(request: Request) -> Response:
-    return OrjsonResponse(_gateway(request).statistics())
+    return OrjsonResponse(services_of(request).statistics())
 
 
 @router.head("/", include_in_schema=False)

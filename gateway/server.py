@@ -139,7 +139,7 @@ class HttpServer:
             return
         if self._server.started and self._loop is not None and self._thread.is_alive():
             # uvicorn waits for open answers before it tells the application to shut down.
-            closing = asyncio.run_coroutine_threadsafe(self._app.state.gateway.close(), self._loop)
+            closing = asyncio.run_coroutine_threadsafe(self._app.state.services.close(), self._loop)
             try:
                 closing.result(STOP_TIMEOUT_S)
             except TimeoutError:  # a pool that does not answer keeps no server alive

@@ -2,20 +2,19 @@
 
     Protection ──► Shortcut ──► FastAPI's routes
                       │ POST [/{trajectory_uid}/{prompt_uid}]/v1/{a dialect's path}
-                      │   └──► exchange.serve
+                      │   └──► serve.serve
                       │ POST /{trajectory_uid}/{prompt_uid}/v1/complete_trajectory
                       └───┴──► routes.complete
 
 Routing, dependencies and the stacks around a handler take a tenth of a call's time in the gateway,
 and twice as much as completing a trajectory does.
 The same paths stay routes (`routes.py`): what this layer does not recognise exactly goes there.
-Errors are worded as there. Does not own: what a call is (`exchange.py`).
+Errors are worded as there. Does not own: what a call is (`serve.py`).
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
@@ -25,13 +24,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.dialects.registry import DIALECTS, error_response
 from stepwell.gateway.errors import GatewayError, RequestError
-from stepwell.gateway.exchange import serve
 from stepwell.gateway.paths import uid_of
 from stepwell.gateway.routes import CompleteTrajectory, complete
+from stepwell.gateway.serve import serve
+from stepwell.gateway.services import Services
 from stepwell.gateway.web import invalid_body, read_body
-
-if TYPE_CHECKING:
-    from stepwell.gateway.app import Gateway
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +54,12 @@ class Shortcut:
         if not completes and (path not in DIALECTS or (uids and not has_url)):
             await self._app(scope, receive, send)
             return
-        gateway: Gateway = scope["app"].state.gateway
+        services: Services = scope["app"].state.services
         try:
             if completes:
-                response = await _complete(gateway, request, *uids)
+                response = await _complete(services, request, *uids)
             else:
-                response = await serve(gateway, gateway.dialects[path], request, *uids)
+                response = await serve(services, services.dialects[path], request, *uids)
         except GatewayError as e:
             response = error_response(url_path, e)
         except DataPoolError as e:  # the pool refused what a client sent
@@ -76,11 +73,11 @@ class Shortcut:
 
 
 async def _complete(
-    gateway: Gateway, request: Request, trajectory_uid: str, prompt_uid: str
+    services: Services, request: Request, trajectory_uid: str, prompt_uid: str
 ) -> Response:
     raw = await read_body(request)
     try:
         body = _COMPLETE.validate_json(raw or b"{}") or CompleteTrajectory()
     except ValidationError as e:
         raise invalid_body(e.errors(include_url=False)) from e
-    return await complete(gateway, trajectory_uid, prompt_uid, body)
+    return await complete(services, trajectory_uid, prompt_uid, body)

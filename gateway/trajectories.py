@@ -403,7 +403,9 @@ class TrajectoryStore:
         pool_timeout_s: float,
         room_timeout_s: float,
         remembered: int,
+        on_closed: Callable[[LiveTrajectory], None],
     ) -> None:
+        """`on_closed`: told of every trajectory that is kept no more."""
         self._pool = pool
         self._channel = channel
         self._timeout_s = pool_timeout_s
@@ -411,7 +413,7 @@ class TrajectoryStore:
         self._remembered = remembered
         self._open: dict[str, LiveTrajectory] = {}
         self._closed: OrderedDict[str, tuple[Identity, str]] = OrderedDict()
-        self.on_closed: Callable[[LiveTrajectory], None] = lambda _: None
+        self._on_closed = on_closed
 
     def __len__(self) -> int:
         return len(self._open)
@@ -480,12 +482,12 @@ class TrajectoryStore:
     def _drop(self, trajectory: LiveTrajectory) -> None:
         """The pool never heard of it."""
         self._open.pop(trajectory.uid, None)
-        self.on_closed(trajectory)
+        self._on_closed(trajectory)
 
     def _forget(self, trajectory: LiveTrajectory) -> None:
         """A trajectory was closed: keep only what answers 410."""
         self._open.pop(trajectory.uid, None)
-        self.on_closed(trajectory)
+        self._on_closed(trajectory)
         identity = Identity(trajectory.uid, trajectory.prompt_uid, trajectory.channel)
         self._closed[trajectory.uid] = (identity, trajectory.closed or "closed")
         while len(self._closed) > self._remembered:

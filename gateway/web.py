@@ -108,23 +108,23 @@ def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
 class Connection:
     """A client's connection, as the server tells of it in the scope's extension `CONNECTION`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_authenticated: Callable[[], None]) -> None:
+        """`on_authenticated`: called once, when a request on it was authorised."""
         self.is_lost = False
         self.has_body = False
         """The last request has arrived to its end; those before it have, too."""
         self.listeners: set[Closing] = set()
         """Closed when the connection is lost."""
-        self.on_authenticated: Callable[[], None] | None = None
-        """Called once, when a request on it was authorised."""
+        self._on_authenticated: Callable[[], None] | None = on_authenticated
 
     def authenticated(self) -> None:
-        if self.on_authenticated is not None:
-            self.on_authenticated()
-            self.on_authenticated = None
+        if self._on_authenticated is not None:
+            self._on_authenticated()
+            self._on_authenticated = None
 
     def lost(self) -> None:
         self.is_lost = True
-        self.on_authenticated = None
+        self._on_authenticated = None
         for listener in tuple(self.listeners):
             listener.close()
 

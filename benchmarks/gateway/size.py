@@ -53,7 +53,7 @@ def objects_of(gateway: Any, uid: str) -> Iterator[object]:
     """The objects of an open trajectory.
 
     Args:
-        gateway: the application's `state.gateway`; what it holds is shared by all trajectories.
+        gateway: the application's `state.services`; what it holds is shared by all trajectories.
     """
     trajectory = gateway.trajectories.known(uid)
     if trajectory is None:

@@ -126,7 +126,7 @@ class WatchedGateway(GatewayServer):
     def _gateway(self) -> Any:
         if self._http._app is None:
             raise RuntimeError("the gateway does not serve yet")
-        return self._http._app.state.gateway
+        return self._http._app.state.services
 
     async def _held(self) -> list[tuple[int, int, int]]:
         gateway = self._gateway

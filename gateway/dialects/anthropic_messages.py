@@ -23,20 +23,17 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import orjson
 from starlette.datastructures import Headers
 
 from stepwell.gateway.calls import ChatRequest, Reply
-from stepwell.gateway.dialects.base import KEEP_ALIVE, Parsed, sse
+from stepwell.gateway.dialects.base import KEEP_ALIVE, Exchange, Parsed, sse
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.messages import Message, Tool
 from stepwell.gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
 from stepwell.gateway.web import field, number, top_p
-
-if TYPE_CHECKING:
-    from stepwell.gateway.exchange import Exchange
 
 Event = dict[str, Any]
 

@@ -11,20 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import Headers
 
 from stepwell.gateway.calls import ChatRequest, Reply, SampledToken
-from stepwell.gateway.dialects.base import KEEP_ALIVE, Parsed, sse
+from stepwell.gateway.dialects.base import KEEP_ALIVE, Event, Exchange, Parsed, sse
 from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.messages import Message, Tool
 from stepwell.gateway.parsing import ContentDelta, ReasoningDelta, ToolCall
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.web import error_body, field, number, top_p
-
-if TYPE_CHECKING:
-    from stepwell.gateway.exchange import Event, Exchange
 
 IGNORED = frozenset(
     {

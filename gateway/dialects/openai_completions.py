@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from starlette.datastructures import Headers
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.calls import ChatRequest, Reply, SampledToken
-from stepwell.gateway.dialects.base import Parsed
+from stepwell.gateway.dialects.base import Event, Exchange, Parsed
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
     MAX_TOP_LOGPROBS,
@@ -38,9 +38,6 @@ from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestErr
 from stepwell.gateway.parsing import ContentDelta
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.web import error_body, number
-
-if TYPE_CHECKING:
-    from stepwell.gateway.exchange import Event, Exchange
 
 _KNOWN = frozenset(
     {

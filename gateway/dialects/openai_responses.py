@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.datastructures import Headers
 
 from stepwell.gateway.calls import ChatRequest, Reply
-from stepwell.gateway.dialects.base import KEEP_ALIVE, Parsed, sse
+from stepwell.gateway.dialects.base import KEEP_ALIVE, Exchange, Parsed, sse
 from stepwell.gateway.dialects.response_answer import Answer, Event, Options
 from stepwell.gateway.dialects.response_items import (
     Conversation,
@@ -40,9 +40,6 @@ from stepwell.gateway.errors import (
 )
 from stepwell.gateway.messages import Message, Tool
 from stepwell.gateway.web import error_body, field, number, top_p
-
-if TYPE_CHECKING:
-    from stepwell.gateway.exchange import Exchange
 
 _ECHOED = ("prompt_cache_key", "safety_identifier", "user")
 _IGNORED = frozenset(

@@ -15,18 +15,16 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from stepwell.gateway.calls import Reply, SampledToken
+from stepwell.gateway.dialects.base import Exchange
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
 from stepwell.gateway.messages import Message
 from stepwell.gateway.parsing import THINK_CLOSE, Delta, ReasoningDelta, ToolCall
 from stepwell.gateway.tokenization import ChatTokenizer
-
-if TYPE_CHECKING:
-    from stepwell.gateway.exchange import Exchange
 
 Event: TypeAlias = dict[str, Any]
 

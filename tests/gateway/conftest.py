@@ -378,10 +378,10 @@ SERVED_BY: dict[str, Any] = {"ours": http_protocol(GatewayConfig()), "another": 
 
 @asynccontextmanager
 async def serving(
-    app: Any, *, graceful: bool = True, http: Any = SERVED_BY["ours"]
+    app: Any, *, graceful: bool = True, http: Any = SERVED_BY["ours"], port: int = 0
 ) -> AsyncIterator[str]:
-    """`app` over HTTP on a free port, in this event loop."""
-    listening = bind("127.0.0.1", 0)
+    """`app` over HTTP, on a free port unless one is given, in this event loop."""
+    listening = bind("127.0.0.1", port)
     config = uvicorn.Config(app, http=http, log_level="critical", timeout_graceful_shutdown=5)
     config.load()
     server = uvicorn.Server(config)
@@ -557,7 +557,7 @@ class World:
 
     @property
     def gateway(self) -> Any:
-        return self.app.state.gateway
+        return self.app.state.services
 
     def check_exact(self, uid: str | None = None) -> None:
         """Every stored Step is what the engine was sent and what it sampled, and every child

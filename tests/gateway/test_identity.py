@@ -87,7 +87,7 @@ async def test_a_plain_text_that_goes_on_without_identity_is_one_trajectory(
         assert all(s.parent_index == (s.step_index - 1 if s.step_index else None) for s in steps)
     for trajectory in list(world.gateway.trajectories):
         await trajectory.complete(1.0, {})
-    assert not world.gateway.identities._text_lengths
+    assert not world.gateway.identities._conversations._text_lengths
     await client.completions.create(model="m", prompt=texts["one"], max_tokens=2)
     assert len(set(uids(world))) == 3
 
@@ -351,9 +351,9 @@ async def test_nothing_of_closed_conversations_is_kept(world: Any) -> None:
         await talk(client, [user(f"hi {i}")])
     identities = world.gateway.identities
     await identities.close_idle(time.monotonic() + 1)
-    assert not identities._own
-    assert not identities._by_turn
-    assert not identities._turns
+    assert not identities._conversations._own
+    assert not identities._conversations._by_turn
+    assert not identities._conversations._turns
 
 
 async def test_text_that_changes_on_every_call_can_be_normalised(worlds: Any) -> None:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
-from stepwell.gateway.app import Gateway
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.keys import KeyRing, Named, needed_by, presented
 from stepwell.gateway.server import HttpServer
+from stepwell.gateway.services import Services
 
 ADMIN = "the-admin's-key-of-this-test"
 AGENT = "the-agents'-key-of-this-test"
@@ -415,10 +415,10 @@ async def test_no_key_is_in_a_log_or_an_error(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(self: Gateway) -> Any:
+    def fail(self: Services) -> Any:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Gateway, "statistics", fail)
+    monkeypatch.setattr(Services, "statistics", fail)
     caplog.set_level(logging.DEBUG)
     world = await worlds()
     world.tokenizer.hf.save_pretrained(tmp_path)

@@ -239,7 +239,7 @@ async def test_a_gateway_that_takes_a_trajectory_over_holds_no_more(worlds: Any)
         last = {"model": "m", "messages": [{"role": "user", "content": "a title"}]}
         await Http(session).post(f"{url}/t1/p1/v1/chat/completions", last)
         gc.collect()
-        assert trajectory_size(other.state.gateway, "t1") <= bound(n_tokens, n_text)
+        assert trajectory_size(other.state.services, "t1") <= bound(n_tokens, n_text)
 
 
 async def test_a_call_that_failed_keeps_nothing_of_its_request(world: World) -> None:

@@ -25,14 +25,15 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.export import read, write
 from stepwell.datapool.pool import DataPool
 from stepwell.datapool.types import Step
+from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.calls import ChatRequest
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.graph import Turn, TurnGraph
 from stepwell.gateway.parsing import ToolCall
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
-from stepwell.gateway.replicas import Replicas
 from stepwell.gateway.retries import RetryKey
+from stepwell.gateway.server import bind
 from tests.gateway.conftest import LocalPool, World, serving
 
 TOOLS: list[Any] = [
@@ -57,10 +58,11 @@ class Fleet:
     stack: AsyncExitStack
     options: dict[str, Any]
 
-    async def another(self) -> World:
-        config = GatewayConfig(port=0, engine_urls=[self.world.engine.url], **self.options)
+    async def another(self, port: int = 0, **options: Any) -> World:
+        engines = [self.world.engine.url]
+        config = GatewayConfig(port=port, engine_urls=engines, **self.options, **options)
         app = create_app(config, self.world.pool, self.world.tokenizer)
-        url = await self.stack.enter_async_context(serving(app))
+        url = await self.stack.enter_async_context(serving(app, port=port))
         return replace(self.world, url=url, app=app)
 
     @property
@@ -783,20 +785,19 @@ async def test_public_addresses_of_replicas_hold_their_number() -> None:
         public_url="https://g{replica}.example",
     )
     async with aiohttp.ClientSession() as http:
-        assert Replicas(config, http).origin(1) == "https://g1.example"
+        assert Addresses(config, http).origin(1) == "https://g1.example"
 
 
 async def test_any_replica_hands_out_the_addresses_of_all_that_answer(
     fleets: Callable[..., Any],
 ) -> None:
     fleet = await fleets(replicas=3)
-    a, b = await fleet.another(), await fleet.another()
-    gone = "http://127.0.0.1:9"
-    urls = (a.url, b.url, gone)
-    for index, here in enumerate((a, b)):
-        # The ports are known only now.
-        config = here.gateway.config.model_copy(update={"replica": index, "replica_urls": urls})
-        here.gateway.replicas = Replicas(config, here.gateway.replicas._session)
+    listening = [bind("127.0.0.1", 0) for _ in range(2)]
+    ports = [each.getsockname()[1] for each in listening]
+    for each in listening:
+        each.close()
+    urls = (*(f"http://127.0.0.1:{port}" for port in ports), "http://127.0.0.1:9")
+    a, b = [await fleet.another(port, replica=i, replica_urls=urls) for i, port in enumerate(ports)]
     handed = [await post(f"{a.url}/init_trajectory") for _ in range(12)]
     origins = [body["base_url"].rpartition("/")[0].rpartition("/")[0] for _, body in handed]
     assert {origin: origins.count(origin) > 2 for origin in origins} == {a.url: True, b.url: True}

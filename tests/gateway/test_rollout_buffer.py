@@ -562,7 +562,7 @@ async def test_a_pool_that_dies_during_an_answer_neither_loses_nor_repeats_it(
             for k in range(4):
                 item = written(uid=f"u{k}", instance_id=k // 2)
                 assert (await consumer.post("/buffer/write", item))[0] == 200
-            buffer = app.state.gateway.rollout_buffer
+            buffer = app.state.services.rollout_buffer
             encode = buffer.encode
 
             async def deadly(served: Any) -> bytes:
@@ -998,7 +998,7 @@ def test_a_written_sample_comes_back_as_it_was(prompt: list[int], response: list
 def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     tokenizer_of: Callable[..., Any],
 ):
-    from stepwell.gateway.rollout_buffer import RolloutBuffer, _Served
+    from stepwell.gateway.rollout_buffer import RolloutBuffer, Served
 
     step = Step(
         prompt_ids=[1],
@@ -1011,8 +1011,8 @@ def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     )  # type: ignore[arg-type]
     odd = {"big": 2**80, "half": "\ud800", "object": object()}
     trajectory = Trajectory("t", "p", (step,), metadata=odd)
-    buffer = RolloutBuffer(GatewayConfig(), None, tokenizer_of("chatml"), None)  # type: ignore[arg-type]
+    buffer = RolloutBuffer(GatewayConfig(), None, tokenizer_of("chatml"), None, None)  # type: ignore[arg-type]
     group_ = Group("p", (trajectory,))
-    item = json.loads(buffer._encode(_Served(group_, "p", (trajectory,))))
+    item = json.loads(buffer._encode(Served(group_, "p", (trajectory,))))
     assert item["tokens"] == [1, 2]
     assert make_item(trajectory, group_, "p", buffer._transcript)["reward"] == 1.0

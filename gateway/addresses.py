@@ -1,0 +1,94 @@
+"""This module chooses which gateway replica serves a new trajectory, so that the address that is
+handed out is the routing.
+
+    POST /init_trajectory at any replica ──► place ──► origin ──► base_url: every call goes there
+
+A replica that does not answer is left out. Conversations without an address of their own stay with
+the replica that they talk to. Does not own: starting replicas (`replicas.py`); which names in a
+request are ours (`hosts.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any
+from zlib import crc32
+
+import aiohttp
+
+from stepwell.gateway.config import GatewayConfig
+
+CHECK_S = 1.0
+"""How old the last look at another replica may be, and how long it is waited for."""
+
+
+class Addresses:
+    """The replicas as one of them sees them: whose address to hand out. Owned by the app."""
+
+    def __init__(self, config: GatewayConfig, session: aiohttp.ClientSession) -> None:
+        self.index = config.replica
+        self.urls = config.replica_urls
+        self._public_url = config.public_url
+        self._session = session
+        self._turns = itertools.count(self.index)
+        self._looks = [_Look() for _ in self.urls]
+
+    async def place(self, trajectory_uid: str | None = None) -> int | None:
+        """The replica that is to serve a new trajectory; None: there is only this one.
+
+        Args:
+            trajectory_uid: if the client chose it. The same one gets the same replica, whoever
+                is asked, while that answers.
+        """
+        n = len(self.urls)
+        if n <= 1:
+            return None
+        first = next(self._turns) if trajectory_uid is None else crc32(trajectory_uid.encode())
+        for k in range(n):
+            if await self._is_up((first + k) % n):
+                return (first + k) % n
+        return self.index
+
+    def origin(self, replica: int) -> str:
+        """As handed out."""
+        if self._public_url is None:
+            return self.urls[replica]
+        return self._public_url.replace("{replica}", str(replica))
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "replica": self.index,
+            "replicas": [
+                {"url": url, "up": i == self.index or look.is_up}
+                for i, (url, look) in enumerate(zip(self.urls, self._looks, strict=True))
+            ],
+        }
+
+    async def _is_up(self, replica: int) -> bool:
+        if replica == self.index:
+            return True
+        look = self._looks[replica]
+        async with look.lock:
+            if time.monotonic() - look.at > CHECK_S:
+                look.is_up = await self._answers(self.urls[replica])
+                look.at = time.monotonic()
+        return look.is_up
+
+    async def _answers(self, url: str) -> bool:
+        try:
+            async with self._session.get(
+                f"{url}/health", timeout=aiohttp.ClientTimeout(total=CHECK_S)
+            ) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+class _Look:
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.at = float("-inf")
+        """`time.monotonic()`"""
+        self.is_up = True

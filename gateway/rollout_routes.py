@@ -1,0 +1,172 @@
+"""slime's Rollout Buffer API over the DataPool: a slime trainer consumes from here unchanged.
+
+What its `rollout_buffer_example.py` sends and reads (THUDM/slime, slime_plugins/rollout_buffer)::
+
+    POST /start_rollout     {num_repeat_per_sample, skip_instance_ids, …} -> {message}
+    POST /buffer/write      {instance_id, reward, …}     -> {success, message, data: {data: [item]}}
+    POST /get_rollout_data  {}                           -> {success, message, data: {data: [item…],
+                                                             meta_info: {total_samples, …}}}
+    item                    {uid, instance_id, messages, reward, extra_info} and, beyond slime's
+                            own, {tokens, response_length, loss_mask, rollout_log_probs,
+                            weight_versions, branches}: fields of its `Sample`
+
+One item is one trajectory, `num_repeat_per_sample` items of one `instance_id` are one group. The
+ids are what the engine was sent and what it sampled. `messages` are decoded from them (or those
+that were written), for consumers that tokenise text again; they are a view and not the truth. An
+item is the branch that ends in the trajectory's last call; tokens that were sampled on others are
+in its `branches`, each exactly once.
+
+A delivery::
+
+    lease ──► encode and send, group by group ──► ack ──► the last bytes
+      │                     └── client gone: nack           └── only now is it complete JSON
+      └── groups that cannot be served: nack all, drop those with a reason, lease again
+
+The pool's ack comes before the bytes that close the JSON, so a body that a client can read was
+acked: no group is delivered twice. A client that goes away before that, a gateway that dies, a
+lease that expires: the groups go back and nothing is lost. What remains is a client that vanishes
+in the round trip between ack and last bytes; HTTP cannot tell. A consumer that must not lose even
+that sends `{"hold": true}` and acks itself (`POST /ack_rollout_data`), after its checkpoint.
+
+Owns: these routes, and the order of lease, bytes and ack. Does not own: what is served
+(`rollout_buffer.py`), the shape of items (`rollout_items.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from stepwell.datapool.types import Lease
+from stepwell.gateway.errors import RequestError
+from stepwell.gateway.rollout_buffer import JSON_OPTIONS, RolloutBuffer, Served
+from stepwell.gateway.services import services_of
+from stepwell.gateway.web import OrjsonResponse, field, parse_object, read_body
+
+router = APIRouter()
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    return parse_object(await read_body(request))
+
+
+@router.post("/start_rollout")
+async def start_rollout(request: Request) -> Response:
+    services = services_of(request)
+    payload = await _body(request)
+    services.rollout_buffer.start(payload, services.hosts.origin(request.scope))
+    return OrjsonResponse({"message": "Rollout started"})
+
+
+@router.post("/buffer/write")
+async def write(request: Request) -> Response:
+    item = await _body(request)
+    await services_of(request).rollout_buffer.write(item)
+    return OrjsonResponse(
+        {
+            "success": True,
+            "message": "Data has been successfully written to buffer",
+            "data": {"data": [item], "meta_info": "write to buffer"},
+        }
+    )
+
+
+@router.post("/get_rollout_data")
+async def get_rollout_data(request: Request) -> Response:
+    """Other fields than `hold` are ignored, as slime's buffer ignores the whole body."""
+    buffer = services_of(request).rollout_buffer
+    hold = field(await _body(request), "hold", bool, "true or false") or False
+    taken = await buffer.take()
+    if taken is None:
+        return OrjsonResponse(
+            {
+                "success": False,
+                "message": "No data available to read",
+                "data": {"data": [], "meta_info": {}},
+            }
+        )
+    return _Delivery(buffer, *taken, hold=hold)
+
+
+@router.post("/ack_rollout_data")
+async def ack_rollout_data(request: Request) -> Response:
+    """For consumers that sent `hold`: the groups of `meta_info.lease_id` are consumed for good."""
+    lease_id = field(await _body(request), "lease_id", str, "meta_info.lease_id of the answer")
+    if not lease_id:
+        raise RequestError("lease_id is missing; send meta_info.lease_id of the answer", "lease_id")
+    await services_of(request).rollout_buffer.ack_held(lease_id)
+    return OrjsonResponse({"success": True, "message": "acked", "data": None})
+
+
+class _Delivery(Response):
+    """An answer of `/get_rollout_data`, sent group by group; see the module for its end."""
+
+    def __init__(
+        self, buffer: RolloutBuffer, lease: Lease, groups: Sequence[Served], *, hold: bool
+    ) -> None:
+        super().__init__(media_type="application/json")
+        del self.headers["content-length"]
+        self._buffer = buffer
+        self._lease = lease
+        self._groups = groups
+        self._hold = hold
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_gone(receive))
+        settled = False
+        try:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            separator = self._head()
+            for served in self._groups:
+                encoded = asyncio.ensure_future(self._buffer.encode(served))
+                await asyncio.wait([encoded, gone], return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    encoded.cancel()
+                    return
+                await _send(send, separator + await encoded)
+                separator = b","
+            # Waits until what was written before has left for the network.
+            await _send(send, b"]")
+            await asyncio.sleep(0)
+            if gone.done():
+                return
+            if not self._hold and not await self._buffer.ack(self._lease, gone):
+                return
+            settled = True
+            self._buffer.count_delivered(self._groups)
+            await send({"type": "http.response.body", "body": b"}}"})
+        finally:
+            gone.cancel()
+            if not settled:
+                # Without its end the body is no JSON, and the connection is cut.
+                self._buffer.give_back(self._lease, "the client went away")
+
+    def _head(self) -> bytes:
+        meta = self._buffer.meta_info(self._groups)
+        if self._hold:
+            meta |= {"lease_id": self._lease.lease_id, "expires_at": self._lease.expires_at}
+        message = f"Successfully read {meta['total_samples']} items"
+        head = {"success": True, "message": message, "data": {"meta_info": meta, "data": []}}
+        return orjson.dumps(head, option=JSON_OPTIONS).removesuffix(b"]}}")
+
+
+async def _send(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

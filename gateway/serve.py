@@ -1,0 +1,126 @@
+"""One client's request from bytes to answer, the same for all dialects.
+
+    read ──► parse ──► identify ──► start n calls ──► JSON, or events as they come
+               │ dialect   │ identity.py   │ calls.py      │ dialect
+
+Owns: this sequence. Does not own: wire formats (`dialects/`), calls, or who may call (`keys.py`).
+"""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
+from stepwell.gateway.errors import PreviousResponseError, RequestError, UnknownItemError
+from stepwell.gateway.services import Services
+from stepwell.gateway.web import (
+    EventStream,
+    OrjsonResponse,
+    aborts_on_disconnect,
+    parse_object,
+    read_body,
+    retry_key,
+)
+
+IGNORED_HEADER = "x-stepwell-ignored"
+MAX_TOLD = 32
+
+
+async def serve(
+    services: Services,
+    dialect: Dialect,
+    request: Request,
+    trajectory_uid: str | None = None,
+    prompt_uid: str | None = None,
+) -> Response:
+    """Answer one LLM call.
+
+    Args:
+        trajectory_uid, prompt_uid: from the URL; None: found out by `Services.identities`.
+
+    Raises:
+        GatewayError: answered by the application in the dialect's shape.
+    """
+    config = services.config
+    body = await read_body(request)
+    parsed = dialect.parse(parse_object(body), request.headers)
+    refuse_builtin_tools(services, parsed)
+    _refuse_others_response(request, parsed)
+    retry = retry_key(request.headers, body, dialect.name)
+    call = services.calls.normalised(parsed.call)
+    trajectory = services.identities.identify(
+        request.headers,
+        call,
+        retry,
+        trajectory_uid,
+        prompt_uid,
+        parsed.trajectory_uid,
+        request.scope["client"],
+    )
+    listeners = await services.calls.start(trajectory, call, retry, dialect.name, parsed.n)
+    exchange = Exchange(
+        parsed,
+        trajectory,
+        listeners,
+        model=config.served_model_name,
+        tokenizer=services.tokenizer,
+        keepalive_s=config.keepalive_s,
+    )
+    if call.stream:
+        try:
+            with aborts_on_disconnect(request.scope, request.receive, exchange):
+                await exchange.begin()
+        except BaseException:  # nobody reads what the other samples say
+            exchange.close()
+            raise
+        return _told(EventStream(dialect.frames(exchange), exchange), services, parsed)
+    try:
+        with aborts_on_disconnect(request.scope, request.receive, exchange):
+            replies = await exchange.results()
+        await services.calls.pace.keep()  # the pool answers for many at once
+        answer = OrjsonResponse(dialect.answer(exchange, replies))
+        exchange.delivered()
+    finally:
+        exchange.close()
+    return _told(answer, services, parsed)
+
+
+def refuse_builtin_tools(services: Services, parsed: Parsed) -> None:
+    """
+    Raises:
+        RequestError: there are some, and `gateway.ignore_builtin_tools` is false.
+    """
+    if parsed.builtin_tools and not services.config.ignore_builtin_tools:
+        name, _, kind = parsed.builtin_tools[0].partition("=")
+        raise RequestError(
+            f"{name}.type is {kind!r:.80}, a built-in tool that this gateway cannot run; define a "
+            "function tool instead",
+            name,
+        )
+
+
+def _refuse_others_response(request: Request, parsed: Parsed) -> None:
+    """A trajectory's key continues no response of another one, and reads nothing of it.
+
+    Raises:
+        PreviousResponseError, UnknownItemError: worded as if there were none.
+    """
+    holder = request.state.principal.trajectory
+    if holder is None:
+        return
+    if parsed.trajectory_uid not in (None, holder[0]):
+        raise PreviousResponseError(
+            "Previous response not found; send the whole input instead", "previous_response_id"
+        )
+    if not parsed.reads <= {holder[0]}:
+        raise UnknownItemError("Item not found; send the item itself", "input")
+
+
+def _told(answer: Response, services: Services, parsed: Parsed) -> Response:
+    """`answer` with a header that says what was left aside of the request."""
+    if parsed.ignored:
+        services.calls.counts["ignored_fields"] += len(parsed.ignored)
+        shown, more = parsed.ignored[:MAX_TOLD], len(parsed.ignored) - MAX_TOLD
+        answer.headers[IGNORED_HEADER] = ", ".join(shown) + (f", {more} more" * (more > 0))
+    return answer

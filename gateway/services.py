@@ -1,0 +1,95 @@
+"""This module holds what the routes share, so that a route knows the parts it uses and not how they
+were made.
+
+    app.py makes it ──► Services ──► routes.py, serve.py, shortcut.py, rollout_routes.py
+
+One per running application, in `app.state.services`. Does not own: how the parts are put together
+(`app.py`), paths and bodies (the routes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from stepwell.gateway.addresses import Addresses
+from stepwell.gateway.calls import CallService
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.dialects.base import Dialect
+from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.engine import EngineClient
+from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.hosts import Hosts
+from stepwell.gateway.identity import Identities
+from stepwell.gateway.keys import KeyRing
+from stepwell.gateway.pool_port import PoolPort
+from stepwell.gateway.rewards import RewardFunction
+from stepwell.gateway.rollout_buffer import RolloutBuffer
+from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.trajectories import TrajectoryStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """The parts of one gateway, for as long as the application runs."""
+
+    config: GatewayConfig
+    keys: KeyRing
+    hosts: Hosts
+    addresses: Addresses
+    pool: PoolPort
+    tokenizer: ChatTokenizer
+    engine: EngineClient
+    calls: CallService
+    trajectories: TrajectoryStore
+    identities: Identities
+    dialects: Mapping[str, Dialect]
+    """By path below `/v1/`."""
+    responses: OpenAIResponses
+    """One of `dialects`: its answers can be read again."""
+    rollout_buffer: RolloutBuffer
+    reward: RewardFunction | None
+    started_at: float = field(default_factory=time.monotonic)
+
+    async def start(self) -> None:
+        await self.engine.start()
+        self.identities.start()
+
+    @property
+    def undisturbed_s(self) -> float:
+        """Seconds since this process began to serve, or a call failed for want of an engine or of
+        the pool: what failed within them is not the agent's failure."""
+        disturbed_at = max(self.started_at, self.engine.lost_at, self.calls.failed_at)
+        return time.monotonic() - disturbed_at
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "open_trajectories": len(self.trajectories),
+            "calls": dict(self.calls.counts),
+            "branches": dict(self.calls.branches),
+            "limits": self.calls.limits.statistics(),
+            "engine": self.engine.statistics(),
+            "rollout_buffer": self.rollout_buffer.statistics(),
+            **self.addresses.statistics(),
+        }
+
+    async def close(self) -> None:
+        """Abort what is being generated; let commits finish."""
+        await self.identities.close()
+        await self.rollout_buffer.close()
+        calls = [c for t in self.trajectories for c in t.in_flight]
+        for call in calls:
+            call.cancel(GatewayError("the gateway is shutting down"))
+        await asyncio.gather(*(c.wait() for c in calls))
+        await self.engine.close()
+
+
+def services_of(request: Request) -> Services:
+    """Of the application that serves this request."""
+    services: Services = request.app.state.services
+    return services
