@@ -32,6 +32,7 @@ from stepwell.datapool.pool import DataPool
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import HttpServer
+from stepwell.gateway.wiring import Wiring
 
 MODEL = Path(__file__).parents[1] / "examples" / "quickstart" / "model"
 MODES: tuple[PauseMode, ...] = ("abort", "retract", "in_place")
@@ -122,10 +123,9 @@ async def gateway(pool: Any, engine_urls: Sequence[str], **options: Any) -> Asyn
         port=0,
         tokenizer_path=str(MODEL),
         tool_parser="none",
-        engine_urls=tuple(engine_urls),
         **options,
     )
-    server = HttpServer(config, pool)
+    server = HttpServer(config, Wiring(tuple(engine_urls)), pool)
     try:
         yield await asyncio.to_thread(server.start)
     finally:

@@ -18,7 +18,7 @@ from zlib import crc32
 
 import aiohttp
 
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.wiring import Wiring
 
 CHECK_S = 1.0
 """How old the last look at another replica may be, and how long it is waited for."""
@@ -27,10 +27,12 @@ CHECK_S = 1.0
 class Addresses:
     """The replicas as one of them sees them: whose address to hand out. Owned by the app."""
 
-    def __init__(self, config: GatewayConfig, session: aiohttp.ClientSession) -> None:
-        self.index = config.replica
-        self.urls = config.replica_urls
-        self._public_url = config.public_url
+    def __init__(
+        self, wiring: Wiring, public_url: str | None, session: aiohttp.ClientSession
+    ) -> None:
+        self.index = wiring.replica
+        self.urls = wiring.replica_urls
+        self._public_url = public_url
         self._session = session
         self._turns = itertools.count(self.index)
         self._looks = [_Look() for _ in self.urls]

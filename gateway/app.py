@@ -1,8 +1,8 @@
 """The gateway's HTTP application.
 
-    create_app(config, pool) ── lifespan ──► Services: EngineClient, CallService, TrajectoryStore
-                                               ▲
-    routes ──────── request.app.state ─────────┘
+    create_app(config, wiring, pool) ── lifespan ──► Services: EngineClient, CallService, …
+                                                       ▲
+    routes ──────────── app.state.services ────────────┘
 
 Everything is owned by the lifespan and closed with it; there are no globals. Routes are in
 `routes.py`, one wire format per file in `dialects/`. Does not own: the socket (`server.py`).
@@ -53,12 +53,14 @@ from stepwell.gateway.shortcut import Shortcut
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.trajectories import TrajectoryStore
 from stepwell.gateway.web import invalid_body
+from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
 
 def _services(
     config: GatewayConfig,
+    wiring: Wiring,
     pool: PoolPort,
     tokenizer: ChatTokenizer,
     session: aiohttp.ClientSession,
@@ -69,7 +71,7 @@ def _services(
     hosts: Hosts,
 ) -> Services:
     """The parts put together. None is told later of another one."""
-    engine = EngineClient(session, config, tokenizer.vocabulary)
+    engine = EngineClient(session, config, wiring, tokenizer.vocabulary)
     renderer = ChatRenderer(
         tokenizer, thinking=config.thinking, cache_tokens=config.prompt_cache_tokens
     )
@@ -93,7 +95,7 @@ def _services(
         config=config,
         keys=keys,
         hosts=hosts,
-        addresses=Addresses(config, session),
+        addresses=Addresses(wiring, config.public_url, session),
         pool=pool,
         tokenizer=tokenizer,
         engine=engine,
@@ -116,7 +118,9 @@ def _services(
             "responses": responses,
         },
         responses=responses,
-        rollout_buffer=RolloutBuffer(config, pool, tokenizer, trajectories, generator),
+        rollout_buffer=RolloutBuffer(
+            config, wiring.engine_urls, pool, tokenizer, trajectories, generator
+        ),
         reward=reward,
     )
 
@@ -144,7 +148,10 @@ class _App(FastAPI):
 
 
 def create_app(
-    config: GatewayConfig, pool: PoolPort, tokenizer: ChatTokenizer | None = None
+    config: GatewayConfig,
+    wiring: Wiring,
+    pool: PoolPort,
+    tokenizer: ChatTokenizer | None = None,
 ) -> FastAPI:
     """The application. The tokenizer is loaded here, so that a wrong path fails before it serves.
 
@@ -159,7 +166,7 @@ def create_app(
     reward = load_reward_function(config.reward_fn) if config.reward_fn else None
     generator = load_generator(config)
     keys = KeyRing(config.admin_keys, config.agent_keys)
-    hosts = Hosts(config)
+    hosts = Hosts(config, wiring.replica_urls)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -173,7 +180,16 @@ def create_app(
                 read_bufsize=2**20,
             ) as session:
                 app.state.services = services = _services(
-                    config, pool, chat_tokenizer, session, threads, reward, generator, keys, hosts
+                    config,
+                    wiring,
+                    pool,
+                    chat_tokenizer,
+                    session,
+                    threads,
+                    reward,
+                    generator,
+                    keys,
+                    hosts,
                 )
                 await services.start()
                 try:

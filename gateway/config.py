@@ -77,23 +77,8 @@ class GatewayConfig(Section):
     holds `{replica}`, which becomes the number of one."""
     tokenizer_path: str | None = None
     """Folder with the tokenizer and chat template of the served model."""
-    engine_urls: tuple[str, ...] = ()
-    """SGLang servers (or embedded engines); a trajectory stays on one. Filled in by the trainer."""
-    engine_lora_path: str | None = None
-    """Name of the LoRA adapter that generates; null = the engines' model itself. Filled in by the
-    trainer with `engine.weight_transport: lora`."""
-    engine_router_url: str | None = None
-    """An SGLang router whose workers are engines, too; they are called directly."""
-    engine_via_router: bool = False
-    """Calls go through the router, which chooses the worker, and not to the workers directly: it
-    must list only workers with current weights, as the trainer's `engine.router` sees to. A stream
-    that breaks off then fails, since nobody knows which weights sampled it."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Gateways that share the work, each on a port of its own: `port`, `port` + 1, …"""
-    replica: int = Field(default=0, ge=0)
-    """Which of them this one is. Filled in at the start."""
-    replica_urls: tuple[str, ...] = ()
-    """Origins of all of them. Filled in at the start."""
     served_model_name: str = Field(default="stepwell", min_length=1)
     """The name `/v1/models` lists and replies carry; requests may name any model."""
     channel: str = Field(default="train", min_length=1)
@@ -266,33 +251,6 @@ class GatewayConfig(Section):
                 raise ValueError(f"key {i} begins with 'sw.', as keys of trajectories do")
         return keys
 
-    @field_validator("engine_urls")
-    @classmethod
-    def _plain_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            _refuse_credentials("engine_urls", url)
-            if not url.startswith(("http://", "https://")):
-                raise ValueError(f"engine_urls holds {url!r}; write http://host:port")
-        return tuple(url.rstrip("/") for url in urls)
-
-    @field_validator("engine_router_url")
-    @classmethod
-    def _plain_router_url(cls, url: str | None) -> str | None:
-        if url is not None:
-            _refuse_credentials("engine_router_url", url)
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise ValueError(f"engine_router_url is {url!r}; write http://host:port")
-        return url.rstrip("/") if url is not None else None
-
-    @model_validator(mode="after")
-    def _router_is_named(self) -> GatewayConfig:
-        if self.engine_via_router and (self.engine_router_url is None or self.engine_urls):
-            raise ValueError(
-                f"engine_via_router is true with engine_router_url {self.engine_router_url!r} and "
-                f"engine_urls {list(self.engine_urls)}; name the router, and no engines beside it"
-            )
-        return self
-
     @model_validator(mode="after")
     def _others_need_keys(self) -> GatewayConfig:
         if not is_loopback(self.host) and not self.admin_keys and not self.agent_keys:
@@ -337,12 +295,3 @@ class GatewayConfig(Section):
 
 def is_loopback(host: str) -> bool:
     return host == "localhost" or ipaddress.ip_address(host).is_loopback
-
-
-def _refuse_credentials(option: str, url: str) -> None:
-    """Addresses of engines are in logs, errors and statistics."""
-    if "@" in url.partition("?")[0]:
-        raise ValueError(
-            f"{option} holds a URL with a user name or password, which logs and statistics would "
-            "show; leave it out and let engines listen where only the gateway can reach them"
-        )

@@ -47,6 +47,7 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.fleet import Engine, Fleet, backoff_s
 from stepwell.gateway.kept import KeptConnections
 from stepwell.gateway.pace import Pace
+from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
@@ -191,20 +192,22 @@ class EngineClient:
         self,
         session: aiohttp.ClientSession,
         config: GatewayConfig,
+        wiring: Wiring,
         vocabulary: int = MOST_TOKENS,
     ) -> None:
         """`vocabulary`: of the served model; the engines' token ids lie in [0, this)."""
         self._session = session
         self._config = config
+        self._wiring = wiring
         self._vocabulary = vocabulary
         self._fleet = Fleet(
+            wiring.engine_urls,
             circuit_failures=config.engine_circuit_failures,
             circuit_open_s=config.engine_circuit_open_s,
             version_grace_s=config.engine_version_grace_s,
             remembered=config.remembered_trajectories,
         )
-        self._fleet.set_urls(config.engine_urls)
-        self._checks = EngineChecks(session, config, self._fleet)
+        self._checks = EngineChecks(session, config, self._fleet, via_router=wiring.via_router)
         self._kept = KeptConnections(config.engine_connect_timeout_s)
         self.pace = Pace()
         self._timeout = aiohttp.ClientTimeout(
@@ -275,7 +278,7 @@ class EngineClient:
             EngineUnavailableError, EngineTimeoutError, EngineError
         """
         kind = sampling.constraint[0] if sampling.constraint is not None else ""
-        if self._config.engine_via_router and kind in _DROPPED_BY_ROUTERS:
+        if self._wiring.via_router and kind in _DROPPED_BY_ROUTERS:
             raise RequestError(
                 f"a {kind} does not get through the SGLang router that this gateway generates "
                 "through; use a JSON schema, regex or EBNF grammar, or engine.router=none",
@@ -306,8 +309,8 @@ class EngineClient:
                 if failures > self._config.engine_retries:
                     log.warning("no engine answered in %d tries; last: %s", failures, e)
                     raise EngineUnavailableError(
-                        f"no engine answered in {failures} tries; see the gateway's log, "
-                        "gateway.engine_urls and gateway.engine_retries"
+                        f"no engine answered in {failures} tries; see the gateway's log and "
+                        "gateway.engine_retries"
                     ) from e
                 self.retries += 1
                 await self._back_off(failures, tried)
@@ -397,11 +400,11 @@ class EngineClient:
         }
         if sampling.n_top_logprobs:
             fields["top_logprobs_num"] = sampling.n_top_logprobs
-        if self._config.engine_lora_path is not None:
-            fields["lora_path"] = self._config.engine_lora_path
+        if self._wiring.lora_path is not None:
+            fields["lora_path"] = self._wiring.lora_path
         body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
         # A router's workers may differ: what one of them said last is not known of the next.
-        via_router = self._config.engine_via_router
+        via_router = self._wiring.via_router
         part.version = None if via_router else engine.version
         fleet = self._fleet
         # The fleet ends it before, when the engine is gone without a word.
@@ -470,7 +473,7 @@ class EngineClient:
 
     def _abort(self, url: str, rid: str) -> None:
         # A router forwards no aborts; its workers know whose id it is.
-        for engine in self._checks.workers if self._config.engine_via_router else (url,):
+        for engine in self._checks.workers if self._wiring.via_router else (url,):
             task = asyncio.create_task(self._post_abort(engine, rid))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)

@@ -1,4 +1,4 @@
-"""Asks engines how they are, and a router which there are, in the background.
+"""Asks engines how they are, in the background.
 
 Of each engine, every `engine_health_interval_s`, and at once when a call broke on it:
 
@@ -9,12 +9,10 @@ The first decides whether the engine is there, because a real SGLang generates a
 and so fails it while it is paused. An engine that knows neither form of `/model_info` is judged by
 `/health` alone and not held to a version.
 
-`engine_router_url` names an SGLang router as the list of engines: its `/workers` (older:
-`/list_workers`) are asked for again and again, and calls go to the workers directly. Through the
-router they would lose what is exact: it drops fields of `/generate` that it does not know, has no
-`/model_info`, and moves a resumed call to another worker's cold cache. With `engine_via_router`
-they go through it all the same: the router is then the only engine, well as long as one of its
-workers is, and its list of workers is the version gate (`backends/engines/router.py`).
+With `Wiring.via_router` calls go through an SGLang router. It is then the only engine, well as long
+as one of its workers is, and its list of workers (`/workers`) is the version gate
+(`backends/engines/router.py`). It has no `/model_info`, and forwards no aborts: what only an engine
+knows is asked of the workers.
 
 Owns these tasks. Does not own: what follows from an answer (`fleet.py`).
 """
@@ -44,13 +42,20 @@ _NOT_FOUND = frozenset({404, 405, 501})
 class EngineChecks:
     """The checks of one fleet. Owned by the `EngineClient`; `session` is not closed here."""
 
-    def __init__(self, session: aiohttp.ClientSession, config: GatewayConfig, fleet: Fleet) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        config: GatewayConfig,
+        fleet: Fleet,
+        *,
+        via_router: bool,
+    ) -> None:
         self._session = session
         self._config = config
         self._fleet = fleet
+        self._via_router = via_router
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._wake: dict[Engine, asyncio.Event] = {}
-        self._router: asyncio.Task[None] | None = None
         self.workers: tuple[str, ...] = ()
         """Of the router that calls go through."""
         self._news = asyncio.Event()
@@ -63,16 +68,18 @@ class EngineChecks:
         if self._running:
             return
         self._running = True
-        if self._config.engine_router_url is not None:
-            await self._ask_router()
-            self._router = asyncio.create_task(self._follow_router())
-        self._watch_all()
+        for engine in self._fleet:
+            if self._via_router:
+                await self._check(engine)
+            self._wake[engine] = asyncio.Event()
+            self._watchers[engine] = asyncio.create_task(self._watch(engine))
 
     async def close(self) -> None:
         """Idempotent."""
         self._running = False
-        tasks = [*self._watchers.values(), *([self._router] if self._router else [])]
-        self._watchers, self._router = {}, None
+        tasks = [*self._watchers.values()]
+        self._watchers.clear()
+        self._wake.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -105,68 +112,25 @@ class EngineChecks:
         )
         return length
 
-    # -- the router ---------------------------------------------------------------------------
-
-    async def _follow_router(self) -> None:
-        while True:
-            await asyncio.sleep(self._config.engine_health_interval_s if len(self._fleet) else 0.5)
-            try:
-                await self._ask_router()
-            except Exception:  # a task that ended would leave the list as it is for good
-                log.exception("asking %s for its workers failed", self._config.engine_router_url)
-
-    async def _ask_router(self) -> None:
-        router = self._config.engine_router_url
-        try:
-            status, body = await self._get(f"{router}/workers")
-            if status in _NOT_FOUND:
-                status, body = await self._get(f"{router}/list_workers")
-            if status != 200:
-                raise ValueError(f"answered {status}")
-            if self._config.engine_via_router:
-                self.workers = _listed_urls(orjson.loads(body))
-                self._fleet.set_urls((str(router),))
-                self._watch_all()
-                return
-            urls = _worker_urls(orjson.loads(body))
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as e:
-            # Workers live on without their router.
-            log.warning(
-                "gateway.engine_router_url %s has no list of workers: %s", router, _words(e)
-            )
-            return
-        self._fleet.set_urls((*self._config.engine_urls, *urls))
-        self._watch_all()
-
     # -- engines ------------------------------------------------------------------------------
-
-    def _watch_all(self) -> None:
-        for engine in self._fleet:
-            if engine not in self._watchers:
-                self._wake[engine] = asyncio.Event()
-                self._watchers[engine] = asyncio.create_task(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
         wake = self._wake[engine]
-        try:
-            while not engine.removed:
-                wake.clear()
-                try:
-                    await self._check(engine)
-                except Exception:  # a task that ended would leave the engine as it is for good
-                    log.exception("checking %s failed", engine.url)
-                interval = self._config.engine_health_interval_s
-                if self._fleet.state(engine) != "up":
-                    probe_in = max(engine.circuit.probe_in(_now()), _AT_ONCE_S)
-                    interval = min(interval, _RECHECK_S, probe_in)
-                try:
-                    async with asyncio.timeout(interval):
-                        await wake.wait()
-                except TimeoutError:
-                    continue
-        finally:
-            self._watchers.pop(engine, None)
-            self._wake.pop(engine, None)
+        while True:
+            wake.clear()
+            try:
+                await self._check(engine)
+            except Exception:  # a task that ended would leave the engine as it is for good
+                log.exception("checking %s failed", engine.url)
+            interval = self._config.engine_health_interval_s
+            if self._fleet.state(engine) != "up":
+                probe_in = max(engine.circuit.probe_in(_now()), _AT_ONCE_S)
+                interval = min(interval, _RECHECK_S, probe_in)
+            try:
+                async with asyncio.timeout(interval):
+                    await wake.wait()
+            except TimeoutError:
+                continue
 
     async def _check(self, engine: Engine) -> None:
         fleet = self._fleet
@@ -190,10 +154,11 @@ class EngineChecks:
             log.warning("engine %s is %s (was %s) %s", engine.url, after, state, why)
 
     async def _version(self, url: str) -> int | None:
-        if self._config.engine_via_router:
-            status, _ = await self._get(f"{url}/workers")
+        if self._via_router:
+            status, body = await self._get(f"{url}/workers")
             if status != 200:
                 raise EngineError(f"/workers answered {status}")
+            self.workers = _listed_urls(body)
             return None  # its workers have versions; it has none
         for path in ("/model_info", "/get_model_info"):
             status, body = await self._get(url + path)
@@ -207,7 +172,7 @@ class EngineChecks:
         return None
 
     async def _health(self, url: str) -> tuple[bool, str]:
-        path = "/readiness" if self._config.engine_via_router else "/health"
+        path = "/readiness" if self._via_router else "/health"
         try:
             status, _ = await self._get(url + path)
         except (aiohttp.ClientError, TimeoutError) as e:
@@ -230,7 +195,7 @@ class EngineChecks:
             except (aiohttp.ClientError, TimeoutError, ValueError) as e:
                 raise EngineError(f"{url}: {_words(e)}") from e
 
-        urls = self.workers if self._config.engine_via_router else [e.url for e in self._fleet]
+        urls = self.workers if self._via_router else [e.url for e in self._fleet]
         answer, failures = await _first_result([ask(url) for url in urls])
         if answer is not None:
             return answer
@@ -274,28 +239,12 @@ def _context_length(status: int, body: bytes) -> int:
     return length
 
 
-def _worker_urls(listed: Any) -> list[str]:
-    """Urls in an answer of `/workers` or `/list_workers`.
-
-    Raises:
-        ValueError: a worker cannot be called directly.
-    """
-    if "urls" in listed:
-        return [str(url).rstrip("/") for url in listed["urls"]]
-    urls = []
-    for worker in listed["workers"]:
-        url, kind = str(worker["url"]).rstrip("/"), worker.get("worker_type") or "regular"
-        if kind != "regular" or not url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"worker {url} is of type {kind!r}; only regular HTTP workers can be called "
-                "directly; set gateway.engine_via_router"
-            )
-        urls.append(url)
-    return urls
-
-
-def _listed_urls(listed: Any) -> tuple[str, ...]:
-    return tuple(str(worker["url"]).rstrip("/") for worker in listed["workers"])
+def _listed_urls(body: bytes) -> tuple[str, ...]:
+    """Of a router's workers."""
+    try:
+        return tuple(str(w["url"]).rstrip("/") for w in orjson.loads(body)["workers"])
+    except (ValueError, KeyError, TypeError) as e:
+        raise EngineError(f"/workers is no list of workers: {body!r:.200}") from e
 
 
 def version_number(version: Any) -> int:

@@ -17,7 +17,7 @@ newest of them are used: the trainer may have rolled back, or nobody else is lef
 
 A trajectory stays on its engine while that is up. A new one, or one that has to move, goes to the
 engine that rendezvous hashing names, or to the next choice if that one is much busier than the
-least busy; so adding or removing an engine moves few.
+least busy.
 
 Pure state: every method that depends on time takes `now`; nothing here waits or does I/O. Does not
 own: requests (`engine.py`), checks (`engine_checks.py`).
@@ -107,7 +107,6 @@ class Engine:
         "epoch",
         "in_flight",
         "reachable",
-        "removed",
         "returned",
         "silent",
         "url",
@@ -127,7 +126,6 @@ class Engine:
         """It was down, or went back in versions, since it last had the fleet's version."""
         self.version: int | None = None
         """The newest it reported since it last went backwards; None: it reports none."""
-        self.removed = False
         self.epoch = 0
         """Counts breakdowns."""
         self.silent = 0
@@ -144,6 +142,7 @@ class Fleet:
 
     def __init__(
         self,
+        urls: Iterable[str],
         *,
         circuit_failures: int,
         circuit_open_s: float,
@@ -154,28 +153,14 @@ class Fleet:
         """The highest weight version seen."""
         self.used_behind = 0
         """Calls sent to an engine that is behind, for want of a better one."""
-        self._engines: dict[str, Engine] = {}
+        self._engines = [Engine(url, Circuit(circuit_failures, circuit_open_s)) for url in urls]
         self._homes: OrderedDict[str, Engine] = OrderedDict()
         self._remembered = remembered
-        self._circuit = (circuit_failures, circuit_open_s)
         self._version_grace_s = version_grace_s
         self._all_behind_since: float | None = None
 
     def __iter__(self) -> Iterator[Engine]:
-        return iter(self._engines.values())
-
-    def __len__(self) -> int:
-        return len(self._engines)
-
-    def set_urls(self, urls: Iterable[str]) -> None:
-        """The engines there are; those that stay keep their state and their trajectories."""
-        before = self._engines
-        self._engines = {
-            url: before.get(url) or Engine(url, Circuit(*self._circuit))
-            for url in dict.fromkeys(urls)
-        }
-        for url, engine in before.items():
-            engine.removed = url not in self._engines
+        return iter(self._engines)
 
     # -- routing ------------------------------------------------------------------------------
 
@@ -221,7 +206,7 @@ class Fleet:
         return [e for e in answering if e.version == newest]
 
     def state(self, engine: Engine) -> State:
-        if engine.removed or not engine.reachable:
+        if not engine.reachable:
             return "down"
         if engine.circuit.state != "closed":
             return "open"
@@ -322,7 +307,7 @@ class Fleet:
     def why_none(self) -> str:
         """Why `pick` found no engine."""
         if not self._engines:
-            return "there is no engine; see gateway.engine_urls and gateway.engine_router_url"
+            return "there is no engine; see engine.kind and engine.urls"
         return "no engine may be used: " + "; ".join(f"{e.url} {self._words(e)}" for e in self)
 
     def _words(self, engine: Engine) -> str:

@@ -17,6 +17,7 @@ Owns: these two headers, and the origin of addresses that are handed out. Does n
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from starlette.types import Scope
@@ -33,13 +34,13 @@ REMEMBERED = 1024
 class Hosts:
     """Host and Origin headers as one gateway takes them."""
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, replica_urls: Iterable[str] = ()) -> None:
         self._is_loopback = is_loopback(config.host)
         self._public_url = config.public_url
         public = [
             (config.public_url or "").replace("{replica}", str(i)) for i in range(config.replicas)
         ]
-        known = [urlsplit(url).hostname for url in (*public, *config.replica_urls)]
+        known = [urlsplit(url).hostname for url in (*public, *replica_urls)]
         self._names = {*LOCAL_NAMES, config.host, *config.allowed_hosts, *filter(None, known)}
         self._origins = {origin.encode() for origin in config.allowed_origins}
         self._origins |= {f"{p.scheme}://{p.netloc}".encode() for p in map(urlsplit, public)}

@@ -20,12 +20,14 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import PortInUseError
 from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.server import GatewayServer, absolute_paths, bind
+from stepwell.gateway.wiring import Wiring
 
 RESTART_BIND_S = 30.0
 PORTS = range(20000, 32768)
@@ -36,11 +38,11 @@ otherwise have a replica's port when it starts again."""
 class GatewayReplica(GatewayServer):
     """A gateway actor that serves again, by itself, when Ray has restarted it."""
 
-    def __init__(self, config: GatewayConfig, pool: PoolPort | str) -> None:
+    def __init__(self, config: GatewayConfig, wiring: Wiring, pool: PoolPort | str) -> None:
         import ray
 
-        super().__init__(config, pool)
-        self._url = config.replica_urls[config.replica]
+        super().__init__(config, wiring, pool)
+        self._url = wiring.replica_urls[wiring.replica]
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._serve_again()
 
@@ -61,7 +63,9 @@ class GatewayReplica(GatewayServer):
                 time.sleep(0.2)
 
 
-def start_replicas(config: GatewayConfig, pool: PoolPort | str, **ray_options: Any) -> list[Any]:
+def start_replicas(
+    config: GatewayConfig, wiring: Wiring, pool: PoolPort | str, **ray_options: Any
+) -> list[Any]:
     """Handles of `config.replicas` new actors; each serves after `await handle.start.remote()`,
     which returns its origin, and is restarted by Ray until it is killed by its handle.
 
@@ -85,7 +89,11 @@ def start_replicas(config: GatewayConfig, pool: PoolPort | str, **ray_options: A
     return [
         actor.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options
-        ).remote(config.model_copy(update={"port": port, "replica": i, "replica_urls": urls}), pool)
+        ).remote(
+            config.model_copy(update={"port": port}),
+            replace(wiring, replica=i, replica_urls=urls),
+            pool,
+        )
         for i, ((node, _), port) in enumerate(zip(homes, ports, strict=True))
     ]
 

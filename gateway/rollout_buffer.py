@@ -109,12 +109,14 @@ class RolloutBuffer:
     def __init__(
         self,
         config: GatewayConfig,
+        engine_urls: Sequence[str],
         pool: PoolPort,
         tokenizer: ChatTokenizer,
         trajectories: TrajectoryStore,
         generate: Generator | None,
     ) -> None:
         self._config = config
+        self._engine_urls = engine_urls
         self._pool = pool
         self._tokenizer = tokenizer
         self._generate = generate
@@ -163,13 +165,12 @@ class RolloutBuffer:
         self._repeats, self._skip = repeats, skip
         self._dropped.clear()
         engine = payload.get("remote_engine_url")
-        known = (*self._config.engine_urls, self._config.engine_router_url)
-        if isinstance(engine, str) and engine.rstrip("/") not in known:
+        if isinstance(engine, str) and engine.rstrip("/") not in self._engine_urls:
             log.warning(
-                "/start_rollout names the engine %s, but agents' calls go to gateway.engine_urls "
-                "(%s)",
+                "/start_rollout names the engine %s, but agents' calls go to %s; with "
+                "engine.kind=attach engine.urls says where",
                 engine,
-                ", ".join(self._config.engine_urls) or "none",
+                ", ".join(self._engine_urls) or "none",
             )
         if self._generate is None:
             return

@@ -25,6 +25,7 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayError, PortInUseError
 from stepwell.gateway.http_protocol import ConnectionLimits, HttpProtocol
 from stepwell.gateway.pool_port import PoolPort
+from stepwell.gateway.wiring import Wiring
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -84,8 +85,9 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """One gateway on its own event loop in a thread. `start` and `stop` are called once each."""
 
-    def __init__(self, config: GatewayConfig, pool: PoolPort) -> None:
+    def __init__(self, config: GatewayConfig, wiring: Wiring, pool: PoolPort) -> None:
         self._config = config
+        self._wiring = wiring
         self._pool = pool
         self._app: FastAPI | None = None
         self._server: _Server | None = None
@@ -105,7 +107,7 @@ class HttpServer:
         config = self._config
         listening = bind(config.host, config.port)
         try:
-            self._app = create_app(config, self._pool)
+            self._app = create_app(config, self._wiring, self._pool)
         except BaseException:  # an interruption, too: the port must be free again
             listening.close()
             raise
@@ -170,19 +172,6 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def start_gateway(config: GatewayConfig, pool: PoolPort | str, **ray_options: Any) -> Any:
-    """Handle of a new `GatewayServer` actor; it serves after `await handle.start.remote()`.
-
-    Args:
-        pool: a `DataPoolClient`, or the name of the pool's actor in the current namespace.
-        ray_options: over the default `num_cpus=0` (waiting for the engine takes no core).
-    """
-    import ray
-
-    actor = ray.remote(**{"num_cpus": 0, **ray_options})(GatewayServer)
-    return actor.remote(absolute_paths(config), pool)
-
-
 def absolute_paths(config: GatewayConfig) -> GatewayConfig:
     """`config` for an actor, which may run with another working directory."""
     if config.tokenizer_path is None or not os.path.isdir(config.tokenizer_path):
@@ -191,15 +180,15 @@ def absolute_paths(config: GatewayConfig) -> GatewayConfig:
 
 
 class GatewayServer:
-    """A gateway as a Ray actor (see `start_gateway`). Methods are async so that Ray's own loop
-    stays free while the server's thread starts and stops."""
+    """A gateway as a Ray actor. Methods are async so that Ray's own loop stays free while the
+    server's thread starts and stops."""
 
-    def __init__(self, config: GatewayConfig, pool: PoolPort | str) -> None:
+    def __init__(self, config: GatewayConfig, wiring: Wiring, pool: PoolPort | str) -> None:
         if isinstance(pool, str):
             from stepwell.datapool.sharded import connect
 
             pool = connect(pool)
-        self._http = HttpServer(config, pool)
+        self._http = HttpServer(config, wiring, pool)
         self._origin: str | None = None
 
     async def start(self) -> str:

@@ -38,6 +38,7 @@ from stepwell.datapool.shards import start_shards
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.config import GatewayConfig, is_loopback
 from stepwell.gateway.replicas import start_replicas
+from stepwell.gateway.wiring import Wiring
 from stepwell.placement import (
     Node,
     Placement,
@@ -120,16 +121,12 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
         router_config = network.engine(engine_config, gateway_config, None)
         router = await _start_router(config, router_config, urls, here, stack)
-        if engine_config.weight_transport == "lora":
-            gateway_config = gateway_config.model_copy(update={"engine_lora_path": ADAPTER_NAME})
-        gateway_urls = await _start_gateways(
-            gateway_config.model_copy(
-                update={"engine_router_url": router, "engine_via_router": True, "engine_urls": ()}
-                if router is not None
-                else {"engine_urls": tuple(urls)}
-            ),
-            stack,
+        wiring = Wiring(
+            engine_urls=tuple(urls) if router is None else (router,),
+            via_router=router is not None,
+            lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
         )
+        gateway_urls = await _start_gateways(gateway_config, wiring, stack)
         keys = gateway_config.admin_keys
         if keys != config.gateway.admin_keys:
             _write_key(folder / GATEWAY_KEY, keys[0])
@@ -185,8 +182,10 @@ async def _start_router(
     return await started_router(router, urls)
 
 
-async def _start_gateways(config: GatewayConfig, stack: AsyncExitStack) -> tuple[str, ...]:
-    replicas = start_replicas(config, POOL_NAME)
+async def _start_gateways(
+    config: GatewayConfig, wiring: Wiring, stack: AsyncExitStack
+) -> tuple[str, ...]:
+    replicas = start_replicas(config, wiring, POOL_NAME)
     for replica in replicas:
         stack.push_async_callback(_stop, replica)
     return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))

@@ -36,6 +36,7 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.graph import join
 from stepwell.gateway.replicas import start_replicas
 from stepwell.gateway.server import GatewayServer
+from stepwell.gateway.wiring import Wiring
 
 T = TypeVar("T")
 CHAT = {"model": "bench", "messages": [{"role": "user", "content": "."}], "max_tokens": 64}
@@ -86,8 +87,8 @@ class WatchedGateway(GatewayServer):
 
     PERIOD_S = 0.005
 
-    def __init__(self, config: GatewayConfig, pool: str) -> None:
-        super().__init__(config, pool)
+    def __init__(self, config: GatewayConfig, wiring: Wiring, pool: str) -> None:
+        super().__init__(config, wiring, pool)
         self._watching = False
         self._late_s: list[float] = []
         self._collections_s: list[float] = []
@@ -175,17 +176,16 @@ class Stepwell(System):
         config = GatewayConfig(
             port=0,
             tokenizer_path=str(workload.tokenizer_path),
-            engine_urls=(engine.url,),
         )
-        self.actors = self._start(config, pool_name)
+        self.actors = self._start(config, Wiring((engine.url,)), pool_name)
         urls: list[str] = await asyncio.gather(*(actor.start.remote() for actor in self.actors))
         self.ports = tuple(int(url.rpartition(":")[2]) for url in urls)
         self.pids = tuple([await pid_of(actor) for actor in self.actors])
         self.pool_pid = await pid_of(self.pool.actor)
 
-    def _start(self, config: GatewayConfig, pool_name: str) -> list[Any]:
+    def _start(self, config: GatewayConfig, wiring: Wiring, pool_name: str) -> list[Any]:
         actor_class: Any = ray.remote(num_cpus=0)(WatchedGateway)
-        return [actor_class.remote(config, pool_name)]
+        return [actor_class.remote(config, wiring, pool_name)]
 
     async def stop(self) -> None:
         for actor in self.actors:
@@ -225,8 +225,8 @@ class StepwellReplicas(Stepwell):
 
     name = "Stepwell, 2 replicas"
 
-    def _start(self, config: GatewayConfig, pool_name: str) -> list[Any]:
-        return start_replicas(config.model_copy(update={"replicas": 2}), pool_name)
+    def _start(self, config: GatewayConfig, wiring: Wiring, pool_name: str) -> list[Any]:
+        return start_replicas(config.model_copy(update={"replicas": 2}), wiring, pool_name)
 
 
 class Rllm(System):

@@ -30,6 +30,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import bind, http_protocol
 from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.wiring import Wiring
 
 # -- templates -------------------------------------------------------------------------------
 
@@ -581,7 +582,7 @@ class World:
 @pytest.fixture
 async def worlds() -> AsyncIterator[Callable[..., Any]]:
     """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`. `pool`: another
-    one than a `LocalPool`."""
+    one than a `LocalPool`; `engine_urls`: others than those of `engines` that run here."""
     async with AsyncExitStack() as stack:
 
         async def make(
@@ -589,6 +590,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             engines: int = 1,
             served_by: str = "ours",
             pool: Any = None,
+            engine_urls: tuple[str, ...] | None = None,
             **options: Any,
         ) -> World:
             tokenizer = make_tokenizer(family)
@@ -601,11 +603,9 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 engine.url = await stack.enter_async_context(serving(engine.app(), graceful=False))
                 made.append(engine)
             pool = pool or LocalPool()
-            config = GatewayConfig(
-                port=0,
-                **{"engine_urls": [e.url for e in made], "retry_backoff_s": 0.01, **options},
-            )
-            app = create_app(config, pool, tokenizer)
+            config = GatewayConfig(port=0, **{"retry_backoff_s": 0.01, **options})
+            urls = tuple(e.url for e in made) if engine_urls is None else engine_urls
+            app = create_app(config, Wiring(urls), pool, tokenizer)
             http = http_protocol(config) if served_by == "ours" else SERVED_BY[served_by]
             url = await stack.enter_async_context(serving(app, http=http))
             clients = await stack.enter_async_context(AsyncExitStack())

@@ -19,6 +19,7 @@ import aiohttp
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import LocalPool, Sampled, ScriptedEngine, make_tokenizer, serving
 
 MARKUP = (
@@ -49,8 +50,10 @@ async def _fuzz_operations(
     engine = ScriptedEngine(default=lambda _: said)
     with tempfile.TemporaryDirectory() as folder:
         async with serving(engine.app(), graceful=False) as engine_url:
-            config = GatewayConfig(port=0, engine_urls=[engine_url])
-            async with serving(create_app(config, LocalPool(), tokenizer)) as url:
+            config = GatewayConfig(port=0)
+            async with serving(
+                create_app(config, Wiring((engine_url,)), LocalPool(), tokenizer)
+            ) as url:
                 command = [
                     *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
                     *("--checks", "not_a_server_error", "--phases", "fuzzing", "--no-color"),
@@ -82,9 +85,9 @@ async def _fuzz_white_box(tokenizer: ChatTokenizer, n: int, draw: random.Random)
     engine = ScriptedEngine(default=lambda _: Sampled([*ids(0), end]), context_length=100_000)
     failures = []
     async with serving(engine.app(), graceful=False) as engine_url:
-        config = GatewayConfig(port=0, engine_urls=[engine_url])
+        config = GatewayConfig(port=0)
         async with (
-            serving(create_app(config, LocalPool(), tokenizer)) as url,
+            serving(create_app(config, Wiring((engine_url,)), LocalPool(), tokenizer)) as url,
             aiohttp.ClientSession() as session,
         ):
             for _ in range(n):

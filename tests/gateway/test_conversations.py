@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from stepwell.backends.rows import build_rows
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import LocalPool, Sampled, ScriptedEngine, log_prob, make_tokenizer
 from tests.gateway.conftest import serving as serve_app
 
@@ -180,8 +181,8 @@ def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
 
         async def start() -> tuple[str, aiohttp.ClientSession]:
             engine_url = await stack.enter_async_context(serve_app(engine.app(), graceful=False))
-            config = GatewayConfig(port=0, engine_urls=[engine_url], thinking=thinking)
-            app = create_app(config, pool, model.tokenizer)
+            config = GatewayConfig(port=0, thinking=thinking)
+            app = create_app(config, Wiring((engine_url,)), pool, model.tokenizer)
             url = await stack.enter_async_context(serve_app(app))
             return url, await stack.enter_async_context(aiohttp.ClientSession())
 

@@ -27,6 +27,7 @@ from stepwell.gateway.engine import (
     _take,
 )
 from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
+from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import Sampled, log_prob
 
 PROMPT = np.arange(10, 15, dtype=np.int32)
@@ -208,10 +209,10 @@ async def rigs() -> AsyncIterator[Callable[..., Any]]:
             machines = [Machine() for _ in range(n)]
             for machine in machines:
                 await stack.enter_async_context(running(machine))
-            urls = [m.url for m in machines]
-            config = GatewayConfig(**{"engine_urls": urls, **FAST, **options})
+            wiring = Wiring(tuple(m.url for m in machines))
+            config = GatewayConfig(**{**FAST, **options})
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            client = EngineClient(session, config)
+            client = EngineClient(session, config, wiring)
             await client.start()
             stack.push_async_callback(client.close)
             return Rig(client, machines)
@@ -543,82 +544,6 @@ async def test_engines_that_differ_during_a_rolling_update_are_all_used(rigs: An
     versions = {(await rig.generate(affinity=str(i))).policy_version for i in range(20)}
     assert versions == {1, 2}
     assert rig.state(second) == "up"
-
-
-# -- a router --------------------------------------------------------------------------------
-
-
-async def test_the_workers_of_a_router_are_called_directly_as_they_come_and_go(rigs: Any) -> None:
-    rig = await rigs(2)
-    first, second = rig.machines
-    async with running(Machine(urls=[first.url])) as router, aiohttp.ClientSession() as session:
-        config = GatewayConfig(engine_router_url=router.url, **FAST)
-        routed = Rig(EngineClient(session, config), rig.machines)
-        await routed.client.start()
-        check_whole(await routed.generate(), [7, 8, 9])
-        router.urls = [second.url]
-        urls = [second.url]
-        await routed.until(
-            lambda: [e["url"] for e in routed.client.statistics()["engines"]] == urls
-        )
-        await routed.until(lambda: routed.client.statistics()["engines"][0]["version"] == 1)
-        check_whole(await routed.generate(), [7, 8, 9])
-        assert router.requests == []
-        assert (len(first.requests), len(second.requests)) == (1, 1)
-        await router.stop()  # workers outlive it
-        await asyncio.sleep(0.2)
-        check_whole(await routed.generate(), [7, 8, 9])
-        await routed.client.close()
-
-
-async def test_a_router_that_only_knows_list_workers_is_understood(rigs: Any) -> None:
-    rig = await rigs(1)
-
-    async def listed(request: web.Request) -> web.Response:
-        return web.json_response({"urls": [rig.machines[0].url + "/"]})
-
-    app = web.Application()
-    app.router.add_get("/list_workers", listed)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
-    async with aiohttp.ClientSession() as session:
-        client = EngineClient(session, GatewayConfig(engine_router_url=url, **FAST))
-        await client.start()
-        check_whole(await Rig(client, rig.machines).generate(), [7, 8, 9])
-        await client.close()
-    await runner.cleanup()
-
-
-async def test_workers_that_cannot_be_called_directly_are_refused_with_the_remedy(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def listed(request: web.Request) -> web.Response:
-        worker = {"url": "http://127.0.0.1:1", "worker_type": "prefill"}
-        return web.json_response({"workers": [worker]})
-
-    app = web.Application()
-    app.router.add_get("/workers", listed)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with aiohttp.ClientSession() as session:
-        config = GatewayConfig(engine_router_url=url, engine_retries=0, **FAST)
-        client = EngineClient(session, config)
-        await client.start()
-        with pytest.raises(EngineUnavailableError):
-            await Rig(client, []).generate()
-        await client.close()
-    await runner.cleanup()
-    assert "is of type 'prefill'" in caplog.text
-    assert "there is no engine; see gateway.engine_urls" in caplog.text
-
-
-def test_a_router_url_is_an_http_url() -> None:
-    with pytest.raises(ValueError, match="http://host:port"):
-        GatewayConfig(engine_router_url="localhost:1")
 
 
 # -- questions to any engine -----------------------------------------------------------------

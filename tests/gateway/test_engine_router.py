@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import pytest
@@ -12,7 +11,8 @@ from aiohttp import web
 
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.engine import EngineClient
-from stepwell.gateway.errors import EngineUnavailableError, RequestError
+from stepwell.gateway.errors import EngineUnavailableError, GatewayConfigError, RequestError
+from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import Sampled
 from tests.gateway.test_engine import FAST, Machine, Rig, check_whole, running
 
@@ -36,8 +36,8 @@ async def rig() -> AsyncIterator[Rig]:
         running(Router(urls=[worker.url])) as router,
         aiohttp.ClientSession() as session,
     ):
-        config = GatewayConfig(engine_router_url=router.url, engine_via_router=True, **FAST)
-        client = EngineClient(session, config)
+        wiring = Wiring((router.url,), via_router=True)
+        client = EngineClient(session, GatewayConfig(**FAST), wiring)
         await client.start()
         try:
             yield Rig(client, [router, worker])
@@ -100,9 +100,7 @@ async def test_what_a_router_would_silently_drop_is_refused(rig: Rig) -> None:
     check_whole(await rig.generate(constraint=("regex", "a")), [7, 8, 9])
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"engine_router_url": "http://r", "engine_urls": ["http://e"]}]
-)
-def test_through_a_router_needs_the_router_and_nothing_beside_it(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="name the router, and no engines beside it"):
-        GatewayConfig(engine_via_router=True, **fields)
+@pytest.mark.parametrize("urls", [(), ("http://router", "http://engine")])
+def test_through_a_router_needs_the_router_and_nothing_beside_it(urls: tuple[str, ...]) -> None:
+    with pytest.raises(GatewayConfigError, match="give its url"):
+        Wiring(urls, via_router=True)

@@ -400,13 +400,13 @@ async def test_an_engine_that_is_busy_for_a_moment_is_asked_again(world: Any) ->
 
 
 async def test_an_engine_that_stays_away_answers_503(worlds: Any) -> None:
-    world = await worlds(engine_retries=1, engine_urls=["http://127.0.0.1:9"], context_length=100)
+    world = await worlds(engine_retries=1, engine_urls=("http://127.0.0.1:9",), context_length=100)
     client = await world.client()
     for stream in (False, True):
         with pytest.raises(openai.InternalServerError) as failure:
             await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
         assert failure.value.status_code == 503
-        assert "gateway.engine_urls" in failure.value.message
+        assert "gateway.engine_retries" in failure.value.message
     assert world.pool.stored() == []
 
 
@@ -434,7 +434,7 @@ LONG = "word " * 20_000
                 ]
             },
         ),
-        ({"engine_urls": ["http://127.0.0.1:9"]}, {"messages": MESSAGES}),
+        ({"engine_urls": ("http://127.0.0.1:9",)}, {"messages": MESSAGES}),
         ({"family": "no_tools"}, {"messages": MESSAGES, "tools": [TOOL]}),
         ({"pool": "away"}, {"messages": MESSAGES}),
         ({"pool": "away"}, {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}),
@@ -495,8 +495,11 @@ WHERE = "http://10.1.2.3:30000 (10.1.2.3:30000) died in /usr/lib/python3/sglang/
         ({}, {"status": 500}),
         ({"engine_retries": 0}, {"status": 503}),
         ({}, {"version": WHERE}),
-        ({"engine_retries": 0, "context_length": 100, "engine_urls": ["http://127.0.0.1:9"]}, None),
-        ({"engine_urls": ["http://127.0.0.1:9"]}, None),
+        (
+            {"engine_retries": 0, "context_length": 100, "engine_urls": ("http://127.0.0.1:9",)},
+            None,
+        ),
+        ({"engine_urls": ("http://127.0.0.1:9",)}, None),
         ({"pool": "away"}, None),
     ],
 )

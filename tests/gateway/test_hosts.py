@@ -198,9 +198,8 @@ def test_the_hosts_of_replicas_are_ours() -> None:
     config = GatewayConfig(
         replicas=2,
         public_url="https://g{replica}.example",
-        replica_urls=("http://node-1:1", "http://node-2:1"),
     )
-    hosts = Hosts(config)
+    hosts = Hosts(config, ("http://node-1:1", "http://node-2:1"))
     scope: Any = {"scheme": "http", "server": ("127.0.0.1", 1)}
     for host in (b"g0.example", b"g1.example:443", b"node-2:1"):
         hosts.check(scope, host, None)

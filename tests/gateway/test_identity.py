@@ -12,6 +12,7 @@ import pytest
 
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import Sampled
 
 
@@ -371,4 +372,4 @@ async def test_text_that_changes_on_every_call_can_be_normalised(worlds: Any) ->
 
 def test_a_rule_that_is_no_regular_expression_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match=r"pattern is '\('"):
-        create_app(GatewayConfig(normalize=[{"pattern": "("}]), None, tokenizer)  # type: ignore
+        create_app(GatewayConfig(normalize=[{"pattern": "("}]), Wiring(), None, tokenizer)  # type: ignore

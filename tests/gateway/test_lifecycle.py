@@ -395,7 +395,7 @@ async def test_health_is_the_process_and_ready_is_the_engine(worlds: Any, http: 
         200,
         {"status": "ready", "context_length": 4096},
     )
-    alone = await worlds(engine_urls=["http://127.0.0.1:9"])
+    alone = await worlds(engine_urls=("http://127.0.0.1:9",))
     assert (await http.get(alone.url + "/health"))[0] == 200
     status, got = await http.get(alone.url + "/ready")
     assert status == 503

@@ -18,6 +18,7 @@ from benchmarks.gateway.size import bound, objects_of, trajectory_size
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.retries import pack, unpack
+from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import World, serving
 
 RETRY = {"x-stainless-retry-count": "1"}
@@ -233,8 +234,8 @@ async def test_retries_of_every_turn_leave_no_more_in_memory(world: World, http:
 async def test_a_gateway_that_takes_a_trajectory_over_holds_no_more(worlds: Any) -> None:
     world: World = await worlds()
     n_tokens, n_text = await converse(world, 20, 800, stream=False)
-    config = GatewayConfig(port=0, engine_urls=[world.engine.url])
-    other = create_app(config, world.pool, world.tokenizer)
+    config = GatewayConfig(port=0)
+    other = create_app(config, Wiring((world.engine.url,)), world.pool, world.tokenizer)
     async with serving(other) as url, aiohttp.ClientSession() as session:
         last = {"model": "m", "messages": [{"role": "user", "content": "a title"}]}
         await Http(session).post(f"{url}/t1/p1/v1/chat/completions", last)

@@ -34,6 +34,7 @@ from stepwell.gateway.parsing import ToolCall
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.retries import RetryKey
 from stepwell.gateway.server import bind
+from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import LocalPool, World, serving
 
 TOOLS: list[Any] = [
@@ -58,10 +59,10 @@ class Fleet:
     stack: AsyncExitStack
     options: dict[str, Any]
 
-    async def another(self, port: int = 0, **options: Any) -> World:
-        engines = [self.world.engine.url]
-        config = GatewayConfig(port=port, engine_urls=engines, **self.options, **options)
-        app = create_app(config, self.world.pool, self.world.tokenizer)
+    async def another(self, port: int = 0, **wiring: Any) -> World:
+        config = GatewayConfig(port=port, **self.options)
+        wired = Wiring((self.world.engine.url,), **wiring)
+        app = create_app(config, wired, self.world.pool, self.world.tokenizer)
         url = await self.stack.enter_async_context(serving(app, port=port))
         return replace(self.world, url=url, app=app)
 
@@ -779,13 +780,10 @@ def test_replicas_without_an_address_each_are_refused(options: Any, named: str) 
 
 
 async def test_public_addresses_of_replicas_hold_their_number() -> None:
-    config = GatewayConfig(
-        replicas=2,
-        replica_urls=("http://127.0.0.1:1", "http://127.0.0.1:2"),
-        public_url="https://g{replica}.example",
-    )
+    wiring = Wiring(replica_urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
     async with aiohttp.ClientSession() as http:
-        assert Addresses(config, http).origin(1) == "https://g1.example"
+        addresses = Addresses(wiring, "https://g{replica}.example", http)
+        assert addresses.origin(1) == "https://g1.example"
 
 
 async def test_any_replica_hands_out_the_addresses_of_all_that_answer(

@@ -27,6 +27,7 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.rollout_items import make_item, rows, steps_of
 from stepwell.gateway.transcript import Transcript
+from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import serving
 
 # -- a consumer that does what slime's rollout_buffer_example.py does ---------------------------
@@ -555,7 +556,7 @@ async def test_a_pool_that_dies_during_an_answer_neither_loses_nor_repeats_it(
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         pool = DataPoolClient(start_data_pool(PoolConfig()))
-        app = create_app(GatewayConfig(), pool, tokenizer_of("chatml"))
+        app = create_app(GatewayConfig(), Wiring(), pool, tokenizer_of("chatml"))
         async with serving(app) as url:
             consumer = Consumer(url)
             await consumer.start()
@@ -913,7 +914,7 @@ def test_a_generator_that_cannot_be_called_fails_before_serving(
     tokenizer_of: Callable[..., Any], path: str
 ):
     with pytest.raises(GatewayConfigError, match=r"gateway\.rollout_generator"):
-        create_app(GatewayConfig(rollout_generator=path), None, tokenizer_of("chatml"))  # type: ignore[arg-type]
+        create_app(GatewayConfig(rollout_generator=path), Wiring(), None, tokenizer_of("chatml"))  # type: ignore[arg-type]
 
 
 # -- properties -----------------------------------------------------------------------------------
@@ -1011,7 +1012,7 @@ def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     )  # type: ignore[arg-type]
     odd = {"big": 2**80, "half": "\ud800", "object": object()}
     trajectory = Trajectory("t", "p", (step,), metadata=odd)
-    buffer = RolloutBuffer(GatewayConfig(), None, tokenizer_of("chatml"), None, None)  # type: ignore[arg-type]
+    buffer = RolloutBuffer(GatewayConfig(), (), None, tokenizer_of("chatml"), None, None)  # type: ignore[arg-type]
     group_ = Group("p", (trajectory,))
     item = json.loads(buffer._encode(Served(group_, "p", (trajectory,))))
     assert item["tokens"] == [1, 2]

@@ -25,7 +25,9 @@ from stepwell.gateway import errors
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError, GatewayError, PortInUseError, RequestError
-from stepwell.gateway.server import HttpServer, bind, start_gateway
+from stepwell.gateway.replicas import start_replicas
+from stepwell.gateway.server import HttpServer, bind
+from stepwell.gateway.wiring import Wiring
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +47,6 @@ def test_reading_the_configuration_loads_neither_torch_nor_transformers() -> Non
         ({"port": 70000}, "port"),
         ({"host": "0.0.0.0"}, "no keys yet"),
         ({"host": "not an address"}, "give an IP address"),
-        ({"engine_urls": ["localhost:1"]}, "http://host:port"),
         ({"default_max_tokens": 10, "context_length": 10}, "leave room for a prompt"),
         ({"prot": 1}, "prot"),
     ],
@@ -53,6 +54,28 @@ def test_reading_the_configuration_loads_neither_torch_nor_transformers() -> Non
 def test_a_wrong_option_is_refused_with_its_remedy(options: Any, named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         GatewayConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("localhost:1", "write http://host:port"),
+        ("http://me:hushed@10.0.0.1:1", "user name or password"),
+        ("me:hushed@10.0.0.1:1", "user name or password"),
+    ],
+)
+@pytest.mark.parametrize("via_router", [False, True])
+def test_an_engines_url_that_cannot_be_used_is_refused_by_its_option(
+    url: str, named: str, via_router: bool
+) -> None:
+    with pytest.raises(GatewayConfigError, match=named) as refused:
+        Wiring((url,), via_router=via_router)
+    assert ("engine.router" if via_router else "engine.urls") in str(refused.value)
+    assert "hushed" not in str(refused.value)
+
+
+def test_urls_given_twice_are_one_engine() -> None:
+    assert Wiring(("http://a", "http://a/", "http://b")).engine_urls == ("http://a", "http://b")
 
 
 def test_a_port_in_use_is_one_clear_line() -> None:
@@ -73,13 +96,13 @@ def test_a_port_in_use_is_one_clear_line() -> None:
 )
 def test_a_missing_tokenizer_is_named(path: Any, named: str) -> None:
     with pytest.raises(GatewayConfigError, match=named):
-        create_app(GatewayConfig(tokenizer_path=path), pool=None)  # type: ignore[arg-type]  # not reached
+        create_app(GatewayConfig(tokenizer_path=path), Wiring(), pool=None)  # type: ignore[arg-type]  # not reached
 
 
 @pytest.mark.parametrize("path", ["no.such.module:f", "math:no_such", "math:pi", "nodots"])
 def test_a_wrong_reward_function_is_named(path: str, tokenizer: Any) -> None:
     with pytest.raises(GatewayConfigError, match=r"gateway\.reward_fn"):
-        create_app(GatewayConfig(reward_fn=path), pool=None, tokenizer=tokenizer)  # type: ignore[arg-type]  # not reached
+        create_app(GatewayConfig(reward_fn=path), Wiring(), pool=None, tokenizer=tokenizer)  # type: ignore[arg-type]  # not reached
 
 
 def test_errors_survive_pickling_with_their_fields() -> None:
@@ -102,7 +125,7 @@ async def test_a_server_thread_serves_and_leaves_nothing_behind(
     tokenizer: Any, tmp_path: Path
 ) -> None:
     config = GatewayConfig(port=0, tokenizer_path=saved(tokenizer, tmp_path), context_length=64)
-    server = HttpServer(config, pool=None)  # type: ignore[arg-type]  # /health asks no pool
+    server = HttpServer(config, Wiring(), pool=None)  # type: ignore[arg-type]  # /health asks no pool
     origin = await asyncio.to_thread(server.start)
     async with (
         aiohttp.ClientSession() as session,
@@ -111,7 +134,9 @@ async def test_a_server_thread_serves_and_leaves_nothing_behind(
         assert response.status == 200
     await asyncio.to_thread(server.stop)
     assert not [t for t in threading.enumerate() if t.name == "gateway"]
-    again = HttpServer(config.model_copy(update={"port": int(origin.rpartition(":")[2])}), None)  # type: ignore[arg-type]  # as above
+    again = HttpServer(
+        config.model_copy(update={"port": int(origin.rpartition(":")[2])}), Wiring(), None
+    )  # type: ignore[arg-type]  # as above
     assert await asyncio.to_thread(again.start) == origin
     await asyncio.to_thread(again.stop)
 
@@ -121,7 +146,7 @@ async def test_a_start_that_fails_frees_its_port() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(GatewayError):
-        HttpServer(GatewayConfig(port=port, tokenizer_path="/nowhere"), None).start()  # type: ignore[arg-type]  # not reached
+        HttpServer(GatewayConfig(port=port, tokenizer_path="/nowhere"), Wiring(), None).start()  # type: ignore[arg-type]  # not reached
     bind("127.0.0.1", port).close()
 
 
@@ -137,9 +162,8 @@ async def test_the_ray_actor_serves_agents_and_stores_steps_in_the_pool_actor(
         config = GatewayConfig(
             port=0,
             tokenizer_path=saved(tokenizer, tmp_path),
-            engine_urls=[world.engine.url],
         )
-        actor = start_gateway(config, "pool")
+        (actor,) = start_replicas(config, Wiring((world.engine.url,)), "pool")
         origin = await actor.start.remote()
         async with AsyncOpenAI(base_url=f"{origin}/t/p/v1", api_key="x") as client:
             reply = await client.chat.completions.create(
@@ -162,10 +186,8 @@ async def test_stopping_aborts_what_is_being_generated(
     world = await worlds()
     gate = asyncio.Event()
     world.say("never", gate=gate)
-    config = GatewayConfig(
-        port=0, tokenizer_path=saved(tokenizer, tmp_path), engine_urls=[world.engine.url]
-    )
-    server = HttpServer(config, world.pool)
+    config = GatewayConfig(port=0, tokenizer_path=saved(tokenizer, tmp_path))
+    server = HttpServer(config, Wiring((world.engine.url,)), world.pool)
     origin = await asyncio.to_thread(server.start)
     async with AsyncOpenAI(base_url=f"{origin}/t/p/v1", api_key="x", max_retries=0) as client:
         call = asyncio.create_task(
@@ -190,11 +212,10 @@ async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping
     config = GatewayConfig(
         port=0,
         tokenizer_path=saved(tokenizer, tmp_path),
-        engine_urls=[world.engine.url],
         pool_timeout_s=3.0,
         admin_keys=["an-admin-key-of-32-characters-00"],
     )
-    server = HttpServer(config, world.pool)
+    server = HttpServer(config, Wiring((world.engine.url,)), world.pool)
     origin = await asyncio.to_thread(server.start)
     headers = {"authorization": "Bearer an-admin-key-of-32-characters-00"}
     async with aiohttp.ClientSession() as http:

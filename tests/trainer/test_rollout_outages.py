@@ -24,6 +24,7 @@ from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import bind
+from stepwell.gateway.wiring import Wiring
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import Ledger, audit
@@ -80,8 +81,8 @@ class Gateway:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self, **options: Any) -> None:
-        config = GatewayConfig(**{"engine_urls": [self.engine.url], **FAST, **options})
-        app = create_app(config, self.pool, make_tokenizer("chatml"))
+        config = GatewayConfig(**{**FAST, **options})
+        app = create_app(config, Wiring((self.engine.url,)), self.pool, make_tokenizer("chatml"))
         listening = bind("127.0.0.1", self.port)
         self.port = listening.getsockname()[1]
         settings = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0)

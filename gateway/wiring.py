@@ -1,0 +1,53 @@
+"""This module records what a gateway is told at its start beside its configuration, so that no
+option holds what only the start can know.
+
+    stepwell/cluster.py ── Wiring(engines) ──► replicas.py ── each one its number ──► create_app
+
+Does not own: the options (`config.py`), which engine a call goes to (`fleet.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stepwell.gateway.errors import GatewayConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """Which engines a gateway generates with, and which of several gateways it is.
+
+    Raises:
+        GatewayConfigError: names the option that holds a URL which cannot be used.
+    """
+
+    engine_urls: tuple[str, ...] = ()
+    """SGLang servers (or embedded engines); a trajectory stays on one."""
+    via_router: bool = False
+    """`engine_urls` is one SGLang router, which chooses the engine: it must list only engines with
+    current weights. A stream that breaks off then fails, since nobody knows which weights sampled
+    it."""
+    lora_path: str | None = None
+    """Name of the LoRA adapter that generates; None: the engines' model itself."""
+    replica: int = 0
+    """Which of the gateways that share the work this one is."""
+    replica_urls: tuple[str, ...] = ()
+    """Origins of all of them."""
+
+    def __post_init__(self) -> None:
+        option = "engine.router" if self.via_router else "engine.urls"
+        if self.via_router and len(self.engine_urls) != 1:
+            raise GatewayConfigError(
+                f"calls go through a router, but engine_urls is {self.engine_urls}; give its url"
+            )
+        for url in self.engine_urls:
+            if "@" in url.partition("?")[0]:
+                raise GatewayConfigError(
+                    f"{option} holds a URL with a user name or password, which logs and statistics "
+                    "would show; leave it out and let engines listen where only the gateway can "
+                    "reach them"
+                )
+            if not url.startswith(("http://", "https://")):
+                raise GatewayConfigError(f"{option} holds {url!r}; write http://host:port")
+        urls = tuple(dict.fromkeys(url.rstrip("/") for url in self.engine_urls))
+        object.__setattr__(self, "engine_urls", urls)
