@@ -15,7 +15,9 @@ handed out (`addresses.py`).
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -23,10 +25,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from stepwell.datapool.process import settle_heap
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import PortInUseError
 from stepwell.gateway.pool_port import PoolPort
-from stepwell.gateway.server import GatewayServer, absolute_paths, bind
+from stepwell.gateway.server import HttpServer, bind
 from stepwell.gateway.wiring import Wiring
 
 RESTART_BIND_S = 30.0
@@ -35,21 +38,39 @@ PORTS = range(20000, 32768)
 otherwise have a replica's port when it starts again."""
 
 
-class GatewayReplica(GatewayServer):
-    """A gateway actor that serves again, by itself, when Ray has restarted it."""
+class GatewayReplica:
+    """A gateway as a Ray actor, which serves again by itself when Ray has restarted it. Methods are
+    async so that Ray's own loop stays free while the server's thread starts and stops."""
 
     def __init__(self, config: GatewayConfig, wiring: Wiring, pool: PoolPort | str) -> None:
         import ray
 
-        super().__init__(config, wiring, pool)
-        self._url = wiring.replica_urls[wiring.replica]
+        if isinstance(pool, str):
+            from stepwell.datapool.sharded import connect
+
+            pool = connect(pool)
+        self._http = HttpServer(config, wiring, pool)
+        self._wiring = wiring
+        self._origin: str | None = None
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._serve_again()
 
+    async def start(self) -> str:
+        """Serve; returns the origin. Repeating it is harmless."""
+        if self._origin is None:
+            return await asyncio.to_thread(self._begin)
+        return self._origin
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._http.stop)
+
     def _begin(self) -> str:
-        super()._begin()
-        self._origin = self._url  # its host may be an address to listen on only
-        return self._url
+        origin = self._http.start()
+        if self._wiring.replica_urls:  # the host may be an address to listen on only
+            origin = self._wiring.replica_urls[self._wiring.replica]
+        settle_heap()
+        self._origin = origin
+        return origin
 
     def _serve_again(self) -> None:
         end = time.monotonic() + RESTART_BIND_S
@@ -79,7 +100,7 @@ def start_replicas(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    config = absolute_paths(config)
+    config = _absolute_paths(config)
     nodes = _nodes(config.host)
     ports = _ports(config)
     homes = [nodes[i % len(nodes)] for i in range(config.replicas)]
@@ -125,3 +146,10 @@ def _ports(config: GatewayConfig) -> Sequence[int]:
             if len(found) == config.replicas:
                 return found
     raise PortInUseError(f"no port of {PORTS} is free on {config.host}; set gateway.port")
+
+
+def _absolute_paths(config: GatewayConfig) -> GatewayConfig:
+    """`config` for an actor, which may run with another working directory."""
+    if config.tokenizer_path is None or not os.path.isdir(config.tokenizer_path):
+        return config
+    return config.model_copy(update={"tokenizer_path": os.path.abspath(config.tokenizer_path)})

@@ -1,10 +1,10 @@
-"""Runs the gateway: uvicorn in a thread with an event loop of its own, and the Ray actor around it.
+"""Runs a gateway in this process: uvicorn in a thread with an event loop of its own.
 
-    HttpServer     bind ──► start ──► serving ──► stop        in this process (tests, embedding)
-    GatewayServer  the same inside a Ray actor                (several: `replicas.py`)
+    bind ──► start ──► serving ──► stop
 
 The socket is bound before anything else starts, so that a taken port is one clear line and port 0
-is known. Does not own: the application (`app.py`), a connection (`http_protocol.py`).
+is known. Does not own: the application (`app.py`), a connection (`http_protocol.py`), the Ray actor
+around it (`replicas.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import os
 import socket
 import threading
 from functools import partial
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from stepwell.datapool.process import settle_heap
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayError, PortInUseError
 from stepwell.gateway.http_protocol import ConnectionLimits, HttpProtocol
@@ -170,37 +168,3 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def absolute_paths(config: GatewayConfig) -> GatewayConfig:
-    """`config` for an actor, which may run with another working directory."""
-    if config.tokenizer_path is None or not os.path.isdir(config.tokenizer_path):
-        return config
-    return config.model_copy(update={"tokenizer_path": os.path.abspath(config.tokenizer_path)})
-
-
-class GatewayServer:
-    """A gateway as a Ray actor. Methods are async so that Ray's own loop stays free while the
-    server's thread starts and stops."""
-
-    def __init__(self, config: GatewayConfig, wiring: Wiring, pool: PoolPort | str) -> None:
-        if isinstance(pool, str):
-            from stepwell.datapool.sharded import connect
-
-            pool = connect(pool)
-        self._http = HttpServer(config, wiring, pool)
-        self._origin: str | None = None
-
-    async def start(self) -> str:
-        """Serve; returns the origin. Repeating it is harmless."""
-        if self._origin is None:
-            return await asyncio.to_thread(self._begin)
-        return self._origin
-
-    async def stop(self) -> None:
-        await asyncio.to_thread(self._http.stop)
-
-    def _begin(self) -> str:
-        self._origin = origin = self._http.start()
-        settle_heap()
-        return origin

@@ -34,8 +34,7 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.graph import join
-from stepwell.gateway.replicas import start_replicas
-from stepwell.gateway.server import GatewayServer
+from stepwell.gateway.replicas import GatewayReplica, start_replicas
 from stepwell.gateway.wiring import Wiring
 
 T = TypeVar("T")
@@ -82,7 +81,7 @@ class Direct(System):
         pass
 
 
-class WatchedGateway(GatewayServer):
+class WatchedGateway(GatewayReplica):
     """`stepwell train`'s gateway actor, whose event loop can be watched."""
 
     PERIOD_S = 0.005

@@ -360,7 +360,7 @@ async def test_rewards_are_computed_by_the_configured_function(worlds: Any, http
     world = await worlds(reward_fn="fractions:Fraction")
     status, got = await http.post(world.url + "/compute_reward", numerator=3, denominator=4)
     assert (status, got["error"]["code"]) == (500, "reward_failed")  # no float
-    world.gateway.reward = _score
+    world = await worlds(reward_fn=f"{__name__}:_score")
     status, got = await http.post(
         world.url + "/compute_reward", solution_str="4", ground_truth="4", extra_info={}
     )
