@@ -225,7 +225,6 @@ async def update_under_load(
     versions = range(first_version - 1, first_version + n_updates)
     problems = [*clients.failures, *wrong_steps(pool.steps, clients.tokens, versions)]
     return {
-        "mode": mode,
         "requests": clients.answered + len(clients.failures),
         "in_flight_at_each_update": min(in_flight),
         "updates": n_updates,
@@ -272,8 +271,9 @@ async def run(
     updates: Annotated[int, "of weights, in each mode"] = 20,
     mode: Sequence[PauseMode] = MODES,
 ) -> BenchResult:
-    """A row of figures for each pause mode."""
-    checks, rows = {}, []
+    """A column of figures for each pause mode."""
+    checks: dict[str, Check] = {}
+    columns: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
         model = endless_model(Path(folder))
         async with engine(model, Path(folder) / "engine.log") as running:
@@ -289,5 +289,10 @@ async def run(
                 )
                 version += updates
                 checks[f"{each}_problems"] = Check(len(figures["problems"]), 0)
-                rows.append(figures | {"problems": "; ".join(figures["problems"][:SHOWN])})
-    return BenchResult(checks, {"modes": rows})
+                columns[each] = figures | {"problems": "; ".join(figures["problems"][:SHOWN])}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [
+        {"figure": name, **{each: column[name] for each, column in columns.items()}}
+        for name in names
+    ]
+    return BenchResult(checks, {"by pause mode": rows})
