@@ -123,4 +123,4 @@ record-sglang: install install-sglang
 	$(ON_SGLANG) $(BIN)/python -m tests.backends.engines.record
 
 clean:
-	rm -rf $(VENV) .venv-verl .venv-sglang .slime .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-verl .venv-sglang .slime .mypy_cache .ruff_cache .pytest_cache .hypothesis dist build
