@@ -91,7 +91,12 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         )
         if config.cluster.address is None:
             await stack.enter_async_context(while_raylet_lives())
-        train = train_channel(config)
+        train = train_channel(
+            config.pool.channel(TRAIN),
+            config.async_training,
+            config.sampling,
+            config.rollout.max_outstanding_groups,
+        )
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
         pool_config = config.pool.model_copy(

@@ -31,7 +31,7 @@ from stepwell.trainer.config import (
     DataConfig,
     RolloutConfig,
     SamplingConfig,
-    TrainerSection,
+    TrainerConfig,
     check_sampling,
 )
 
@@ -91,7 +91,7 @@ class RunConfig(Section):
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    trainer: TrainerSection
+    trainer: TrainerConfig
     backend: TorchBackendConfig = TorchBackendConfig()
     engine: EngineConfig
     gateway: GatewayConfig = GatewayConfig()

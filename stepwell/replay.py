@@ -21,14 +21,20 @@ from stepwell.backends.weights import WeightStore
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.lease_keeper import LeaseKeeper
+from stepwell.datapool.types import TRAIN
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
+from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.metrics import MetricsWriter
+from stepwell.trainer.publication import Publisher
 from stepwell.trainer.recording import recordings
 from stepwell.trainer.replay import NoPool, ReplayTrainer
 from stepwell.trainer.rollout import Producer
+from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.validation import Validator
 
 REPLAY = "replay"
 """Folder of a replay's metrics, in the run's folder."""
@@ -48,19 +54,31 @@ async def replay(
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     pool = cast(DataPoolClient, NoPool())
     source = PromptSource(config.data.train, tokenizer_path=config.model.path)
+    producer, scorer = Producer(config.rollout, source, pool, []), Scorer(None, config.model.path)
     trainer = ReplayTrainer(
-        config.model_copy(
-            update={"trainer": config.trainer.model_copy(update={"save_debug_rollout_data": None})}
-        ),
+        config.trainer.model_copy(update={"save_debug_rollout_data": None}),
+        config.async_training,
+        config.algorithm,
         pool=pool,
-        producer=Producer(config.rollout, source, pool, []),
+        keeper=LeaseKeeper(pool, TRAIN, config.pool.channel(TRAIN).lease_s),
+        producer=producer,
         source=source,
-        scorer=Scorer(None, config.model.path),
+        scorer=scorer,
+        group_filter=GroupFilter(config.sampling),
+        validator=Validator(
+            config.trainer,
+            pool,
+            producer,
+            scorer,
+            folder=folder,
+            tokenizer_path=config.model.path,
+        ),
         backend=backend,
         critic=critic,
-        engines=(),
-        weights=WeightStore(folder),
+        publisher=Publisher((), WeightStore(folder), EngineMemory((), lends=False)),
         checkpoints=CheckpointStore(folder),
+        seed=config.run.seed,
+        logs=folder,
     )
     store = CheckpointStore(config.run.dir / "checkpoints")
     asked = config.run.resume

@@ -25,6 +25,8 @@ from stepwell.cluster import GATEWAY_KEY, POOL, WEIGHTS, Cluster, start_cluster
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool.journal import holder
+from stepwell.datapool.lease_keeper import LeaseKeeper
+from stepwell.datapool.types import TRAIN
 from stepwell.replay import REPLAY, replay
 from stepwell.report import SUMMARY, plot_reward, read_summary, summarise, write_summary
 from stepwell.trackers import build_trackers
@@ -33,12 +35,20 @@ from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.ledger import LEDGER, Ledger
 from stepwell.trainer.loop import Trainer
+from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
+from stepwell.trainer.publication import Publisher
 from stepwell.trainer.rewards import build_manager
 from stepwell.trainer.rollout import Producer, load_agent
-from stepwell.trainer.sampling import Pace, credit_limit, drops_surplus
+from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
 from stepwell.trainer.scoring import Scorer
-from stepwell.trainer.validation import COLUMNS, VALIDATION, read_samples, samples_path
+from stepwell.trainer.validation import (
+    COLUMNS,
+    VALIDATION,
+    Validator,
+    read_samples,
+    samples_path,
+)
 
 LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
@@ -134,16 +144,31 @@ def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> 
         cluster.pool,
         cluster.workers,
         ledger,
-        pace=Pace(credit_limit(config)),
-        drops_surplus=drops_surplus(config),
+        pace=Pace(
+            credit_limit(config.async_training, config.sampling, config.trainer.groups_per_step)
+        ),
+        drops_surplus=drops_surplus(config.async_training),
         n_greedy=int(config.algorithm.advantage.name == "remax"),
     )
+    scorer = Scorer(config.rollout.reward, config.model.path)
     trainer = Trainer(
-        config,
+        config.trainer,
+        config.async_training,
+        config.algorithm,
         pool=cluster.pool,
+        keeper=LeaseKeeper(cluster.pool, TRAIN, config.pool.channel(TRAIN).lease_s),
         producer=producer,
         source=source,
-        scorer=Scorer(config.rollout.reward, config.model.path),
+        scorer=scorer,
+        group_filter=GroupFilter(config.sampling),
+        validator=Validator(
+            config.trainer,
+            cluster.pool,
+            producer,
+            scorer,
+            folder=config.run.dir,
+            tokenizer_path=config.model.path,
+        ),
         backend=build_backend(
             config.trainer.backend,
             config.backend,
@@ -151,11 +176,25 @@ def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> 
             **cluster.placement.backend_options(),
         ),
         critic=build_critic(config, **cluster.placement.critic_options()),
-        engines=cluster.engines,
-        weights=WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
-        checkpoints=CheckpointStore(
-            folder, config.trainer.keep_checkpoints, config.trainer.keep_best
+        publisher=Publisher(
+            cluster.engines,
+            WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
+            EngineMemory(cluster.engines, lends=config.engine.release_memory),
+            transport=config.engine.weight_transport,
+            patience_s=config.trainer.starvation_timeout_s,
         ),
+        checkpoints=CheckpointStore(
+            folder,
+            config.trainer.keep_checkpoints,
+            config.trainer.keep_best,
+            origin={
+                "model_path": str(config.model.path.absolute()),
+                "backend": config.trainer.backend,
+                "backend_config": config.backend.model_dump(mode="json"),
+            },
+        ),
+        seed=config.run.seed,
+        logs=config.run.dir / "logs",
     )
     try:
         yield trainer
@@ -178,7 +217,7 @@ async def _train(
     display: Display,
     memory: MemoryMeter,
 ) -> dict[str, Any]:
-    if await trainer.resume():
+    if await trainer.resume(config.run.resume):
         display.resume_at(trainer.progress.updates)
         display.status(f"resumed at optimizer step {trainer.progress.updates}")
     # Of a run that was complete and goes back: it is not any more, also if it is killed now.

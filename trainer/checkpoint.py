@@ -47,10 +47,18 @@ class CheckpointStore:
     Args:
         keep: newest ones that stay; None: all, and the store is only read.
         keep_best: of all scored ones (`score`), those that stay besides; the later of equals.
+        origin: goes into every `about.json`: `model_path`, `backend` and `backend_config`.
     """
 
-    def __init__(self, folder: Path, keep: int | None = None, keep_best: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int | None = None,
+        keep_best: int = 0,
+        origin: Mapping[str, Any] | None = None,
+    ) -> None:
         self.folder = folder
+        self._origin = dict(origin or {})
         self._keep = keep
         self._keep_best = keep_best
         if keep is not None:
@@ -77,7 +85,8 @@ class CheckpointStore:
             draft.mkdir(parents=True)
             if not self.steps() and not (self.folder / "scores.json").exists():
                 self._write_scores({})  # from now on it is missed
-            (draft / "about.json").write_text(json.dumps({**(about or {}), "step": step}) + "\n")
+            about = {**self._origin, **(about or {}), "step": step}
+            (draft / "about.json").write_text(json.dumps(about) + "\n")
             with (draft / "state.pt").open("wb") as file:
                 torch.save(dict(state), file)
                 file.flush()

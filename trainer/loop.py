@@ -32,23 +32,27 @@ from torch import Tensor
 from stepwell.backends.base import TokenBatch, TrainingBackend
 from stepwell.backends.config import PublishMode
 from stepwell.backends.critic import Critic
-from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.weights import Publication, WeightStore
-from stepwell.config import RunConfig
+from stepwell.backends.weights import Publication
 from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import TRAIN, Group
 from stepwell.trainer.advantages import baselined, compute_advantages
-from stepwell.trainer.checkpoint import CheckpointStore, checkpoint_due, rng_state, set_rng_state
+from stepwell.trainer.checkpoint import (
+    CheckpointStore,
+    Resume,
+    checkpoint_due,
+    rng_state,
+    set_rng_state,
+)
+from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.kl import kl_in_reward, next_coef
 from stepwell.trainer.losses import loss_columns, make_loss_fn
-from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.off_policy import correct, lags, proximal_log_probs
 from stepwell.trainer.progress import Progress
-from stepwell.trainer.publication import publish_patiently, serving
+from stepwell.trainer.publication import Publisher
 from stepwell.trainer.reclaim import PRODUCER_GONE, reclaim
 from stepwell.trainer.recording import record_batch
 from stepwell.trainer.rollout import Producer
@@ -65,23 +69,39 @@ IN_FLIGHT_S = 1.0
 
 
 class Trainer:
-    """Drives a `TrainingBackend` over the pool's groups; see the module's docstring."""
+    """Drives a `TrainingBackend` over the pool's groups; see the module's docstring.
+
+    Args:
+        keeper: of leases on the channel that is trained.
+        seed: of the draws that a loss makes, with the number of the update.
+        logs: folder that an error tells to look into.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
+        config: TrainerConfig,
+        async_training: AsyncTrainingConfig,
+        algorithm: AlgorithmConfig,
         *,
         pool: DataPoolClient,
+        keeper: LeaseKeeper,
         producer: Producer,
         source: PromptSource,
         scorer: Scorer,
+        group_filter: GroupFilter,
+        validator: Validator,
         backend: TrainingBackend,
-        engines: Sequence[EngineClient],
-        weights: WeightStore,
+        publisher: Publisher,
         checkpoints: CheckpointStore,
         critic: Critic | None = None,
+        seed: int = 0,
+        logs: Path = Path("logs"),
     ) -> None:
         self.config = config
+        self._async = async_training
+        self._algorithm = algorithm
+        self._seed = seed
+        self._logs = logs
         self.progress = Progress()
         self.pool = pool
         self.producer = producer
@@ -90,14 +110,13 @@ class Trainer:
         self.scorer = scorer
         self._backend = backend
         self._critic = critic
-        self._engines = list(engines)
-        self.memory = EngineMemory(engines, lends=config.engine.release_memory)
-        self._weights = weights
+        self._publisher = publisher
+        self.memory = publisher.memory
         self.checkpoints = checkpoints
-        self._loss_fn = make_loss_fn(config.algorithm.loss, config.algorithm.kl)
-        self._filter = GroupFilter(config.sampling.filters)
-        self.validator = Validator(config, pool, producer, scorer)
-        self.keeper = LeaseKeeper(pool, TRAIN, config.pool.channel(TRAIN).lease_s)
+        self._loss_fn = make_loss_fn(algorithm.loss, algorithm.kl)
+        self._filter = group_filter
+        self.validator = validator
+        self.keeper = keeper
         self._consumed: set[str] = set()
         """prompt_uids of the batches since the last checkpoint."""
         self._phases = Phases()
@@ -137,13 +156,13 @@ class Trainer:
         for refill in count():
             self._consumed |= {group.prompt_uid for group in coming}
             with self._phases("score"):
-                scored = await self.scorer.score(coming, self.config.rollout.min_n)
-            kept = self._filter.keep(baselined(scored, self.config.algorithm.advantage))
+                scored = await self.scorer.score(coming, self.producer.min_n)
+            kept = self._filter.keep(baselined(scored, self._algorithm.advantage))
             groups += kept
             self.producer.refund(len(coming) - len(kept))
             if (missing := size - len(groups)) == 0:
                 break
-            self._filter.check_refills(refill, self.config.sampling.max_refills)
+            self._filter.check_refills(refill)
             with self._phases("wait"):
                 more = await self._lease(generation, missing)
             if more is None:
@@ -155,7 +174,7 @@ class Trainer:
         """One batch: `require_batches` optimizer steps, with π_prox taken once before the first."""
         if not groups:
             return
-        where = self.config.trainer.save_debug_rollout_data
+        where = self.config.save_debug_rollout_data
         await self._compute(record_batch, where, groups, self.progress)
         await self._borrow_memory()
         with self._phases("prepare"):
@@ -166,7 +185,7 @@ class Trainer:
             with self._phases("train"):
                 update = await self._compute(self._optimize, batch, indices)
             await self._return_memory()
-            if self.progress.updates % self.config.async_training.trigger_parameter_sync_step == 0:
+            if self.progress.updates % self._async.trigger_parameter_sync_step == 0:
                 with self._phases("publish"):
                     await self.publish()
             times = self._phases.take(time.monotonic() - self._mark)
@@ -176,10 +195,9 @@ class Trainer:
             self.ledger.trained(self.progress.updates, uids)
             yield await self._record(metrics | update | times, trained_on)
         # Between batches only: a checkpoint acks whole leases, and this one is now trained whole.
-        t = self.config.trainer
-        if checkpoint_due(
-            before, self.progress.updates, t.checkpoint_every, t.eval_every, t.keep_best
-        ):
+        every, best = self.config.checkpoint_every, self.config.keep_best
+        evaluated = self.validator.config.eval_every
+        if checkpoint_due(before, self.progress.updates, every, evaluated, best):
             with self._phases("checkpoint"):
                 await self.checkpoint()
 
@@ -189,7 +207,7 @@ class Trainer:
         """Everything the loss needs, as columns of the batch; runs in the compute thread."""
         steps = [s for g in groups for s in g.steps]
         owner = [i for i, g in enumerate(groups) for _ in g.steps]
-        parts = np.array_split(range(len(groups)), self.config.async_training.require_batches)
+        parts = np.array_split(range(len(groups)), self._async.require_batches)
         mini_of_group = {int(g): m for m, part in enumerate(parts) for g in part}
         mini_of_step = [mini_of_group[g] for g in owner]
 
@@ -198,10 +216,10 @@ class Trainer:
         prox = proximal_log_probs(
             lambda: self._backend.compute_log_probs(batch),
             columns["rollout_log_probs"],
-            self.config.algorithm.off_policy,
+            self._algorithm.off_policy,
         )
         gap = self._log_prob_gap(batch, prox)
-        if not self.config.async_training.use_rollout_log_probs:
+        if not self._async.use_rollout_log_probs:
             columns["rollout_log_probs"] = prox
         columns["prox_log_probs"] = prox
         token_rewards, metrics = self._hold_to_reference(groups, batch)
@@ -209,7 +227,7 @@ class Trainer:
             columns["values"] = self._critic.values(batch)
         advantages = compute_advantages(
             groups,
-            self.config.algorithm.advantage,
+            self._algorithm.advantage,
             token_rewards=token_rewards,
             values=columns.get("values"),
         )
@@ -224,19 +242,19 @@ class Trainer:
                 # A copy: a publication may end meanwhile, in the event loop's thread.
                 {v: self.progress.applied(u) for v, u in self.progress.published.copy().items()},
                 updates_now=self.progress.applied(self.progress.updates),
-                updates_per_sync=self.config.async_training.trigger_parameter_sync_step,
+                updates_per_sync=self._async.trigger_parameter_sync_step,
             ),
-            staleness_threshold=self.config.async_training.staleness_threshold,
-            config=self.config.algorithm.off_policy,
+            staleness_threshold=self._async.staleness_threshold,
+            config=self._algorithm.off_policy,
             advantages=columns["advantages"],
         )
         columns["weights"] = correction.weights
         metrics |= correction.metrics
         columns |= loss_columns(
             batch,
-            self.config.algorithm.loss,
+            self._algorithm.loss,
             mini_batches=mini_of_step,
-            seed=self.config.run.seed + self.progress.updates,
+            seed=self._seed + self.progress.updates,
         )
         if gap is not None:
             metrics["log_prob_gap"] = gap
@@ -262,7 +280,7 @@ class Trainer:
             if not self._critic.warm:
                 return update | {"skipped": 1.0}
         update |= self._backend.train_step(batch, loss_fn, indices)
-        if self.config.algorithm.kl.place == "loss":
+        if self._algorithm.kl.place == "loss":
             update["kl/coef"] = self._kl_coef
             trajectories = {batch.steps[i].trajectory_uid for i in indices}
             self._adapt_kl(update.get("kl/ref", math.nan), len(trajectories))
@@ -280,23 +298,11 @@ class Trainer:
                 await self._compute(self._backend.free_cache)
                 await self.memory.take_back()
 
-    async def _give_engines(self, path: Path, version: int, mode: PublishMode) -> Publication:
-        async with self.memory.at_home():
-            return await publish_patiently(
-                self._engines,
-                path,
-                version,
-                mode,
-                store=self._weights,
-                transport=self.config.engine.weight_transport,
-                patience_s=self.config.trainer.starvation_timeout_s,
-            )
-
     def _hold_to_reference(
         self, groups: Sequence[Group], batch: TokenBatch
     ) -> tuple[Tensor | None, dict[str, float]]:
         """The KL penalty as rewards of tokens, if that is its place, and its metrics."""
-        kl, columns = self.config.algorithm.kl, batch.columns
+        kl, columns = self._algorithm.kl, batch.columns
         if kl.place == "none":
             return None, {}
         columns["ref_log_probs"] = self._backend.compute_ref_log_probs(batch)
@@ -310,10 +316,10 @@ class Trainer:
     @property
     def _kl_coef(self) -> float:
         adapted = self.progress.kl_coef
-        return self.config.algorithm.kl.coef if adapted is None else adapted
+        return self._algorithm.kl.coef if adapted is None else adapted
 
     def _adapt_kl(self, measured: float, trajectories: int) -> None:
-        kl = self.config.algorithm.kl
+        kl = self._algorithm.kl
         if kl.target is not None:
             self.progress.kl_coef = next_coef(self._kl_coef, measured, trajectories, kl)
 
@@ -324,7 +330,7 @@ class Trainer:
         published = progress.published[progress.version]
         if progress.applied(published) != progress.applied(progress.updates):
             return None
-        if self.config.algorithm.off_policy.proximal == "rollout":
+        if self._algorithm.off_policy.proximal == "rollout":
             return None  # nothing was recomputed to compare with
         fresh = batch.expand(
             [
@@ -343,7 +349,7 @@ class Trainer:
         generation waits for them (`async_training.mode`). What fails then is raised by the next
         `publish` or `published`. An evaluation under way may hold it up (`validation.py`).
         """
-        windows = self.config.async_training.has_windows
+        windows = self._async.has_windows
         if windows:
             await self.validator.released()
             await self.producer.close_window()
@@ -359,18 +365,16 @@ class Trainer:
             self.progress.version = version
             self.progress.published[version] = updates
             await self.pool.advance_version(version)
-            partial = self.config.async_training.partial_rollout
+            partial = self._async.partial_rollout
             mode: PublishMode = "retract" if partial else "drain"
-            self._publication = asyncio.create_task(self._give_engines(path, version, mode))
+            self._publication = asyncio.create_task(self._publisher.publish(path, version, mode))
         if windows:
             await self.published()
             self.producer.open_window()
 
     def _write_weights(self, version: int) -> tuple[Path, int]:
         """Where they are, and how many updates they contain; runs in the compute thread."""
-        lora = self.config.engine.weight_transport == "lora"
-        save = self._backend.save_adapters if lora else self._backend.save_weights
-        return self._weights.write(version, save), self.progress.updates
+        return self._publisher.write(version, self._backend), self.progress.updates
 
     async def published(self) -> None:
         """Returns once every engine serves the version that was published last.
@@ -400,12 +404,7 @@ class Trainer:
             "ledger": self.ledger.offset,
             "rng": rng_state(),
         }
-        about = {
-            "version": self.progress.version,
-            "model_path": str(self.config.model.path.absolute()),
-            "backend": self.config.trainer.backend,
-            "backend_config": self.config.backend.model_dump(mode="json"),
-        }
+        about = {"version": self.progress.version}
         await self._compute(self.ledger.sync)
         await self._compute(self.checkpoints.save, self.progress.updates, state, about)
         await self.keeper.settle(consumed)
@@ -413,10 +412,11 @@ class Trainer:
         for prompt_uid in consumed:
             self.producer.settle(prompt_uid)
 
-    async def resume(self) -> bool:
-        """Go on from the newest checkpoint, if there is one, and see to it that the engines serve
-        the weights that are trained: those of the checkpoint, or of the start."""
-        path = self.checkpoints.find(self.config.run.resume)
+    async def resume(self, where: Resume = "auto") -> bool:
+        """Go on from the newest checkpoint, or the one that `where` names, if there is one, and see
+        to it that the engines serve the weights that are trained: those of the checkpoint, or of
+        the start."""
+        path = self.checkpoints.find(where)
         state = await self._compute(self.checkpoints.load, path) if path is not None else None
         if path is not None and state is not None:
             await self._compute(self._backend.load_state_dict, state["backend"])
@@ -440,9 +440,9 @@ class Trainer:
         for prompt_uid in reclaimed.again:
             self.ledger.dropped(prompt_uid, PRODUCER_GONE, returned=True)
         self._source.put_back(reclaimed.again.values(), "resumed", counts=False)
-        versions = await serving(self._engines, self.config.trainer.starvation_timeout_s)
+        versions = await self._publisher.serving()
         before = (await self.pool.get_statistics(TRAIN))["policy_version"]
-        bare = self.config.engine.weight_transport == "lora"  # engines have no adapter yet
+        bare = self._publisher.gives_adapters  # engines have none yet
         if state is not None or any(versions) or before or bare:
             # A number that nobody has seen: steps of before must not pass for ours.
             self.progress.version = max([self.progress.version, before, *versions])
@@ -460,8 +460,8 @@ class Trainer:
     def evaluation_due(self) -> bool:
         """Whether this optimizer step, between the first and the last, is to be evaluated and was
         not yet."""
-        trainer, updates = self.config.trainer, self.progress.updates
-        if not trainer.eval_every or updates % trainer.eval_every or updates >= trainer.total_steps:
+        every, updates = self.validator.config.eval_every, self.progress.updates
+        if not every or updates % every or updates >= self.config.total_steps:
             return False
         return updates not in {e.step for e in self.progress.evaluations}
 
@@ -493,7 +493,7 @@ class Trainer:
         self, until: int, generation: asyncio.Task[None] | None
     ) -> AsyncGenerator[Sequence[Group], None]:
         """The batches up to `until` updates; the next one is on its way while one is trained."""
-        per_lease = self.config.async_training.require_batches
+        per_lease = self._async.require_batches
         coming: asyncio.Task[Sequence[Group] | None] | None = None
         try:
             while self.progress.updates < until:
@@ -502,7 +502,7 @@ class Trainer:
                 if batch is None:
                     return
                 more = self.progress.updates + per_lease < until
-                if self.config.async_training.has_windows:
+                if self._async.has_windows:
                     more = False  # a lease before the publication would be of the window before
                 coming = asyncio.create_task(self._lease(generation)) if more else None
                 yield batch
@@ -515,10 +515,9 @@ class Trainer:
     ) -> Sequence[Group] | None:
         """The next `size` ready groups, by default `require_batches` × `groups_per_step`; None when
         generation has no prompt left (all epochs are done) and fewer are there."""
-        trainer = self.config.trainer
-        size = size or trainer.groups_per_step * self.config.async_training.require_batches
+        size = size or self.config.groups_per_step * self._async.require_batches
         request = asyncio.ensure_future(
-            self.keeper.lease(size, timeout_s=trainer.starvation_timeout_s)
+            self.keeper.lease(size, timeout_s=self.config.starvation_timeout_s)
         )
         try:
             while generation is not None and not request.done():
@@ -547,8 +546,8 @@ class Trainer:
     async def _why_starved(self) -> str:
         stats = await self.pool.get_statistics(TRAIN)
         return (
-            f"no {self.config.trainer.groups_per_step} groups became ready within "
-            f"trainer.starvation_timeout_s = {self.config.trainer.starvation_timeout_s:g} s; "
+            f"no {self.config.groups_per_step} groups became ready within "
+            f"trainer.starvation_timeout_s = {self.config.starvation_timeout_s:g} s; "
             f"groups: {stats['groups']}; oldest open: {stats['oldest_open']}; "
             f"filtered: {dict(self._filter.dropped)}; "
             f"{await self._losses(TRAIN)}"
@@ -559,7 +558,7 @@ class Trainer:
         reasons = (await self.pool.get_statistics(channel))["trajectories"]["abort_reasons"]
         common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
         said = "; ".join(f"{count} × {reason}" for reason, count in common) or "none was aborted"
-        return f"aborted: {said}. Look into the agent and {self.config.run.dir / 'logs'}"
+        return f"aborted: {said}. Look into the agent and {self._logs}"
 
     async def _record(self, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, Any]:
         trajectories = [t for g in groups for t in g.trajectories]

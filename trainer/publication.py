@@ -4,8 +4,8 @@
        │ none has: all are down, or one cannot be shown to be
        └──► again, until `patience_s`; refused by engines that all answer: REFUSALS times at most
 
-Owns the patience. Does not own the transaction (`backends/weights/`) or the restart
-(`backends/engines/supervisor.py`).
+Owns the patience, and what a run publishes: whole weights, or the adapter alone. Does not own the
+transaction (`backends/weights/`) or the restart (`backends/engines/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,74 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from stepwell.backends.base import TrainingBackend
 from stepwell.backends.config import PublishMode, WeightTransport
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineError, WeightUpdateError
 from stepwell.backends.weights import Publication, WeightStore, publish
+from stepwell.trainer.memory import EngineMemory
 
 log = logging.getLogger(__name__)
 
 REFUSALS = 3
 """An engine that crashed and came back within a publication answers, and the next one succeeds."""
 RETRY_S = 0.5
+
+
+class Publisher:
+    """Gives the engines of a run its weights.
+
+    Args:
+        store: where versions are on disk.
+        memory: of the engines; a publication waits until they have it.
+        patience_s: how long the first engine may take to come back.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        store: WeightStore,
+        memory: EngineMemory,
+        *,
+        transport: WeightTransport = "disk",
+        patience_s: float = 600.0,
+    ) -> None:
+        self.memory = memory
+        self._engines = list(engines)
+        self._store = store
+        self._transport = transport
+        self._patience_s = patience_s
+
+    @property
+    def gives_adapters(self) -> bool:
+        """Whether a version is a LoRA adapter, beside weights that engines keep."""
+        return self._transport == "lora"
+
+    def write(self, version: int, backend: TrainingBackend) -> Path:
+        """Write the backend's weights of now as `version`; the folder."""
+        save = backend.save_adapters if self.gives_adapters else backend.save_weights
+        return self._store.write(version, save)
+
+    async def publish(self, path: Path, version: int, mode: PublishMode) -> Publication:
+        """As `publish_patiently`, once the engines have their memory."""
+        async with self.memory.at_home():
+            return await publish_patiently(
+                self._engines,
+                path,
+                version,
+                mode,
+                store=self._store,
+                transport=self._transport,
+                patience_s=self._patience_s,
+            )
+
+    async def serving(self) -> list[int]:
+        """The version that each engine serves; one that is down is waited for.
+
+        Raises:
+            EngineError: it does not come back in time.
+        """
+        return await serving(self._engines, self._patience_s)
 
 
 async def publish_patiently(

@@ -451,6 +451,8 @@ class Producer:
         self._pace = pace or Pace(None)
         self._drops_surplus = drops_surplus
         self._n_greedy = n_greedy
+        self.min_n = config.min_n
+        """Rollouts that a group is trained with at the least, `n_greedy` not counted."""
         self._n, self._min_n = config.n + n_greedy, config.min_n + n_greedy
         self._running: dict[str, asyncio.Task[None]] = {}
         self._drop_reasons: dict[str, str] = {}

@@ -23,14 +23,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from stepwell.config import RunConfig
 from stepwell.datapool.config import ChannelConfig, SelectionConfig
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection import GroupInfo, Selection, TrajectoryInfo
 from stepwell.datapool.types import TRAIN, Group, Trajectory
-from stepwell.trainer.config import LAG_LIMIT
+from stepwell.trainer.config import LAG_LIMIT, AsyncTrainingConfig, SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
 
 NONZERO_STD = "nonzero_std"
@@ -98,44 +97,52 @@ class Pace:
             self._credited.set()
 
 
-def credit_limit(config: RunConfig) -> int | None:
+def credit_limit(
+    training: AsyncTrainingConfig, sampling: SamplingConfig, groups_per_step: int
+) -> int | None:
     """Groups begun and not yet leased when a window opens: the window's own (or
     `over_sampling_batch_size`) plus those of the windows that generation runs ahead; None: the mode
     has no windows."""
-    if (ahead := LAG_LIMIT.get(config.async_training.mode)) is None:
+    if (ahead := LAG_LIMIT.get(training.mode)) is None:
         return None
-    window = config.trainer.groups_per_step * config.async_training.trigger_parameter_sync_step
-    return ahead * window + (config.sampling.over_sampling_batch_size or window)
+    window = groups_per_step * training.trigger_parameter_sync_step
+    return ahead * window + (sampling.over_sampling_batch_size or window)
 
 
-def drops_surplus(config: RunConfig) -> bool:
+def drops_surplus(training: AsyncTrainingConfig) -> bool:
     """Whether groups that a window did not use are dropped with it: on-policy data admits none, and
     `partial_rollout` is the permission to go on with them under the next weights."""
-    training = config.async_training
     return training.mode == "sync" and not training.partial_rollout
 
 
-def train_channel(config: RunConfig) -> ChannelConfig:
+def train_channel(
+    channel: ChannelConfig,
+    training: AsyncTrainingConfig,
+    sampling: SamplingConfig,
+    max_outstanding_groups: int,
+) -> ChannelConfig:
     """The pool's `train` channel as the run needs it: limits, filters and, in modes with windows,
     the age from which a group is not trained but its prompt issued again.
+
+    Args:
+        channel: as it is configured.
 
     Raises:
         ConfigError: `sampling.filters` names no filter.
     """
-    channel = config.pool.channel(TRAIN)
-    filters = (*channel.selection.filters, *_pool_names(config.sampling.filters))
+    filters = (*channel.selection.filters, *_pool_names(sampling.filters))
     update: dict[str, object] = {
-        "max_queue_size": config.async_training.max_queue_size,
-        "max_outstanding_groups": config.rollout.max_outstanding_groups,
+        "max_queue_size": training.max_queue_size,
+        "max_outstanding_groups": max_outstanding_groups,
         "selection": channel.selection.model_copy(update={"filters": filters}),
     }
-    mixed = config.async_training.mode == "sync" and config.async_training.partial_rollout
-    limit = LAG_LIMIT.get(config.async_training.mode)
+    mixed = training.mode == "sync" and training.partial_rollout
+    limit = LAG_LIMIT.get(training.mode)
     if limit is not None and not mixed:
         own = channel.max_staleness
         update["max_staleness"] = limit if own is None else min(own, limit)
         update["on_stale"] = "return"
-    GroupFilter(config.sampling.filters)  # a wrong name is an error here, not in an actor
+    GroupFilter(sampling)  # a wrong name is an error here, not in an actor
     return channel.model_copy(update=update)
 
 
@@ -145,16 +152,14 @@ class GroupFilter:
     The pool judges a group as soon as it is ready, if its agents scored it; one that the trainer
     scores (`rollout.reward`) can only be judged here, after the lease.
 
-    Args:
-        filters: as in `SamplingConfig.filters`.
-
     Raises:
         ConfigError: a name that is not known.
     """
 
-    def __init__(self, filters: Sequence[str]) -> None:
+    def __init__(self, config: SamplingConfig) -> None:
+        self._max_refills = config.max_refills
         try:
-            self._selection = Selection(SelectionConfig(filters=_pool_names(filters)))
+            self._selection = Selection(SelectionConfig(filters=_pool_names(config.filters)))
         except SelectionError as e:
             raise ConfigError(f"sampling.filters: {e}") from e
         self.dropped: Counter[str] = Counter()
@@ -174,16 +179,13 @@ class GroupFilter:
                 self.dropped[verdict.reason] += 1
         return kept
 
-    def check_refills(self, done: int, limit: int | None) -> None:
-        """A batch is to be filled up again.
-
-        Args:
-            done: how often it was before.
-            limit: `sampling.max_refills`.
+    def check_refills(self, done: int) -> None:
+        """A batch is to be filled up again, after `done` times.
 
         Raises:
             StarvedError: that is as often as it may be.
         """
+        limit = self._max_refills
         if limit is not None and done >= limit:
             raise StarvedError(
                 f"a batch was filled up sampling.max_refills = {limit} times and is not whole yet; "

@@ -35,9 +35,9 @@ import numpy as np
 import orjson
 from transformers import AutoTokenizer
 
-from stepwell.config import RunConfig
 from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.types import VAL, Group, Trajectory
+from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.rollout import Producer
@@ -125,13 +125,23 @@ class Validator:
     """Evaluates the policy, beside training or while it waits.
 
     Args:
-        config: of the run; used are `trainer.eval_*`, `run.dir` and `model.path`.
+        folder: the run's, for sample tables.
+        tokenizer_path: turns responses into their text.
     """
 
     def __init__(
-        self, config: RunConfig, pool: DataPoolClient, producer: Producer, scorer: Scorer
+        self,
+        config: ValidationConfig,
+        pool: DataPoolClient,
+        producer: Producer,
+        scorer: Scorer,
+        *,
+        folder: Path,
+        tokenizer_path: Path,
     ) -> None:
-        self._config = config
+        self.config = config
+        self._folder = folder
+        self._tokenizer_path = tokenizer_path
         self._pool = pool
         self._producer = producer
         self._scorer = scorer
@@ -166,7 +176,7 @@ class Validator:
         """
         if self._task is not None:
             raise RuntimeError("an evaluation is under way; await `join` before the next")
-        if self._config.trainer.eval_pin == "hold":
+        if self.config.eval_pin == "hold":
             self._free.clear()
 
         async def work() -> None:
@@ -239,7 +249,7 @@ class Validator:
             StarvedError: not one rollout is left to take the mean of.
         """
         began = time.monotonic()
-        n = self._config.trainer.eval_rollouts
+        n = self.config.eval_rollouts
         uids = await self._producer.evaluate(tasks, n, VAL, beside_training=beside_training)
         groups = await self._scored(uids)
         pinned = [_pinned(group, policy.version) for group in groups]
@@ -256,8 +266,8 @@ class Validator:
         metrics = figures(
             pinned,
             n,
-            pass_at=self._config.trainer.eval_pass_at or powers_of_two(n),
-            pass_reward=self._config.trainer.eval_pass_reward,
+            pass_at=self.config.eval_pass_at or powers_of_two(n),
+            pass_reward=self.config.eval_pass_reward,
         )
         await asyncio.to_thread(self._write, pinned, policy)
         evaluation = Evaluation(
@@ -297,13 +307,13 @@ class Validator:
         reasons = (await self._pool.get_statistics(VAL))["trajectories"]["abort_reasons"]
         common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
         said = "; ".join(f"{count} × {reason}" for reason, count in common) or "none was aborted"
-        return f"aborted: {said}. Look into the agent and {self._config.run.dir / 'logs'}"
+        return f"aborted: {said}. Look into the agent and {self._folder / 'logs'}"
 
     def _write(self, groups: Sequence[Group], policy: Policy) -> None:
         if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._config.model.path)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
         rows = samples(groups, self._tokenizer.decode, policy)
-        write_samples(samples_path(self._config.run.dir, policy.step), rows)
+        write_samples(samples_path(self._folder, policy.step), rows)
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
+from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.weights import WeightStore
 from stepwell.config import RunConfig
 from stepwell.datapool import DataPoolActor, DataPoolClient, PoolConfig, Step, VersionSpan
+from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import GREEDY, TRAIN, VAL
 from stepwell.presets import load_config
 from stepwell.run import build_critic
@@ -34,10 +36,12 @@ from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.loop import Trainer
+from stepwell.trainer.memory import EngineMemory
+from stepwell.trainer.publication import Publisher
 from stepwell.trainer.rollout import Producer
-from stepwell.trainer.sampling import Pace, credit_limit, drops_surplus, train_channel
+from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus, train_channel
 from stepwell.trainer.scoring import Scorer
-from stepwell.trainer.validation import Evaluation
+from stepwell.trainer.validation import Evaluation, Validator
 
 SMALL = (
     "logging.wandb=disabled",
@@ -290,7 +294,13 @@ def small_config(folder: Path, *overrides: str, train: int = 200, val: int = 3) 
 
 def pool_config(config: RunConfig) -> PoolConfig:
     """The pool of the run, with its channels."""
-    return PoolConfig(channels={TRAIN: train_channel(config), VAL: config.pool.channel(VAL)})
+    train = train_channel(
+        config.pool.channel(TRAIN),
+        config.async_training,
+        config.sampling,
+        config.rollout.max_outstanding_groups,
+    )
+    return PoolConfig(channels={TRAIN: train, VAL: config.pool.channel(VAL)})
 
 
 @asynccontextmanager
@@ -314,21 +324,43 @@ async def small_run(
         pool,
         [worker],
         ledger,
-        pace=Pace(credit_limit(config)),
-        drops_surplus=drops_surplus(config),
+        pace=Pace(
+            credit_limit(config.async_training, config.sampling, config.trainer.groups_per_step)
+        ),
+        drops_surplus=drops_surplus(config.async_training),
         n_greedy=int(config.algorithm.advantage.name == "remax"),
     )
+    scorer = Scorer(config.rollout.reward, config.model.path)
+    engines = cast("list[EngineClient]", [engine])  # what is needed of one
     trainer = Trainer(
-        config,
+        config.trainer,
+        config.async_training,
+        config.algorithm,
         pool=pool,
+        keeper=LeaseKeeper(pool, TRAIN, config.pool.channel(TRAIN).lease_s),
         producer=producer,
         source=source,
-        scorer=Scorer(config.rollout.reward, config.model.path),
+        scorer=scorer,
+        group_filter=GroupFilter(config.sampling),
+        validator=Validator(
+            config.trainer,
+            pool,
+            producer,
+            scorer,
+            folder=config.run.dir,
+            tokenizer_path=config.model.path,
+        ),
         backend=backend,
         critic=build_critic(config),
-        engines=[engine],  # type: ignore[list-item]  # what it needs of an EngineClient
-        weights=WeightStore(config.run.dir / "weights"),
+        publisher=Publisher(
+            engines,
+            WeightStore(config.run.dir / "weights"),
+            EngineMemory(engines, lends=config.engine.release_memory),
+            transport=config.engine.weight_transport,
+            patience_s=config.trainer.starvation_timeout_s,
+        ),
         checkpoints=checkpoints or CheckpointStore(config.run.dir / "checkpoints", 2),
+        seed=config.run.seed,
     )
     val_tasks = PromptSource(config.data.val).all()
     try:

@@ -42,18 +42,23 @@ def trainer_of(tmp_path: Path, *overrides: str) -> Iterator[Trainer]:
         str(ROOT / "configs/quickstart.yaml"),
         [f"run.dir={tmp_path}", f"model.path={ROOT}/examples/quickstart/model", *fixed, *overrides],
     )
-    absent = cast(Any, SimpleNamespace(ledger=None))
+    absent = cast(Any, SimpleNamespace(ledger=None, memory=None))
     trainer = Trainer(
-        config,
+        config.trainer,
+        config.async_training,
+        config.algorithm,
         pool=absent,
+        keeper=absent,
         producer=absent,
         source=absent,
         scorer=absent,
         backend=CountingBackend(config.backend, config.model.path),
-        engines=[],
-        weights=absent,
+        group_filter=absent,
+        validator=absent,
+        publisher=absent,
         checkpoints=absent,
         critic=build_critic(config),
+        seed=config.run.seed,
     )
     try:
         yield trainer
@@ -225,7 +230,8 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
             return {}
 
     trainer = Trainer.__new__(Trainer)
-    trainer.config = load_config("quickstart", [])
+    config = load_config("quickstart", [])
+    trainer.config, trainer._async = config.trainer, config.async_training
     trainer.pool = cast(Any, Pool())
     trainer.keeper = LeaseKeeper(trainer.pool, TRAIN, 600.0)
     drained = asyncio.Event()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN, Group, Step, Trajectory
 from stepwell.presets import load_config
+from stepwell.trainer.config import SamplingConfig
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.ledger import audit
 from stepwell.trainer.sampling import (
@@ -25,9 +26,8 @@ from stepwell.trainer.sampling import (
     credit_limit,
     drops_surplus,
     group_info,
-    train_channel,
 )
-from tests.trainer.small_run import small_config, small_run
+from tests.trainer.small_run import pool_config, small_config, small_run
 
 SYNC = "async_training.mode=sync"
 ONE_STEP_OFF = "async_training.mode=one_step_off"
@@ -161,8 +161,11 @@ def test_credit_is_the_window_its_surplus_and_the_windows_ahead(
     tmp_path: Path, overrides: list[str], limit: int | None, drops: bool
 ) -> None:
     config = small_config(tmp_path, *overrides)
-    assert credit_limit(config) == limit
-    assert drops_surplus(config) == drops
+    assert (
+        credit_limit(config.async_training, config.sampling, config.trainer.groups_per_step)
+        == limit
+    )
+    assert drops_surplus(config.async_training) == drops
 
 
 @pytest.mark.parametrize(
@@ -179,19 +182,19 @@ def test_credit_is_the_window_its_surplus_and_the_windows_ahead(
 def test_a_mode_with_windows_bounds_the_age_of_what_is_served(
     tmp_path: Path, overrides: list[str], max_staleness: int | None, on_stale: str
 ) -> None:
-    channel = train_channel(small_config(tmp_path, *overrides))
+    channel = pool_config(small_config(tmp_path, *overrides)).channel(TRAIN)
     assert (channel.max_staleness, channel.on_stale) == (max_staleness, on_stale)
 
 
 def test_the_channel_gets_the_limits_and_the_filters_after_its_own(tmp_path: Path) -> None:
-    channel = train_channel(
+    channel = pool_config(
         small_config(
             tmp_path,
             "async_training.max_queue_size=3",
             "pool.channels.train.selection.filters=[all_wrong]",
             "sampling.filters=[nonzero_std]",
         )
-    )
+    ).channel(TRAIN)
     assert channel.max_queue_size == 3
     assert channel.max_outstanding_groups == 8
     assert channel.selection.filters == ("all_wrong", "zero_variance")
@@ -201,7 +204,7 @@ def test_the_channel_gets_the_limits_and_the_filters_after_its_own(tmp_path: Pat
 def test_a_filter_that_does_not_exist_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     config = small_config(tmp_path, "sampling.filters=[nonzero_sdt]")
     with pytest.raises(ConfigError, match=r"sampling.filters.*'nonzero_sdt'.*zero_variance"):
-        train_channel(config)
+        pool_config(config)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +255,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def test_groups_whose_rewards_are_all_equal_are_dropped_and_counted() -> None:
-    judge = GroupFilter(["nonzero_std"])
+    judge = GroupFilter(SamplingConfig(filters=["nonzero_std"]))
     even, odd, one = group(1.0, 1.0), group(0.0, 1.0), group(0.5)
     assert judge.keep([even, odd, one, group(0.0, 0.0, 0.0)]) == [odd, one]
     assert judge.dropped == {"zero_variance": 2}
@@ -264,7 +267,11 @@ def slime_keeps_hard_ones(args: Any, samples: list[Any]) -> bool:
 
 
 def test_filters_are_named_by_dotted_path_and_the_first_that_objects_decides() -> None:
-    judge = GroupFilter(["all_wrong(0.0)", f"slime_filter({__name__}:slime_keeps_hard_ones)"])
+    judge = GroupFilter(
+        SamplingConfig(
+            filters=["all_wrong(0.0)", f"slime_filter({__name__}:slime_keeps_hard_ones)"]
+        )
+    )
     hard = group(0.0, 1.0)
     assert judge.keep([group(0.0, 0.0), hard, group(1.0, 1.0)]) == [hard]
     assert judge.dropped == {"all_wrong": 1, "slime_keeps_hard_ones": 1}
@@ -272,7 +279,7 @@ def test_filters_are_named_by_dotted_path_and_the_first_that_objects_decides() -
 
 def test_without_filters_every_group_is_kept() -> None:
     groups = [group(1.0, 1.0), group(0.0)]
-    assert GroupFilter([]).keep(groups) == groups
+    assert GroupFilter(SamplingConfig(filters=[])).keep(groups) == groups
 
 
 def test_a_filter_sees_of_a_leased_group_what_the_pool_would_show_it() -> None:

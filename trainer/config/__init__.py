@@ -58,7 +58,7 @@ from stepwell.trainer.config.tools import (
     ToolConfig,
 )
 from stepwell.trainer.config.trainer import (
-    TrainerSection,
+    TrainerConfig,
 )
 from stepwell.trainer.config.validation import (
     ValidationConfig,
@@ -98,7 +98,7 @@ __all__ = [
     "TableConfig",
     "ToolBoxConfig",
     "ToolConfig",
-    "TrainerSection",
+    "TrainerConfig",
     "Truncation",
     "ValidationConfig",
     "check_sampling",

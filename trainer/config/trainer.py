@@ -7,7 +7,7 @@ from pydantic import Field
 from stepwell.trainer.config.validation import ValidationConfig
 
 
-class TrainerSection(ValidationConfig):
+class TrainerConfig(ValidationConfig):
     total_steps: int = Field(ge=1)
     """Optimizer steps."""
     backend: str = "torch"
