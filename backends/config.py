@@ -233,8 +233,9 @@ class TorchBackendConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model that `advantage: gae` trains (`backends/critic.py`). How it computes (device,
-    dtype, rows, micro-batches, optimizer, ranks) is the `backend` section's; it has no LoRA."""
+    """The value model that `adv_estimator: gae` trains (`backends/critic.py`). How it computes
+    (device, dtype, rows, micro-batches, optimizer, ranks) is the `backend` section's; it has no
+    LoRA."""
 
     path: Path | None = None
     """Hugging Face directory of its backbone, with the policy's vocabulary; null = `model.path`."""
@@ -242,7 +243,7 @@ class CriticConfig(Section):
     """Constant, and usually above the policy's: the head starts at 0."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    value_clip: float | None = Field(default=0.5, gt=0)
+    cliprange_value: float | None = Field(default=0.5, gt=0)
     """A value earns nothing by moving further than this from the batch's old one, within one
     batch; in units of the return. null = no clipping."""
     warmup_updates: int = Field(default=0, ge=0)

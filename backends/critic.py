@@ -92,7 +92,7 @@ class Critic:
         trained = chosen.repeat_interleave(batch.lengths) & batch.columns["returns"].isfinite()
         if not (n := int(trained.sum())):
             raise BatchError("none of the steps has a return; the critic has nothing to learn")
-        loss_fn = ValueLoss(self._config.value_clip, n)
+        loss_fn = ValueLoss(self._config.cliprange_value, n)
         update = self._model.train_step(self._own(batch), loss_fn, indices)
         self._updates += 1
         kept = ("loss", "grad_norm", "lr", "seconds", "skipped_updates")
@@ -140,7 +140,7 @@ class ValueLoss:
     """½ Σ max((V - G)², (clip(V, V_old ± c) - G)²) / n over the tokens with a return G.
 
     A `LossFn` whose `log_probs` are values. Source: PPO's reference implementation
-    (openai/baselines ppo2); c is `value_clip`.
+    (openai/baselines ppo2); c is `cliprange_value`.
     """
 
     clip: float | None

@@ -57,9 +57,9 @@ def overrides(lag: int, method: str, seed: int, steps: int) -> list[str]:
         f"algorithm.off_policy.method={known}",
         *clip,
         f"trainer.total_steps={steps}",
-        "trainer.eval_every=0",
+        "validation.every=0",
         f"trainer.checkpoint_every={10 * steps}",
-        f"trainer.groups_per_step={GROUPS}",
+        f"trainer.train_batch_size={GROUPS}",
         "logging.wandb=disabled",
     ]
 

@@ -64,9 +64,9 @@ PATIENCE_S = 600.0
 """The run must train again within it, or finish."""
 OPTIONS = (
     *("logging.wandb=disabled", "logging.console=plain", "run.name=resume"),
-    *("trainer.groups_per_step=2", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2"),
+    *("trainer.train_batch_size=2", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2"),
     *("rollout.n=4", "rollout.max_outstanding_groups=4", "rollout.timeout_s=60"),
-    *("data.val.size=2", "trainer.eval_every=0", "trainer.eval_rollouts=1"),
+    *("data.val.size=2", "validation.every=0", "validation.n=1"),
 )
 
 

@@ -32,6 +32,7 @@ from stepwell.trainer.config import (
     RolloutConfig,
     SamplingConfig,
     TrainerConfig,
+    ValidationConfig,
     check_sampling,
 )
 
@@ -92,6 +93,7 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig
+    validation: ValidationConfig = ValidationConfig()
     backend: TorchBackendConfig = TorchBackendConfig()
     engine: EngineConfig
     gateway: GatewayConfig = GatewayConfig()
@@ -116,8 +118,8 @@ class RunConfig(Section):
         check_sampling(
             self.async_training,
             self.sampling,
-            self.trainer,
-            groups_per_step=self.trainer.groups_per_step,
+            self.validation,
+            train_batch_size=self.trainer.train_batch_size,
             keep_best=self.trainer.keep_best,
             max_outstanding_groups=self.rollout.max_outstanding_groups,
         )

@@ -98,7 +98,7 @@ def plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
     """
     ranks, engines = wanted_gpus(config)
     # A single rank is the driver's process, and its critic is there too.
-    critics = ranks if ranks > 1 and config.algorithm.advantage.name == "gae" else 0
+    critics = ranks if ranks > 1 and config.algorithm.adv_estimator == "gae" else 0
     size, asked = config.cluster.gpus_per_engine, config.cluster.placement
     total = sum(node.gpus for node in nodes)
     if total == 0 or ranks + engines == 0:

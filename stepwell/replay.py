@@ -66,7 +66,7 @@ async def replay(
         scorer=scorer,
         group_filter=GroupFilter(config.sampling),
         validator=Validator(
-            config.trainer,
+            config.validation,
             pool,
             producer,
             scorer,

@@ -145,10 +145,10 @@ def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> 
         cluster.workers,
         ledger,
         pace=Pace(
-            credit_limit(config.async_training, config.sampling, config.trainer.groups_per_step)
+            credit_limit(config.async_training, config.sampling, config.trainer.train_batch_size)
         ),
         drops_surplus=drops_surplus(config.async_training),
-        n_greedy=int(config.algorithm.advantage.name == "remax"),
+        n_greedy=int(config.algorithm.adv_estimator == "remax"),
     )
     scorer = Scorer(config.rollout.reward, config.model.path)
     trainer = Trainer(
@@ -162,7 +162,7 @@ def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> 
         scorer=scorer,
         group_filter=GroupFilter(config.sampling),
         validator=Validator(
-            config.trainer,
+            config.validation,
             cluster.pool,
             producer,
             scorer,
@@ -204,8 +204,8 @@ def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> 
 
 
 def build_critic(config: RunConfig, **options: Any) -> Critic | None:
-    """The value model of `advantage: gae`; None with any other. `options` are `Critic`'s."""
-    if config.algorithm.advantage.name != "gae":
+    """The value model of `adv_estimator: gae`; None with any other. `options` are `Critic`'s."""
+    if config.algorithm.adv_estimator != "gae":
         return None
     return Critic(config.algorithm.critic, config.backend, config.model.path, **options)
 
@@ -228,9 +228,9 @@ async def _train(
     def report() -> None:
         for e in trainer.validator.finished():
             display.evaluation(e.step, e.score, e.tool_use)
-            trainer.checkpoints.score(e.weights_step, e.value(config.trainer.eval_metric))
+            trainer.checkpoints.score(e.weights_step, e.value(config.validation.metric))
             table = samples_path(config.run.dir, e.step)
-            metrics.table("val/samples", COLUMNS, read_samples(table, config.trainer.eval_samples))
+            metrics.table("val/samples", COLUMNS, read_samples(table, config.validation.samples))
 
     async def evaluate(mode: str = "blocking") -> None:
         display.status(f"evaluating on {len(tasks)} prompts")
@@ -252,13 +252,13 @@ async def _train(
         aclosing(trainer.train(total, generation)) as steps,
     ):
         if trainer.evaluation_due():  # of a process that was killed meanwhile
-            await evaluate(config.trainer.eval_mode)
+            await evaluate(config.validation.mode)
         async for record in steps:
             metrics.write(record)
             display.step(record)
             report()
             if trainer.evaluation_due():
-                await evaluate(config.trainer.eval_mode)
+                await evaluate(config.validation.mode)
     await evaluate()
 
     memory.sample()

@@ -233,7 +233,7 @@ def estimator(name: str) -> Estimator:
     """The estimator registered under `name`."""
     if name not in ESTIMATORS:
         raise UnknownNameError(
-            f"algorithm.advantage.name is {name!r}; choose one of {', '.join(ESTIMATORS)}, gae"
+            f"algorithm.adv_estimator is {name!r}; choose one of {', '.join(ESTIMATORS)}, gae"
         )
     return ESTIMATORS[name]
 
@@ -311,7 +311,7 @@ def compute_advantages(
 
     columns: dict[str, Tensor] = {}
     over_batch: OverBatch | None
-    if config.name == "gae":
+    if config.adv_estimator == "gae":
         if values is None:
             raise ColumnError("gae has no values; compute the critic's before the advantages")
         v = _column("values", values, layout.n_tokens)[starts]
@@ -321,7 +321,7 @@ def compute_advantages(
         columns["returns"] = returns
         over_batch = whiten
     else:
-        chosen = estimator(config.name)
+        chosen = estimator(config.adv_estimator)
         over_batch = chosen.over_batch
         units = to_go(rewards, trajectory, config.gamma)
         silent = 0
@@ -363,7 +363,7 @@ def baselined(groups: Sequence[Group], config: AdvantageConfig) -> list[Group]:
         if greedy:
             trained = tuple(t for t in group.trajectories if not t.metadata.get(GREEDY))
             group = replace(group, trajectories=trained)
-        if config.name == "remax":
+        if config.adv_estimator == "remax":
             if not greedy and not group.metadata.get(GREEDY):
                 raise RewardError(
                     f"group {group.prompt_uid!r} has no greedy rollout, which remax needs: a "

@@ -64,11 +64,11 @@ def next_coef(coef: float, kl: float, trajectories: int, config: KlConfig) -> fl
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593 §2.2. Without a
     target it stays what the configuration says; a KL that is not finite moves nothing.
     """
-    if config.target is None:
-        return config.coef
+    if config.target_kl is None:
+        return config.kl_coef
     if not math.isfinite(kl):
         return coef
-    error = min(max(kl / config.target - 1, -0.2), 0.2)
+    error = min(max(kl / config.target_kl - 1, -0.2), 0.2)
     return coef * (1 + error * trajectories / config.horizon)
 
 

@@ -157,7 +157,7 @@ class Trainer:
             self._consumed |= {group.prompt_uid for group in coming}
             with self._phases("score"):
                 scored = await self.scorer.score(coming, self.producer.min_n)
-            kept = self._filter.keep(baselined(scored, self._algorithm.advantage))
+            kept = self._filter.keep(baselined(scored, self._algorithm))
             groups += kept
             self.producer.refund(len(coming) - len(kept))
             if (missing := size - len(groups)) == 0:
@@ -196,7 +196,7 @@ class Trainer:
             yield await self._record(metrics | update | times, trained_on)
         # Between batches only: a checkpoint acks whole leases, and this one is now trained whole.
         every, best = self.config.checkpoint_every, self.config.keep_best
-        evaluated = self.validator.config.eval_every
+        evaluated = self.validator.config.every
         if checkpoint_due(before, self.progress.updates, every, evaluated, best):
             with self._phases("checkpoint"):
                 await self.checkpoint()
@@ -227,7 +227,7 @@ class Trainer:
             columns["values"] = self._critic.values(batch)
         advantages = compute_advantages(
             groups,
-            self._algorithm.advantage,
+            self._algorithm,
             token_rewards=token_rewards,
             values=columns.get("values"),
         )
@@ -316,11 +316,11 @@ class Trainer:
     @property
     def _kl_coef(self) -> float:
         adapted = self.progress.kl_coef
-        return self._algorithm.kl.coef if adapted is None else adapted
+        return self._algorithm.kl.kl_coef if adapted is None else adapted
 
     def _adapt_kl(self, measured: float, trajectories: int) -> None:
         kl = self._algorithm.kl
-        if kl.target is not None:
+        if kl.target_kl is not None:
             self.progress.kl_coef = next_coef(self._kl_coef, measured, trajectories, kl)
 
     def _log_prob_gap(self, batch: TokenBatch, prox: Tensor) -> float | None:
@@ -460,7 +460,7 @@ class Trainer:
     def evaluation_due(self) -> bool:
         """Whether this optimizer step, between the first and the last, is to be evaluated and was
         not yet."""
-        every, updates = self.validator.config.eval_every, self.progress.updates
+        every, updates = self.validator.config.every, self.progress.updates
         if not every or updates % every or updates >= self.config.total_steps:
             return False
         return updates not in {e.step for e in self.progress.evaluations}
@@ -513,9 +513,9 @@ class Trainer:
     async def _lease(
         self, generation: asyncio.Task[None] | None, size: int | None = None
     ) -> Sequence[Group] | None:
-        """The next `size` ready groups, by default `require_batches` × `groups_per_step`; None when
-        generation has no prompt left (all epochs are done) and fewer are there."""
-        size = size or self.config.groups_per_step * self._async.require_batches
+        """The next `size` ready groups, by default `require_batches` × `train_batch_size`; None
+        when generation has no prompt left (all epochs are done) and fewer are there."""
+        size = size or self.config.train_batch_size * self._async.require_batches
         request = asyncio.ensure_future(
             self.keeper.lease(size, timeout_s=self.config.starvation_timeout_s)
         )
@@ -546,7 +546,7 @@ class Trainer:
     async def _why_starved(self) -> str:
         stats = await self.pool.get_statistics(TRAIN)
         return (
-            f"no {self.config.groups_per_step} groups became ready within "
+            f"no {self.config.train_batch_size} groups became ready within "
             f"trainer.starvation_timeout_s = {self.config.starvation_timeout_s:g} s; "
             f"groups: {stats['groups']}; oldest open: {stats['oldest_open']}; "
             f"filtered: {dict(self._filter.dropped)}; "

@@ -1,6 +1,6 @@
 """The loss of a micro-batch, and the columns that make it a plain sum.
 
-    loss = Σ_t coef_t · (w_t · L_t + kl_coef · KL_t - entropy_coef · H_t)      coef = mask · α / N
+    loss = Σ_t coef_t · (w_t · L_t + kl_coef · KL_t - entropy_coeff · H_t)      coef = mask · α / N
 
 `coefficients` folds mask · α / N into one number per token, from counts taken before the
 importance weights w: what is left is a plain sum, so any split into micro-batches and any row
@@ -113,7 +113,7 @@ def coefficients(
     trained = torch.ones(n_tokens) if mask is None else (mask != 0).to("cpu", torch.float32)
 
     batch_of_step = _codes(mini_batches) if mini_batches is not None else torch.zeros_like(lengths)
-    if config.aggregation.startswith("sequence"):
+    if config.loss_agg_mode.startswith("sequence"):
         sample_of_step = torch.arange(len(lengths))
     else:
         # A trajectory split over mini-batches is a sample of each of them.
@@ -122,17 +122,19 @@ def coefficients(
     batch = torch.repeat_interleave(batch_of_step, lengths)
 
     tokens_in_sample = _count(sample, trained)
-    if config.aggregation == "token-mean":
+    if config.loss_agg_mode == "token-mean":
         alpha = torch.ones(n_tokens, dtype=torch.float64)
         n = _count(batch, trained)[batch]
     else:
         batch_of_sample = torch.zeros(len(tokens_in_sample), dtype=torch.int64)
         batch_of_sample[sample_of_step] = batch_of_step
         n = _count(batch_of_sample, (tokens_in_sample > 0).float())[batch]
-        if config.aggregation in ("trajectory-mean", "sequence-mean-token-mean"):
+        if config.loss_agg_mode in ("trajectory-mean", "sequence-mean-token-mean"):
             alpha = 1 / tokens_in_sample[sample].clamp(min=1)
         else:
-            alpha = torch.full((n_tokens,), 1 / (config.sum_norm or 1.0), dtype=torch.float64)
+            alpha = torch.full(
+                (n_tokens,), 1 / (config.loss_scale_factor or 1.0), dtype=torch.float64
+            )
     return (trained * alpha / n.clamp(min=1)).float()
 
 
@@ -159,14 +161,14 @@ class PolicyLoss:
     @property
     def entropy(self) -> Literal["none", "value", "gradient"]:
         """What the backend has to compute of the policy's entropy."""
-        if self.config.entropy_coef > 0:
+        if self.config.entropy_coeff > 0:
             return "gradient"
         return "value" if self.config.report_entropy else "none"
 
     def __call__(
         self, log_probs: Tensor, entropy: Tensor | None, columns: Mapping[str, Tensor]
     ) -> LossOutput:
-        """Σ coef · (w · L + kl_coef · KL - entropy_coef · H) over the tokens of a micro-batch.
+        """Σ coef · (w · L + kl_coef · KL - entropy_coeff · H) over the tokens of a micro-batch.
 
         KL and entropy carry no importance weight: they ask nothing of the behaviour policy.
         """
@@ -196,8 +198,8 @@ class PolicyLoss:
             reported["kl/ref"] = kl.detach()
         if entropy is not None:
             entropy = entropy[live]
-            if c.entropy_coef > 0:
-                loss = loss - c.entropy_coef * (coef * entropy).sum()
+            if c.entropy_coeff > 0:
+                loss = loss - c.entropy_coeff * (coef * entropy).sum()
             reported["policy/entropy"] = entropy.detach()
         count = live.sum().double()
         return LossOutput(loss, {k: Mean(v.double().sum(), count) for k, v in reported.items()})
@@ -222,4 +224,4 @@ def make_loss_fn(
     """
     kl = kl or KlConfig()
     policy_loss(config.policy)
-    return PolicyLoss(config, kl, kl.coef if kl_coef is None else kl_coef)
+    return PolicyLoss(config, kl, kl.kl_coef if kl_coef is None else kl_coef)

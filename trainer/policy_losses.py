@@ -64,11 +64,11 @@ def _log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
 
 
 def _clipped(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    ratio: Tensor, advantages: Tensor, clip_ratio_low: float, clip_ratio_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A r, -A clip(r)), and where the clip is what counts (the gradient is 0 there)."""
     unclipped = -advantages * ratio
-    clipped = -advantages * torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    clipped = -advantages * torch.clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     active = clipped > unclipped
     flags = {
         "clip_frac_high": active & (advantages > 0),
@@ -82,25 +82,25 @@ def ppo_clip(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
-    dual_clip: float | None = 3.0,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    clip_ratio_c: float | None = 3.0,
 ) -> PolicyTerms:
     """Clipped surrogate with separate bounds and dual clip; inputs [n], fp32.
 
         r = exp(log π - log π_old)
-        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
-        L = min(L, -A dual_clip)  where A < 0
+        L = max(-A r, -A clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high))
+        L = min(L, -A clip_ratio_c)  where A < 0
 
     Sources: PPO, arXiv:1707.06347 eq. 7; clip-higher: DAPO, arXiv:2503.14476 eq. 10; dual clip:
     arXiv:1912.09729 eq. 5.
     """
     ratio = torch.exp(_log_ratio(log_probs, old_log_probs))
-    loss, flags = _clipped(ratio, advantages, clip_low, clip_high)
+    loss, flags = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high)
     negative = advantages < 0
     flags["dual_clip_frac"] = torch.zeros_like(negative)
-    if dual_clip is not None:
-        bound = -advantages * dual_clip
+    if clip_ratio_c is not None:
+        bound = -advantages * clip_ratio_c
         flags["dual_clip_frac"] = negative & (loss > bound)
         loss = torch.where(negative, torch.minimum(loss, bound), loss)
     return PolicyTerms(loss, ratio, flags)
@@ -112,14 +112,14 @@ def gspo(
     advantages: Tensor,
     columns: Mapping[str, Tensor],
     *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
+    clip_ratio_low: float = 3e-4,
+    clip_ratio_high: float = 4e-4,
 ) -> PolicyTerms:
     """Clipped surrogate of the sequence's ratio, with a gradient per token.
 
         s   = exp(mean over the step's trained tokens of log π - log π_old)
         s_t = sg(s) · π_t / sg(π_t)
-        L   = max(-A s_t, -A clip(s_t, 1 - clip_low, 1 + clip_high))
+        L   = max(-A s_t, -A clip(s_t, 1 - clip_ratio_low, 1 + clip_ratio_high))
 
     Source: GSPO, arXiv:2507.18071 eq. 7 and 14 (GSPO-token, whose gradient is GSPO's when A is
     constant over the sequence). A sequence is the response of one step, also in a trajectory of
@@ -128,7 +128,7 @@ def gspo(
     log_sequence = step_mean((log_probs - old_log_probs).detach(), columns)
     log_ratio = log_probs - log_probs.detach() + log_sequence
     ratio = torch.exp(torch.clamp(log_ratio, max=MAX_LOG_SEQUENCE_RATIO))
-    loss, flags = _clipped(ratio, advantages, clip_low, clip_high)
+    loss, flags = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high)
     return PolicyTerms(loss, ratio, flags)
 
 
@@ -137,16 +137,17 @@ def cispo(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    clip_low: float = 1.0,
-    clip_high: float = 4.0,
+    clip_ratio_low: float = 1.0,
+    clip_ratio_high: float = 4.0,
 ) -> PolicyTerms:
-    """L = -sg(clip(r, 1 - clip_low, 1 + clip_high)) · A · log π: every token keeps a gradient.
+    """L = -sg(clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)) · A · log π: every token keeps a
+    gradient.
 
     Source: CISPO, MiniMax-M1, arXiv:2506.13585 eq. 4 and 5. With `off_policy.method: bypass` it is
     REINFORCE under truncated importance sampling.
     """
     ratio = torch.exp(_log_ratio(log_probs, old_log_probs)).detach()
-    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high)
+    clipped = torch.clamp(ratio, 1 - clip_ratio_low, 1 + clip_ratio_high)
     flags = {"clip_frac_high": ratio > clipped, "clip_frac_low": ratio < clipped}
     return PolicyTerms(-clipped * advantages * log_probs, ratio, flags)
 
@@ -175,14 +176,14 @@ def clip_cov(
     advantages: Tensor,
     selected: Tensor,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.28,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
 ) -> PolicyTerms:
     """PPO's clipped surrogate, and no loss on the selected tokens, whose gradient would cost the
     most entropy. Source: The Entropy Mechanism, arXiv:2505.22617.
     """
     ratio = torch.exp(_log_ratio(log_probs, old_log_probs))
-    loss, flags = _clipped(ratio, advantages, clip_low, clip_high)
+    loss, flags = _clipped(ratio, advantages, clip_ratio_low, clip_ratio_high)
     flags["cov_selected_frac"] = selected != 0
     return PolicyTerms(torch.where(selected != 0, 0.0, loss), ratio, flags)
 
@@ -222,9 +223,9 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 p,
                 x["prox_log_probs"],
                 x["advantages"],
-                clip_low=c.clip_low,
-                clip_high=c.clip_high,
-                dual_clip=c.dual_clip,
+                clip_ratio_low=c.clip_ratio_low,
+                clip_ratio_high=c.clip_ratio_high,
+                clip_ratio_c=c.clip_ratio_c,
             )
         ),
         "gspo": Policy(
@@ -233,14 +234,18 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 x["prox_log_probs"],
                 x["advantages"],
                 x,
-                clip_low=c.clip_low,
-                clip_high=c.clip_high,
+                clip_ratio_low=c.clip_ratio_low,
+                clip_ratio_high=c.clip_ratio_high,
             ),
             ("prox_log_probs", "advantages", "step", "step_tokens"),
         ),
         "cispo": Policy(
             lambda p, x, c: cispo(
-                p, x["prox_log_probs"], x["advantages"], clip_low=c.clip_low, clip_high=c.clip_high
+                p,
+                x["prox_log_probs"],
+                x["advantages"],
+                clip_ratio_low=c.clip_ratio_low,
+                clip_ratio_high=c.clip_ratio_high,
             )
         ),
         "sapo": Policy(
@@ -258,8 +263,8 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 x["prox_log_probs"],
                 x["advantages"],
                 x["selected"],
-                clip_low=c.clip_low,
-                clip_high=c.clip_high,
+                clip_ratio_low=c.clip_ratio_low,
+                clip_ratio_high=c.clip_ratio_high,
             ),
             ("prox_log_probs", "advantages", "selected"),
         ),

@@ -98,14 +98,14 @@ class Pace:
 
 
 def credit_limit(
-    training: AsyncTrainingConfig, sampling: SamplingConfig, groups_per_step: int
+    training: AsyncTrainingConfig, sampling: SamplingConfig, train_batch_size: int
 ) -> int | None:
     """Groups begun and not yet leased when a window opens: the window's own (or
     `over_sampling_batch_size`) plus those of the windows that generation runs ahead; None: the mode
     has no windows."""
     if (ahead := LAG_LIMIT.get(training.mode)) is None:
         return None
-    window = groups_per_step * training.trigger_parameter_sync_step
+    window = train_batch_size * training.trigger_parameter_sync_step
     return ahead * window + (sampling.over_sampling_batch_size or window)
 
 

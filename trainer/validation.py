@@ -5,12 +5,12 @@
               └────── pinned: v + 1 is not published before they end ◄────────┘
 
 All rollouts of an evaluation come from one policy version. With one engine that is so because the
-next publication waits for them (`trainer.eval_pin: hold`): optimizer steps, leases and training
+next publication waits for them (`validation.pin: hold`): optimizer steps, leases and training
 rollouts go on, under weights that get older meanwhile. Every step is checked all the same: a
-rollout with a token of another version is left out and counted as `mixed`. With `eval_pin: drop`
+rollout with a token of another version is left out and counted as `mixed`. With `pin: drop`
 nothing waits, and that check is what pins.
 
-Worked example: `eval_every` 20, a publication every 2 updates, an evaluation as long as 5 updates.
+Worked example: `every` 20, a publication every 2 updates, an evaluation as long as 5 updates.
 At update 20 version 10 is published and pinned; the publications of 22 and 24 do not happen; at 25
 the evaluation has ended and version 11 is published, with the weights of 25.
 
@@ -97,7 +97,7 @@ class Evaluation:
             return self.score
         if metric not in self.metrics:
             raise ConfigError(
-                f"trainer.eval_metric is {metric!r}, which the evaluation at step {self.step} does "
+                f"validation.metric is {metric!r}, which the evaluation at step {self.step} does "
                 f"not have; it has score, {', '.join(self.metrics)}"
             )
         return self.metrics[metric]
@@ -176,7 +176,7 @@ class Validator:
         """
         if self._task is not None:
             raise RuntimeError("an evaluation is under way; await `join` before the next")
-        if self.config.eval_pin == "hold":
+        if self.config.pin == "hold":
             self._free.clear()
 
         async def work() -> None:
@@ -242,14 +242,14 @@ class Validator:
         *,
         beside_training: bool = False,
     ) -> Evaluation:
-        """Roll out `tasks`, `eval_rollouts` times each, and score them; the engines serve `policy`.
+        """Roll out `tasks`, `n` times each, and score them; the engines serve `policy`.
         Writes the sample table.
 
         Raises:
             StarvedError: not one rollout is left to take the mean of.
         """
         began = time.monotonic()
-        n = self.config.eval_rollouts
+        n = self.config.n
         uids = await self._producer.evaluate(tasks, n, VAL, beside_training=beside_training)
         groups = await self._scored(uids)
         pinned = [_pinned(group, policy.version) for group in groups]
@@ -260,14 +260,14 @@ class Validator:
             if finished:
                 raise _NonePinnedError(
                     f"{problem} under the version it began with, {policy.version}: weights were "
-                    "published meanwhile; set trainer.eval_pin to hold"
+                    "published meanwhile; set validation.pin to hold"
                 )
             raise StarvedError(f"{problem}; {await self._why()}")
         metrics = figures(
             pinned,
             n,
-            pass_at=self.config.eval_pass_at or powers_of_two(n),
-            pass_reward=self.config.eval_pass_reward,
+            pass_at=self.config.pass_at or powers_of_two(n),
+            pass_reward=self.config.pass_reward,
         )
         await asyncio.to_thread(self._write, pinned, policy)
         evaluation = Evaluation(

@@ -289,8 +289,8 @@ def test_the_policys_lora_and_schedule_are_not_the_critics() -> None:
     )
     own = CriticConfig(lr=1e-4).model_config_of(backend)
     assert (own.lora, own.scheduler, own.lr, own.rows) == (None, "constant", 1e-4, "step")
-    with pytest.raises(ValidationError, match="value_clip"):
-        CriticConfig(value_clip=0.0)
+    with pytest.raises(ValidationError, match="cliprange_value"):
+        CriticConfig(cliprange_value=0.0)
 
 
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy

@@ -107,11 +107,11 @@ def make_case(aggregation: str, *, masked: bool = False) -> Case:
     mask = torch.from_numpy(draw.random(batch.n_tokens) > (0.1 if masked else -1.0)).float()
     config = LossConfig.model_validate(
         {
-            "aggregation": aggregation,
-            "sum_norm": NORM if aggregation.endswith("-norm") else None,
-            "clip_low": CLIP_LOW,
-            "clip_high": CLIP_HIGH,
-            "dual_clip": DUAL_CLIP,
+            "loss_agg_mode": aggregation,
+            "loss_scale_factor": NORM if aggregation.endswith("-norm") else None,
+            "clip_ratio_low": CLIP_LOW,
+            "clip_ratio_high": CLIP_HIGH,
+            "clip_ratio_c": DUAL_CLIP,
         }
     )
     batch.columns["prox_log_probs"] = torch.from_numpy(prox)
@@ -305,7 +305,7 @@ def by_slime(case: Case, policy_loss: SlimeLoss = slime_restated) -> Seen:
         old_log_probs=columns["old"],
         weights=columns["weights"],
         clip=(CLIP_LOW, CLIP_HIGH, DUAL_CLIP),
-        per_token=case.config.aggregation == "token-mean",
+        per_token=case.config.loss_agg_mode == "token-mean",
         n_rollouts=len(trained),  # slime itself counts those without a trained token too
     )
     loss.backward()

@@ -234,7 +234,7 @@ def test_loss_and_gradient_are_those_of_a_plain_forward_for_any_rows_and_split(
     model_path: Path, seed: int, budget: int
 ) -> None:
     steps = random_steps(seed)
-    config = LossConfig(entropy_coef=0.05, aggregation="trajectory-mean")
+    config = LossConfig(entropy_coeff=0.05, loss_agg_mode="trajectory-mean")
     loss_fn = make_loss_fn(config)
 
     model = reference_model(model_path)
@@ -261,7 +261,7 @@ def test_loss_and_gradient_are_those_of_a_plain_forward_for_any_rows_and_split(
 def test_splitting_a_trajectory_into_more_steps_changes_nothing(
     model_path: Path, aggregation: str
 ) -> None:
-    config = LossConfig.model_validate({"aggregation": aggregation})
+    config = LossConfig.model_validate({"loss_agg_mode": aggregation})
     reply = [5, 6, 7, 8, 9, 10]
     other = step([4], [5, 5], "b")
     whole = [step([1, 2, 3], reply, "a"), other]

@@ -212,7 +212,7 @@ def test_verls_actor_makes_the_update_that_the_torch_backend_makes(
         model_path,
     )
     batch = backend.convert(STEPS)
-    config = LossConfig.model_validate({"aggregation": "trajectory-mean"})
+    config = LossConfig.model_validate({"loss_agg_mode": "trajectory-mean"})
     batch.columns["prox_log_probs"] = backend.compute_log_probs(batch)
     batch.columns |= compute_advantages(GROUPS, AdvantageConfig()).columns
     batch.columns["weights"] = torch.linspace(0.5, 1.0, batch.n_tokens)

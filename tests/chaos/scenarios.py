@@ -19,8 +19,8 @@ from tests.chaos.machines import TwoMachines
 
 OPTIONS = (
     *("logging.wandb=disabled", "logging.console=plain", "run.name=chaos"),
-    *("trainer.groups_per_step=2", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2"),
-    *("trainer.eval_every=0", "trainer.eval_rollouts=1", "data.val.size=2"),
+    *("trainer.train_batch_size=2", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=2"),
+    *("validation.every=0", "validation.n=1", "data.val.size=2"),
     *("trainer.keep_weights=20", "async_training.trigger_parameter_sync_step=1"),
     *("rollout.agent=tests.chaos.agent:agent", "rollout.n=4", "rollout.max_outstanding_groups=6"),
     *("rollout.timeout_s=120", "rollout.group_deadline_s=300"),

@@ -22,8 +22,8 @@ async def test_a_run_trains_while_its_engine_lends_its_memory_behind_a_router(
         "engine.router=launch",
         "async_training.trigger_parameter_sync_step=1",
         "trainer.total_steps=3",
-        "trainer.eval_every=0",
-        "trainer.eval_rollouts=1",
+        "validation.every=0",
+        "validation.n=1",
     )
     summary = await train(config)
     assert summary["optimizer_steps"] == 3

@@ -68,7 +68,7 @@ def test_colocated_they_share_gpu_by_gpu() -> None:
 def test_each_rank_of_a_critic_shares_the_gpu_of_the_policys_rank(
     placement: str, share: float
 ) -> None:
-    gae = ("algorithm.advantage=gae", f"cluster.placement={placement}", "cluster.engines=2")
+    gae = ("algorithm.adv_estimator=gae", f"cluster.placement={placement}", "cluster.engines=2")
     planned = plan(config(*gae), [DRIVER, OTHER])
     assert [s.bundle for s in planned.critic] == [s.bundle for s in planned.ranks] == [0, 1]
     assert {s.gpus for s in (*planned.ranks, *planned.critic)} == {share}
@@ -194,7 +194,7 @@ def test_a_critic_with_ranks_starts_where_no_gpu_is_left_over(gpus: None) -> Non
             context = ray.get_runtime_context()
             return context.get_node_id(), tuple(map(str, context.get_accelerator_ids()["GPU"]))
 
-    placement = place(config("algorithm.advantage=gae", "cluster.engines=2"))
+    placement = place(config("algorithm.adv_estimator=gae", "cluster.engines=2"))
     options = [placement.backend_options(), placement.critic_options()]
     parts = [
         [ray.remote(Part).options(num_cpus=0, **rank).remote() for rank in of["options"]]

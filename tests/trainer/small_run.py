@@ -46,9 +46,9 @@ from stepwell.trainer.validation import Evaluation, Validator
 SMALL = (
     "logging.wandb=disabled",
     "logging.console=quiet",
-    "trainer.groups_per_step=2",
+    "trainer.train_batch_size=2",
     "trainer.total_steps=4",
-    "trainer.eval_every=0",
+    "validation.every=0",
     "trainer.checkpoint_every=100",
     "trainer.starvation_timeout_s=20",
     "rollout.n=2",
@@ -325,10 +325,10 @@ async def small_run(
         [worker],
         ledger,
         pace=Pace(
-            credit_limit(config.async_training, config.sampling, config.trainer.groups_per_step)
+            credit_limit(config.async_training, config.sampling, config.trainer.train_batch_size)
         ),
         drops_surplus=drops_surplus(config.async_training),
-        n_greedy=int(config.algorithm.advantage.name == "remax"),
+        n_greedy=int(config.algorithm.adv_estimator == "remax"),
     )
     scorer = Scorer(config.rollout.reward, config.model.path)
     engines = cast("list[EngineClient]", [engine])  # what is needed of one
@@ -343,7 +343,7 @@ async def small_run(
         scorer=scorer,
         group_filter=GroupFilter(config.sampling),
         validator=Validator(
-            config.trainer,
+            config.validation,
             pool,
             producer,
             scorer,

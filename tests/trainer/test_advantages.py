@@ -77,7 +77,7 @@ def trajectory(
 
 
 def advantages(groups: Sequence[Group], name: str, **options: Any) -> list[float]:
-    config = AdvantageConfig.model_validate({"name": name, **options})
+    config = AdvantageConfig.model_validate({"adv_estimator": name, **options})
     values = torch.zeros(sum(len(s.response_ids) for g in groups for s in g.steps))
     result = compute_advantages(groups, config, values=values if name == "gae" else None)
     return [float(a) for a in result.columns["advantages"]]
@@ -135,7 +135,7 @@ def assert_agrees(
     for name in names:
         # verl discounts tokens and sums process rewards to go in these three.
         config = AdvantageConfig.model_validate(
-            {"name": name}
+            {"adv_estimator": name}
             | ({"credit": "token"} if name in LOST_BY_VERL else {})
             | ({"gamma": GAMMA} if name in ("gae", "reinforce_plus_plus") else {})
             | ({"lam": LAM} if name == "gae" else {})
@@ -356,7 +356,7 @@ def test_a_step_is_credited_with_nothing_that_was_earned_before_it(
 ) -> None:
     """Under credit "step" the last step's return is its own reward alone."""
     group = group_of(trajectories, outcome=False)
-    plain = AdvantageConfig(name="reinforce_plus_plus", credit="step", whiten=False)
+    plain = AdvantageConfig(adv_estimator="reinforce_plus_plus", credit="step", whiten=False)
     at = np.cumsum([len(s.response_ids) for s in group.steps]) - 1
     per_step = compute_advantages([group], plain).columns["advantages"][torch.from_numpy(at)]
     expected = [
@@ -366,7 +366,9 @@ def test_a_step_is_credited_with_nothing_that_was_earned_before_it(
     ]
     assert per_step.tolist() == pytest.approx(expected)
     # And whatever the baseline, it moves all steps of a trajectory alike, or scales them.
-    config = AdvantageConfig.model_validate({"name": name, "credit": "step", "whiten": False})
+    config = AdvantageConfig.model_validate(
+        {"adv_estimator": name, "credit": "step", "whiten": False}
+    )
     shifted = (
         compute_advantages([group], config).columns["advantages"][torch.from_numpy(at)].tolist()
     )
@@ -420,7 +422,7 @@ def test_groups_do_not_touch_each_other(name: str, sizes: list[int], data: st.Da
 def test_gae_over_steps_values_a_step_at_its_first_token_and_trains_the_critic_there() -> None:
     group = Group("p", (trajectory("a", 0.0, 1.0, tokens=[2, 3]), trajectory("b", 4.0)))
     values = torch.tensor([0.5, 9.0, 0.25, 9.0, 9.0, 3.0])
-    config = AdvantageConfig(name="gae", credit="step", gamma=0.5, lam=0.0, whiten=False)
+    config = AdvantageConfig(adv_estimator="gae", credit="step", gamma=0.5, lam=0.0, whiten=False)
     result = compute_advantages([group], config, values=values)
     first, second = 0.5 * 0.25 - 0.5, 1 - 0.25
     assert result.columns["advantages"].tolist() == pytest.approx(
@@ -437,7 +439,7 @@ def test_metrics_tell_which_share_of_groups_teaches_nothing() -> None:
         Group("p", (trajectory("a", 1.0), trajectory("b", 1.0))),
         Group("q", (trajectory("c", 1.0), trajectory("d", 0.0))),
     ]
-    metrics = compute_advantages(groups, AdvantageConfig(name="dr_grpo")).metrics
+    metrics = compute_advantages(groups, AdvantageConfig(adv_estimator="dr_grpo")).metrics
     assert metrics["advantage/no_signal_groups"] == 0.5
     assert metrics["advantage/mean"] == 0
     assert metrics["advantage/std"] == pytest.approx(math.sqrt(2 * 0.25 / 4))
@@ -451,18 +453,18 @@ def test_the_greedy_rollout_is_the_baseline_and_is_not_trained() -> None:
         "p",
         (trajectory("a", 1.0), trajectory("g", 0.75, **{GREEDY: True}), trajectory("b", 0.0)),
     )
-    config = AdvantageConfig(name="remax")
+    config = AdvantageConfig(adv_estimator="remax")
     (kept,) = baselined([group], config)
     assert [t.trajectory_uid for t in kept.trajectories] == ["a", "b"]
     assert advantages([kept], "remax") == pytest.approx([0.25, -0.75])
-    (other,) = baselined([group], AdvantageConfig(name="grpo"))
+    (other,) = baselined([group], AdvantageConfig(adv_estimator="grpo"))
     assert [t.trajectory_uid for t in other.trajectories] == ["a", "b"]
 
 
 def test_a_group_whose_greedy_rollout_failed_is_left_out_not_compared_with_zero(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = AdvantageConfig(name="remax")
+    config = AdvantageConfig(adv_estimator="remax")
     whole = Group("p", (trajectory("a", 1.0), trajectory("g", 0.0, **{GREEDY: True})))
     broken = Group("q", (trajectory("b", 1.0),), metadata={GREEDY: True})
     with caplog.at_level(logging.WARNING):
@@ -482,21 +484,23 @@ def test_an_unknown_estimator_is_refused_with_the_known_names() -> None:
     with pytest.raises(UnknownNameError, match=r"'gpro'.*grpo, dr_grpo, rloo"):
         estimator("gpro")
     with pytest.raises(ValidationError, match="'grpo', 'dr_grpo'"):
-        AdvantageConfig.model_validate("gpro")
+        AdvantageConfig.model_validate({"adv_estimator": "gpro"})
 
 
-def test_a_bare_name_is_the_whole_section() -> None:
-    assert AdvantageConfig.model_validate("rloo") == AdvantageConfig(name="rloo")
-    assert AdvantageConfig(name="gae").unit == "token"
-    assert AdvantageConfig(name="grpo").unit == "trajectory"
+def test_credit_goes_by_the_estimator() -> None:
+    assert AdvantageConfig(adv_estimator="gae").unit == "token"
+    assert AdvantageConfig(adv_estimator="grpo").unit == "trajectory"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": "gae", "credit": "trajectory"}, "choose 'step' or 'token'"),
-        ({"name": "grpo", "gamma": 0.9}, "gamma is 0.9 but a trajectory's rewards are summed"),
-        ({"name": "rloo", "lam": 0.9}, "lam is 0.9 but name is 'rloo'"),
+        ({"adv_estimator": "gae", "credit": "trajectory"}, "choose 'step' or 'token'"),
+        (
+            {"adv_estimator": "grpo", "gamma": 0.9},
+            "gamma is 0.9 but a trajectory's rewards are summed",
+        ),
+        ({"adv_estimator": "rloo", "lam": 0.9}, "lam is 0.9 but adv_estimator is 'rloo'"),
     ],
 )
 def test_options_that_mean_nothing_together_are_refused(
@@ -519,7 +523,7 @@ def test_columns_of_the_wrong_length_and_gae_without_values_are_refused() -> Non
     with pytest.raises(ColumnError, match=r"token_rewards has shape \(3,\) for 2"):
         compute_advantages([group], AdvantageConfig(), token_rewards=torch.zeros(3))
     with pytest.raises(ColumnError, match="gae has no values"):
-        compute_advantages([group], AdvantageConfig(name="gae"))
+        compute_advantages([group], AdvantageConfig(adv_estimator="gae"))
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1e308, -2.1e9])
@@ -533,7 +537,7 @@ def test_a_reward_that_would_make_its_group_nan_is_refused_by_the_name_of_its_tr
 @pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "remax"])
 def test_the_largest_rewards_still_have_finite_advantages(name: str) -> None:
     group = Group("p", tuple(trajectory(f"t{i}", r) for i, r in enumerate((1e9, -1e9, 0.0))))
-    columns = compute_advantages([group], AdvantageConfig(name=name)).columns
+    columns = compute_advantages([group], AdvantageConfig(adv_estimator=name)).columns
     assert columns["advantages"].isfinite().all()
 
 

@@ -23,7 +23,7 @@ def cluster() -> Any:
 async def test_remax_runs_one_greedy_rollout_more_per_group_and_trains_the_others_against_it(
     tmp_path: Path,
 ) -> None:
-    config = small_config(tmp_path, "algorithm.advantage=remax", "trainer.total_steps=2")
+    config = small_config(tmp_path, "algorithm.adv_estimator=remax", "trainer.total_steps=2")
     # rollout.n = 2: rewards 0 and 1, and 2 for the greedy one, which is the last.
     async with small_run(config) as run:
         records = await run.train()
@@ -40,7 +40,7 @@ async def test_gae_trains_its_critic_alone_during_the_warm_up_and_saves_it_with_
     tmp_path: Path,
 ) -> None:
     options = (
-        "algorithm.advantage.name=gae",
+        "algorithm.adv_estimator=gae",
         "algorithm.critic.lr=1e-3",
         "algorithm.critic.warmup_updates=2",
         "trainer.total_steps=4",

@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
 from stepwell.trainer.buffer_filters import Returned
-from stepwell.trainer.config import DataConfig, RolloutConfig, SourceConfig
+from stepwell.trainer.config import DataConfig, SourceConfig
 from stepwell.trainer.data import DataError, DataExhaustedError, PromptSource, Task
 from stepwell.trainer.prompt_length import PromptMeter
 from stepwell.trainer.rollout import _new_uid
@@ -265,12 +265,6 @@ def test_skipped_ids_are_never_handed_out_and_more_may_be_skipped_on_resume(tmp_
 def test_a_list_of_ids_that_cannot_be_read_is_refused() -> None:
     with pytest.raises(DataError, match=r"skip_instance_ids is .*gone.txt.*one id a line"):
         PromptSource(chain_sum(skip_instance_ids="gone.txt"))
-
-
-def test_rollouts_per_prompt_go_by_either_name_but_not_by_both() -> None:
-    assert RolloutConfig.model_validate({"agent": "a:b", "n_samples_per_prompt": 3}).n == 3
-    with pytest.raises(ValidationError, match=r"n is 8 and n_samples_per_prompt is 3.*set n alone"):
-        RolloutConfig.model_validate({"agent": "a:b", "n": 8, "n_samples_per_prompt": 3})
 
 
 # ── save and load ────────────────────────────────────────────────────────────────────────────────

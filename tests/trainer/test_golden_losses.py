@@ -10,7 +10,7 @@ elsewhere. A verl row maps onto our columns in two ways:
 Differences on purpose, each with its test:
 
 - SAPO honours the aggregation mode; verl always takes seq-mean-token-mean.
-- `sum_norm` has no default; verl divides by the padded width of the batch.
+- `loss_scale_factor` has no default; verl divides by the padded width of the batch.
 - `band` bounds π/μ, the weight; the k1 bounds of verl's rejection hold for μ/π.
 - Tokens and trajectories that a mask rejects stay in N; in verl they leave the denominators.
 - Ratios of a sequence (GSPO, `sequence` and `step` weights) belong to one call of the model; verl
@@ -158,10 +158,10 @@ def loss_config(policy: str, aggregation: str) -> LossConfig:
     return LossConfig.model_validate(
         {
             "policy": OURS[policy],
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "aggregation": aggregation,
-            "sum_norm": NORM if aggregation.endswith("-norm") else None,
+            "clip_ratio_low": 0.2,
+            "clip_ratio_high": 0.28,
+            "loss_agg_mode": aggregation,
+            "loss_scale_factor": NORM if aggregation.endswith("-norm") else None,
             "cov": {"share": COV_SHARE, "low": COV_LOW, "high": COV_HIGH, "kl_coef": KL_COV},
         }
     )
@@ -267,8 +267,8 @@ def test_kl_in_the_loss_agrees_in_value_and_gradient(entry: dict[str, Any], esti
 
 
 def test_the_adaptive_coefficient_follows_verls_controller(recorded: list[Any]) -> None:
-    config = KlConfig(place="reward", target=0.1, horizon=1000, coef=0.1)
-    coef, ours = config.coef, []
+    config = KlConfig(place="reward", target_kl=0.1, horizon=1000, kl_coef=0.1)
+    coef, ours = config.kl_coef, []
     for kl, n in OBSERVED_KL:
         coef = next_coef(coef, kl, n, config)
         ours.append(coef)

@@ -87,14 +87,14 @@ def test_the_penalty_is_earned_token_by_token_and_measured_per_trajectory() -> N
     groups = [group([None, 1.0], [0.5])]
     log_probs = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, -1.0])
     ref = log_probs - torch.tensor([0.1, 0.3, 0.0, 0.0, 1.0, 1.0])
-    config = KlConfig(place="reward", estimator="k1", coef=0.5)
+    config = KlConfig(place="reward", estimator="k1", kl_coef=0.5)
     earned, measured = kl_in_reward(groups, torch.tensor([2, 2, 2]), log_probs, ref, config, 0.5)
     assert earned.tolist() == pytest.approx([-0.05, -0.15, 0.0, 0.0, -0.5, -0.5])
     assert measured == pytest.approx((0.4 / 4 + 2.0 / 2) / 2)
 
 
 def test_a_penalty_does_not_stand_in_for_a_missing_reward() -> None:
-    groups, config = [group([None, None])], KlConfig(place="reward", coef=1.0)
+    groups, config = [group([None, None])], KlConfig(place="reward", kl_coef=1.0)
     lengths = torch.tensor([2, 2])
     earned, _ = kl_in_reward(groups, lengths, torch.zeros(4), torch.ones(4), config, 1.0)
     with pytest.raises(RewardError, match="has reward None"):
@@ -110,7 +110,7 @@ def test_columns_of_other_groups_are_refused() -> None:
 
 
 def test_the_coefficient_follows_the_measured_kl_by_at_most_a_fifth_per_horizon() -> None:
-    config = KlConfig(place="loss", coef=0.1, target=0.05, horizon=100)
+    config = KlConfig(place="loss", kl_coef=0.1, target_kl=0.05, horizon=100)
     assert next_coef(0.1, 0.05, 100, config) == pytest.approx(0.1)
     assert next_coef(0.1, 9.0, 100, config) == pytest.approx(0.12)
     assert next_coef(0.1, 0.0, 50, config) == pytest.approx(0.09)
@@ -118,9 +118,9 @@ def test_the_coefficient_follows_the_measured_kl_by_at_most_a_fifth_per_horizon(
 
 
 def test_a_kl_that_is_not_finite_moves_nothing_and_a_fixed_coefficient_stays() -> None:
-    adaptive = KlConfig(place="loss", coef=0.1, target=0.05)
+    adaptive = KlConfig(place="loss", kl_coef=0.1, target_kl=0.05)
     assert next_coef(0.3, math.nan, 64, adaptive) == 0.3
-    assert next_coef(0.3, 9.0, 64, KlConfig(place="loss", coef=0.1)) == 0.1
+    assert next_coef(0.3, 9.0, 64, KlConfig(place="loss", kl_coef=0.1)) == 0.1
 
 
 def test_a_gradient_estimator_in_the_reward_is_refused() -> None:

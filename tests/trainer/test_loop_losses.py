@@ -117,8 +117,8 @@ def test_every_policy_loss_trains_through_the_loop(tmp_path: Path, policy: str) 
 
 
 def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path) -> None:
-    options = ("algorithm.kl.place=reward", "algorithm.kl.estimator=k1", "algorithm.kl.coef=0.5")
-    target = ("algorithm.kl.target=1.0", "algorithm.kl.horizon=30")
+    options = ("algorithm.kl.place=reward", "algorithm.kl.estimator=k1", "algorithm.kl.kl_coef=0.5")
+    target = ("algorithm.kl.target_kl=1.0", "algorithm.kl.horizon=30")
     with trainer_of(tmp_path, *options, *target) as trainer:
         _, metrics = train(trainer)
         # The policy is still its own reference: no KL, and the coefficient falls by 0.2 · 6 / 30.
@@ -131,7 +131,7 @@ def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path)
 
 
 def test_a_kl_in_the_loss_is_measured_at_every_update(tmp_path: Path) -> None:
-    options = ("algorithm.kl.place=loss", "algorithm.kl.target=1.0", "algorithm.kl.coef=0.1")
+    options = ("algorithm.kl.place=loss", "algorithm.kl.target_kl=1.0", "algorithm.kl.kl_coef=0.1")
     with trainer_of(tmp_path, *options) as trainer:
         train(trainer)
         batch, metrics = train(trainer)
@@ -185,8 +185,8 @@ def test_the_gap_to_the_engine_is_measured_also_when_its_log_probs_are_not_used(
 
 
 def test_a_coefficient_that_was_adapted_to_0_stays_0(tmp_path: Path) -> None:
-    options = ("algorithm.kl.place=reward", "algorithm.kl.coef=0.5")
-    with trainer_of(tmp_path, *options, "algorithm.kl.target=1.0") as trainer:
+    options = ("algorithm.kl.place=reward", "algorithm.kl.kl_coef=0.5")
+    with trainer_of(tmp_path, *options, "algorithm.kl.target_kl=1.0") as trainer:
         trainer.progress.kl_coef = 0.0
         _, metrics = train(trainer)
         assert metrics["kl/coef"] == 0.0
@@ -207,7 +207,7 @@ def test_an_update_that_is_not_applied_makes_no_step_staler(tmp_path: Path) -> N
 
 
 def test_an_update_of_the_critic_alone_makes_no_step_staler(tmp_path: Path) -> None:
-    options = ("algorithm.advantage.name=gae", "algorithm.critic.warmup_updates=1")
+    options = ("algorithm.adv_estimator=gae", "algorithm.critic.warmup_updates=1")
     sync = "async_training.trigger_parameter_sync_step=1"
     with trainer_of(tmp_path, *options, sync) as trainer:
         staleness = [train(trainer)[1]["staleness/mean"] for _ in range(3)]

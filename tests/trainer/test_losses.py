@@ -28,7 +28,9 @@ AGGREGATIONS: list[Aggregation] = [  # those that see trajectories and no steps
 
 def config(aggregation: Aggregation = "token-mean", **kwargs: float | bool | None) -> LossConfig:
     norm = 16.0 if aggregation.endswith("-norm") else None
-    return LossConfig.model_validate({"aggregation": aggregation, "sum_norm": norm} | kwargs)
+    return LossConfig.model_validate(
+        {"loss_agg_mode": aggregation, "loss_scale_factor": norm} | kwargs
+    )
 
 
 def columns(n: int, seed: int = 0) -> dict[str, Tensor]:
@@ -46,10 +48,10 @@ def columns(n: int, seed: int = 0) -> dict[str, Tensor]:
     [
         (1.0, 2.0, -2.0, -2.0),
         (1.27, 1.0, -1.27, -1.27),
-        (1.5, 1.0, -1.28, 0.0),  # above 1 + clip_high
+        (1.5, 1.0, -1.28, 0.0),  # above 1 + clip_ratio_high
         (0.5, 1.0, -0.5, -0.5),  # too unlikely a good token is still pulled up
         (0.81, -1.0, 0.81, 0.81),
-        (0.5, -1.0, 0.8, 0.0),  # below 1 - clip_low
+        (0.5, -1.0, 0.8, 0.0),  # below 1 - clip_ratio_low
         (2.0, -1.0, 2.0, 2.0),  # too likely a bad token is still pushed down …
         (5.0, -1.0, 3.0, 0.0),  # … up to the dual clip
         (5.0, 0.0, 0.0, 0.0),
@@ -70,7 +72,7 @@ def test_clip_higher_and_dual_clip_bound_loss_and_gradient(
 
 def test_without_dual_clip_the_loss_of_a_bad_token_grows_with_the_ratio() -> None:
     terms = ppo_clip(
-        torch.tensor([math.log(5.0)]), torch.zeros(1), torch.tensor([-1.0]), dual_clip=None
+        torch.tensor([math.log(5.0)]), torch.zeros(1), torch.tensor([-1.0]), clip_ratio_c=None
     )
     assert float(terms.loss) == pytest.approx(5.0, rel=1e-6)
     assert not terms.flags["dual_clip_frac"].any()
@@ -173,7 +175,7 @@ def test_loss_and_metrics_of_micro_batches_add_up_to_those_of_the_whole(
     torch.manual_seed(seed)
     log_probs = cols["prox_log_probs"] + 0.3 * torch.randn(16)
     entropy = torch.rand(16)
-    loss_fn = make_loss_fn(config(entropy_coef=0.01))
+    loss_fn = make_loss_fn(config(entropy_coeff=0.01))
     whole = loss_fn(log_probs, entropy, cols)
     edges = [0, *sorted(cuts), 16]
     parts = [
@@ -210,7 +212,7 @@ def test_a_masked_token_leaks_no_nan_into_loss_gradient_or_metrics() -> None:
     cols["coef"][1] = 0.0
     cols["weights"][1] = math.nan
     log_probs = torch.tensor([-1.0, math.nan, -1.0], requires_grad=True)
-    output = make_loss_fn(config(entropy_coef=0.1))(log_probs, torch.rand(3), cols)
+    output = make_loss_fn(config(entropy_coeff=0.1))(log_probs, torch.rand(3), cols)
     output.loss.backward()
     assert log_probs.grad is not None
     assert torch.isfinite(output.loss)
@@ -221,13 +223,13 @@ def test_a_masked_token_leaks_no_nan_into_loss_gradient_or_metrics() -> None:
 def test_an_entropy_bonus_raises_entropy_and_asks_for_its_gradient() -> None:
     cols = columns(3)
     log_probs, entropy = cols["prox_log_probs"], torch.rand(3, requires_grad=True)
-    loss_fn = make_loss_fn(config(entropy_coef=0.1))
+    loss_fn = make_loss_fn(config(entropy_coeff=0.1))
     loss_fn(log_probs, entropy, cols).loss.backward()
     assert entropy.grad is not None
     torch.testing.assert_close(entropy.grad, -0.1 * cols["coef"])
     wanted = [
         getattr(make_loss_fn(c), "entropy", None)
-        for c in (config(entropy_coef=0.1), config(), config(report_entropy=False))
+        for c in (config(entropy_coeff=0.1), config(), config(report_entropy=False))
     ]
     assert wanted == ["gradient", "value", "none"]
 
@@ -237,7 +239,7 @@ def test_kl_to_the_reference_is_added_at_its_coefficient_and_without_a_weight() 
     cols["ref_log_probs"] = cols["prox_log_probs"] - 0.5
     log_probs = cols["prox_log_probs"].clone().requires_grad_()
     plain = make_loss_fn(config())(log_probs, None, cols).loss
-    kl = KlConfig(place="loss", estimator="k2", coef=0.1)
+    kl = KlConfig(place="loss", estimator="k2", kl_coef=0.1)
     output = make_loss_fn(config(), kl)(log_probs, None, cols)
     torch.testing.assert_close(output.loss - plain, torch.tensor(0.1 * 0.5 * 0.25))
     assert float(output.metrics["kl/ref"].total) == pytest.approx(4 * 0.125)
@@ -264,11 +266,11 @@ def test_the_loss_function_survives_pickling() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"clip_low": 1.1},
-        {"dual_clip": 1.0},
+        {"clip_ratio_low": 1.1},
+        {"clip_ratio_c": 1.0},
         {"clip_hihg": 0.28},
-        {"aggregation": "trajectory-sum-norm"},
-        {"sum_norm": 8.0},
+        {"loss_agg_mode": "trajectory-sum-norm"},
+        {"loss_scale_factor": 8.0},
     ],
 )
 def test_a_loss_config_out_of_bounds_is_refused(bad: dict[str, object]) -> None:

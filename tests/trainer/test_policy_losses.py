@@ -86,7 +86,7 @@ def test_every_name_of_the_configuration_has_its_formula() -> None:
 def test_micro_batches_of_whole_steps_add_up_to_the_whole_for_every_loss(
     policy: str, seed: int, order: list[int], cuts: set[int]
 ) -> None:
-    config = config_of(policy, entropy_coef=0.01, aggregation="trajectory-mean")
+    config = config_of(policy, entropy_coeff=0.01, loss_agg_mode="trajectory-mean")
     tokens = batch(seed)
     mask = torch.ones(N)
     mask[5] = 0.0
@@ -94,7 +94,7 @@ def test_micro_batches_of_whole_steps_add_up_to_the_whole_for_every_loss(
     torch.manual_seed(seed)
     log_probs = (columns["prox_log_probs"] + 0.3 * torch.randn(N)).requires_grad_()
     entropy = torch.rand(N)
-    loss_fn = make_loss_fn(config, KlConfig(place="loss", coef=0.1))
+    loss_fn = make_loss_fn(config, KlConfig(place="loss", kl_coef=0.1))
 
     def run(positions: Tensor) -> tuple[Tensor, dict[str, float]]:
         x = {k: v[positions] for k, v in columns.items()}
@@ -124,7 +124,9 @@ def test_gspo_shares_the_geometric_mean_ratio_of_a_step_and_clips_it_as_one() ->
     }
     log_probs = log_ratio.clone().requires_grad_()
     advantages = torch.tensor([-1.0, -1.0, -1.0, 2.0, 2.0])
-    terms = gspo(log_probs, torch.zeros(5), advantages, columns, clip_low=0.05, clip_high=0.05)
+    terms = gspo(
+        log_probs, torch.zeros(5), advantages, columns, clip_ratio_low=0.05, clip_ratio_high=0.05
+    )
     s = math.exp(0.1)
     assert terms.ratio is not None
     torch.testing.assert_close(terms.ratio, torch.full((5,), s))
@@ -314,12 +316,15 @@ def test_a_policy_loss_of_ones_own_is_found_by_its_dotted_path(
 
 
 def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:
-    got = {p: (LossConfig(policy=p).clip_low, LossConfig(policy=p).clip_high) for p in POLICIES}
+    got = {
+        p: (LossConfig(policy=p).clip_ratio_low, LossConfig(policy=p).clip_ratio_high)
+        for p in POLICIES
+    }
     assert got["ppo"] == got["clip_cov"] == (0.2, 0.28)
     assert got["gspo"] == (3e-4, 4e-4)
     assert got["cispo"] == (1.0, 4.0)
-    mine = LossConfig(policy="gspo", clip_high=0.1)
-    assert (mine.clip_low, mine.clip_high) == (3e-4, 0.1)
+    mine = LossConfig(policy="gspo", clip_ratio_high=0.1)
+    assert (mine.clip_ratio_low, mine.clip_ratio_high) == (3e-4, 0.1)
     assert LossConfig.model_validate(mine.model_dump()) == mine
 
 
@@ -330,7 +335,7 @@ def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:
         ({"cov": {"low": 2.0, "high": 1.0}}, "low is the smaller"),
         ({"cov": {"share": 0.0}}, "greater than 0"),
         ({"sapo": {"tau_positive": 0.0}}, "greater than 0"),
-        ({"aggregation": "sequence-mean-token-sum-norm"}, "sum_norm is None"),
+        ({"loss_agg_mode": "sequence-mean-token-sum-norm"}, "loss_scale_factor is None"),
     ],
 )
 def test_a_loss_config_that_cannot_work_is_refused(bad: dict[str, object], message: str) -> None:
@@ -384,7 +389,9 @@ def test_the_backend_gives_the_same_loss_and_gradient_norm_for_any_rows_and_budg
                 )
             )
             context = [*context, *response, 9]
-    config = config_of(policy, aggregation="sequence-mean-token-mean", clip_low=0.1, clip_high=0.1)
+    config = config_of(
+        policy, loss_agg_mode="sequence-mean-token-mean", clip_ratio_low=0.1, clip_ratio_high=0.1
+    )
     results = []
     for rows, budget in (
         ("step", 1),

@@ -162,7 +162,7 @@ def test_credit_is_the_window_its_surplus_and_the_windows_ahead(
 ) -> None:
     config = small_config(tmp_path, *overrides)
     assert (
-        credit_limit(config.async_training, config.sampling, config.trainer.groups_per_step)
+        credit_limit(config.async_training, config.sampling, config.trainer.train_batch_size)
         == limit
     )
     assert drops_surplus(config.async_training) == drops
@@ -233,14 +233,14 @@ def test_a_filter_that_does_not_exist_is_refused_with_the_known_ones(tmp_path: P
         ([SYNC, "sampling.over_sampling_batch_size=1"], r"over_sampling_batch_size is 1; it lies"),
         (
             [
-                *("trainer.keep_best=1", "trainer.eval_every=3"),
+                *("trainer.keep_best=1", "validation.every=3"),
                 "async_training.trigger_parameter_sync_step=2",
             ],
-            r"keep_best is 1 with eval_every 3.*make eval_every a multiple",
+            r"keep_best is 1 with validation.every 3.*make validation.every a multiple",
         ),
         (
-            ["trainer.eval_rollouts=2", "trainer.eval_pass_at=[1,4]"],
-            r"eval_pass_at is \[1, 4\] with eval_rollouts 2",
+            ["validation.n=2", "validation.pass_at=[1,4]"],
+            r"pass_at is \[1, 4\] with n 2",
         ),
     ],
 )

@@ -119,7 +119,7 @@ def test_the_best_checkpoint_may_go_by_any_figure() -> None:
     evaluation = Evaluation(20, 0.5, 0.0, 8, 0, metrics=metrics)
     assert evaluation.value("score") == 0.5
     assert evaluation.value("val/math/pass@4") == 0.9
-    with pytest.raises(ConfigError, match=r"eval_metric is 'val/x'.*score, val/math/pass@4"):
+    with pytest.raises(ConfigError, match=r"validation.metric is 'val/x'.*score, val/math/pass@4"):
         evaluation.value("val/x")
 
 
@@ -181,7 +181,7 @@ class Validation:
         return self.may_end if channel == VAL else None
 
 
-EVERY_2 = ("trainer.eval_every=2", "trainer.total_steps=8", "trainer.eval_rollouts=2")
+EVERY_2 = ("validation.every=2", "trainer.total_steps=8", "validation.n=2")
 
 
 async def test_training_goes_on_and_the_next_publication_waits_for_the_evaluation(
@@ -269,7 +269,7 @@ async def test_with_pin_drop_weights_are_published_on_time_and_mixed_rollouts_ar
         return late if task["instance_id"] == "val1" else None
 
     config = small_config(
-        tmp_path, *EVERY_2, "trainer.eval_pin=drop", "trainer.eval_every=2", "rollout.n=2"
+        tmp_path, *EVERY_2, "validation.pin=drop", "validation.every=2", "rollout.n=2"
     )
     async with small_run(config, hold=hold) as run:
         training = asyncio.create_task(run.train(3))
@@ -288,7 +288,7 @@ async def test_an_evaluation_of_which_nothing_is_pinned_has_no_score_and_stops_n
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     validation = Validation()
-    config = small_config(tmp_path, *EVERY_2, "trainer.eval_pin=drop")
+    config = small_config(tmp_path, *EVERY_2, "validation.pin=drop")
     async with small_run(config, hold=validation.hold) as run:
         with caplog.at_level(logging.WARNING, "stepwell.trainer.validation"):
             training = asyncio.create_task(run.train(3))
@@ -297,7 +297,7 @@ async def test_an_evaluation_of_which_nothing_is_pinned_has_no_score_and_stops_n
             await training
     assert run.evaluations == []
     assert "no evaluation at step 2" in caplog.text
-    assert "set trainer.eval_pin to hold" in caplog.text
+    assert "set validation.pin to hold" in caplog.text
 
 
 async def test_where_generation_waits_for_publications_so_does_the_trainer(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ async def test_where_generation_waits_for_publications_so_does_the_trainer(tmp_p
 
 async def test_a_rollout_with_a_token_of_another_version_does_not_count(tmp_path: Path) -> None:
     """However it came about: an engine that somebody else updated, say."""
-    async with small_run(small_config(tmp_path, "trainer.eval_rollouts=2")) as run:
+    async with small_run(small_config(tmp_path, "validation.n=2")) as run:
 
         def hold(task: Any, channel: str) -> None:
             run.engine.version = 1 if task["instance_id"] == "val2" else 0

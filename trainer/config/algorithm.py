@@ -29,12 +29,9 @@ Credit: TypeAlias = Literal["trajectory", "step", "token"]
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages (`trainer/advantages.py`). A bare name is short for
-    `{name: …}`: `advantage: rloo`."""
+    """How rewards become advantages (`trainer/advantages.py`); the keys are in `algorithm`."""
 
-    named_by = "name"
-
-    name: AdvantageName = "grpo"
+    adv_estimator: AdvantageName = "grpo"
     """The estimator, by verl's name. `gae` trains a critic (`algorithm.critic`); `remax` runs one
     greedy rollout more per prompt as the baseline, which is not trained."""
     credit: Credit | None = None
@@ -52,21 +49,25 @@ class AdvantageConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> AdvantageConfig:
-        if self.name == "gae" and self.credit == "trajectory":
-            raise ValueError("credit is 'trajectory' with name 'gae'; choose 'step' or 'token'")
+        if self.adv_estimator == "gae" and self.credit == "trajectory":
+            raise ValueError(
+                "credit is 'trajectory' with adv_estimator 'gae'; choose 'step' or 'token'"
+            )
         if self.unit == "trajectory" and self.gamma != 1:
             raise ValueError(
                 f"gamma is {self.gamma:g} but a trajectory's rewards are summed; "
                 "set credit to 'step' or 'token', or leave gamma at 1"
             )
-        if self.name != "gae" and self.lam != 1:
-            raise ValueError(f"lam is {self.lam:g} but name is {self.name!r}; only gae has one")
+        if self.adv_estimator != "gae" and self.lam != 1:
+            raise ValueError(
+                f"lam is {self.lam:g} but adv_estimator is {self.adv_estimator!r}; only gae has one"
+            )
         return self
 
     @property
     def unit(self) -> Credit:
-        """`credit`, with its default by name."""
-        return self.credit or ("token" if self.name == "gae" else "trajectory")
+        """`credit`, with its default by estimator."""
+        return self.credit or ("token" if self.adv_estimator == "gae" else "trajectory")
 
 
 Aggregation: TypeAlias = Literal[
@@ -85,8 +86,9 @@ POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg", "s
 _CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 )
-"""clip_low and clip_high where they differ from PPO's: GSPO's paper (its ratio is a geometric
-mean over the whole sequence), and CISPO without a lower bound up to 5 (arXiv:2510.13786)."""
+"""clip_ratio_low and clip_ratio_high where they differ from PPO's: GSPO's paper (its ratio is a
+geometric mean over the whole sequence), and CISPO without a lower bound up to 5
+(arXiv:2510.13786)."""
 
 
 class SapoConfig(Section):
@@ -122,34 +124,34 @@ class LossConfig(Section):
     policy: str = "ppo"
     """`ppo`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `gpg`, `sft`, or the dotted path
     `module:NAME` of a `stepwell.trainer.policy_losses.Policy`."""
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio π/π_prox earns nothing below 1 - clip_low (A < 0). Default 0.2; `gspo` 3e-4;
+    clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio π/π_prox earns nothing below 1 - clip_ratio_low (A < 0). Default 0.2; `gspo` 3e-4;
     `cispo` 1, which is no bound."""
-    clip_high: float = Field(default=0.28, ge=0)
-    """… and nothing above 1 + clip_high (A > 0); larger than clip_low is DAPO's clip-higher.
-    Default 0.28; `gspo` 4e-4; `cispo` 4."""
-    dual_clip: float | None = Field(default=3.0, gt=1)
+    clip_ratio_high: float = Field(default=0.28, ge=0)
+    """… and nothing above 1 + clip_ratio_high (A > 0); larger than clip_ratio_low is DAPO's
+    clip-higher. Default 0.28; `gspo` 4e-4; `cispo` 4."""
+    clip_ratio_c: float | None = Field(default=3.0, gt=1)
     """`ppo`: bound of the loss at A < 0, in units of |A|, however large the ratio; null =
     unbounded."""
     sapo: SapoConfig = SapoConfig()
     cov: CovConfig = CovConfig()
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     report_entropy: bool = True
     """Measure the policy's entropy even when it carries no bonus (one softmax more)."""
-    aggregation: Aggregation = "token-mean"
+    loss_agg_mode: Aggregation = "token-mean"
     """What N and α are. `token-mean`: N = tokens of the mini-batch. `trajectory-mean`: N =
     trajectories and α = 1 / tokens of the trajectory; `trajectory-sum` α = 1;
-    `trajectory-sum-norm` α = 1 / sum_norm (Dr.GRPO). `sequence-mean-token-mean`, `…-token-sum`,
-    `…-token-sum-norm`: the same with one step's response, a sequence, in place of a trajectory."""
-    sum_norm: float | None = Field(default=None, gt=0)
+    `trajectory-sum-norm` α = 1 / loss_scale_factor (Dr.GRPO). `sequence-mean-token-mean`,
+    `…-token-sum`, `…-token-sum-norm`: the same with one step's response, a sequence, in place of a trajectory."""
+    loss_scale_factor: float | None = Field(default=None, gt=0)
     """Constant token count that the `-norm` aggregations divide by, e.g. the response budget."""
 
     @model_validator(mode="before")
     @classmethod
     def _clip_of_policy(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and (clip := _CLIPS.get(str(data.get("policy")))):
-            return {"clip_low": clip[0], "clip_high": clip[1], **data}
+            return {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1], **data}
         return data
 
     @field_validator("policy")
@@ -163,12 +165,12 @@ class LossConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _sum_norm_set(self) -> LossConfig:
-        if self.aggregation.endswith("-norm") != (self.sum_norm is not None):
+    def _scale_factor_set(self) -> LossConfig:
+        if self.loss_agg_mode.endswith("-norm") != (self.loss_scale_factor is not None):
             raise ValueError(
-                f"sum_norm is {self.sum_norm} with aggregation {self.aggregation!r}; "
-                "set it with 'trajectory-sum-norm' or 'sequence-mean-token-sum-norm', and only "
-                "there"
+                f"loss_scale_factor is {self.loss_scale_factor} with loss_agg_mode "
+                f"{self.loss_agg_mode!r}; set it with 'trajectory-sum-norm' or "
+                "'sequence-mean-token-sum-norm', and only there"
             )
         return self
 
@@ -184,8 +186,8 @@ class KlConfig(Section):
     estimator: KlEstimator = "k3"
     """k1, k2, k3 (low variance, never negative), abs; with `+` the value of that estimator and
     the gradient of k2, which is the unbiased one."""
-    coef: float = Field(default=1e-3, gt=0)
-    target: float | None = Field(default=None, gt=0)
+    kl_coef: float = Field(default=1e-3, gt=0)
+    target_kl: float | None = Field(default=None, gt=0)
     """Adapt the coefficient so that the measured KL stays near this; null = fixed."""
     horizon: float = Field(default=10_000.0, gt=0)
     """Trajectories in which an error of 20 % or more moves the coefficient by 20 %."""
@@ -337,10 +339,9 @@ class OffPolicyConfig(Section):
         return self
 
 
-class AlgorithmConfig(Section):
-    advantage: AdvantageConfig = AdvantageConfig()
+class AlgorithmConfig(AdvantageConfig):
     critic: CriticConfig = CriticConfig()
-    """Used with `advantage: gae` alone."""
+    """Used with `adv_estimator: gae` alone."""
     loss: LossConfig = LossConfig()
     kl: KlConfig = KlConfig()
     off_policy: OffPolicyConfig = OffPolicyConfig()

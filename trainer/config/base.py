@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -17,3 +17,16 @@ class Section(BaseModel):
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {cls.named_by: value} if cls.named_by and isinstance(value, str) else value
+
+
+class CallSampling(Section):
+    """How each LLM call of a rollout is sampled, whatever agent makes it."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Of every call, whatever the agent asks; null = as the agent asks, 1.0 if it asks nothing."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Of every call; null = as the agent asks."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Of every call, -1 is no limit; null = as the agent asks."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest response of one call; a call that asks for less gets less. null = what fits."""

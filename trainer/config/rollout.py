@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from stepwell.trainer.config.base import Section
+from stepwell.trainer.config.base import CallSampling, Section
 
 MANAGERS = ("auto", "naive", "parallel", "batch", "group", "dapo")
 _SYMPY = {"math", "deepscaler", "dapo"}
@@ -112,11 +112,11 @@ class RewardConfig(_Scoring):
         return min(4, os.cpu_count() or 1) if heavy or self.manager == "parallel" else 0
 
 
-class RolloutConfig(Section):
+class RolloutConfig(CallSampling):
     agent: str
     """Dotted path of `async def agent(task, base_url, api_key) -> float | None`."""
     n: int = Field(default=8, ge=1)
-    """Rollouts per prompt (the group size of GRPO); `n_samples_per_prompt` is read too."""
+    """Rollouts per prompt (the group size of GRPO)."""
     min_n: int = Field(default=2, ge=1)
     """A group is trained with fewer rollouts, down to this many; below it is dropped."""
     max_outstanding_groups: int = Field(default=16, ge=1)
@@ -133,18 +133,6 @@ class RolloutConfig(Section):
     the gateway, its engines or the pool failed is made again and not counted."""
     reward: RewardConfig | None = None
     """Scores rollouts whose agent returned None: a reward function's name, or a section."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_name_for_n(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict) or "n_samples_per_prompt" not in raw:
-            return raw
-        if "n" in raw:
-            raise ValueError(
-                f"n is {raw['n']} and n_samples_per_prompt is {raw['n_samples_per_prompt']}: both "
-                "name the rollouts per prompt; set n alone"
-            )
-        return {("n" if key == "n_samples_per_prompt" else key): raw[key] for key in raw}
 
     @model_validator(mode="after")
     def _bounds(self) -> RolloutConfig:

@@ -21,7 +21,7 @@ token may be behind when its group is taken."""
 
 class AsyncTrainingConfig(Section):
     """When generation and training run beside each other. A *window* is what is trained between two
-    publications: `trigger_parameter_sync_step` × `trainer.groups_per_step` groups."""
+    publications: `trigger_parameter_sync_step` × `trainer.train_batch_size` groups."""
 
     mode: Mode = "async"
     """`sync`: a window's groups are begun once its weights are on the engines, and training waits
@@ -32,8 +32,8 @@ class AsyncTrainingConfig(Section):
     trigger_parameter_sync_step: int = Field(default=4, ge=1)
     """Optimizer steps between weight publications."""
     require_batches: int = Field(default=1, ge=1)
-    """Batches (of `trainer.groups_per_step` groups) taken from the pool at once: one optimizer step
-    each, with the proximal log-probs of all of them taken before the first."""
+    """Batches (of `trainer.train_batch_size` groups) taken from the pool at once: one optimizer
+    step each, with the proximal log-probs of all of them taken before the first."""
     partial_rollout: bool = False
     """Interrupt generation at a weight update and resume it under the new weights (each token keeps
     the version that sampled it); false lets running requests end under the old ones first. In
@@ -72,7 +72,7 @@ def check_sampling(
     sampling: SamplingConfig,
     validation: ValidationConfig,
     *,
-    groups_per_step: int,
+    train_batch_size: int,
     keep_best: int,
     max_outstanding_groups: int,
 ) -> None:
@@ -81,11 +81,11 @@ def check_sampling(
     Raises:
         ValueError: naming the keys, their values and the remedy.
     """
-    batch = groups_per_step * training.require_batches
-    window = groups_per_step * training.trigger_parameter_sync_step
+    batch = train_batch_size * training.require_batches
+    window = train_batch_size * training.trigger_parameter_sync_step
     batch_is = (
-        f"trainer.groups_per_step × async_training.require_batches = "
-        f"{groups_per_step} × {training.require_batches}"
+        f"trainer.train_batch_size × async_training.require_batches = "
+        f"{train_batch_size} × {training.require_batches}"
     )
     if max_outstanding_groups < batch:
         raise ValueError(
@@ -104,12 +104,12 @@ def check_sampling(
             f"{training.require_batches}: a batch would span two publications, and the second "
             "waits for it; make trigger_parameter_sync_step a multiple of require_batches"
         )
-    if keep_best and validation.eval_every % training.trigger_parameter_sync_step:
+    if keep_best and validation.every % training.trigger_parameter_sync_step:
         raise ValueError(
-            f"trainer.keep_best is {keep_best} with eval_every {validation.eval_every} and "
+            f"trainer.keep_best is {keep_best} with validation.every {validation.every} and "
             f"async_training.trigger_parameter_sync_step {training.trigger_parameter_sync_step}: "
             "weights are evaluated as they were published, so that the checkpoint of an evaluated "
-            "step holds others; make eval_every a multiple of trigger_parameter_sync_step"
+            "step holds others; make validation.every a multiple of trigger_parameter_sync_step"
         )
     if (over := sampling.over_sampling_batch_size) is None:
         return
@@ -122,6 +122,6 @@ def check_sampling(
     if not window <= over <= max_outstanding_groups:
         raise ValueError(
             f"sampling.over_sampling_batch_size is {over}; it lies between the groups of a window, "
-            f"trainer.groups_per_step × async_training.trigger_parameter_sync_step = {window}, and "
-            f"rollout.max_outstanding_groups = {max_outstanding_groups}"
+            "trainer.train_batch_size × async_training.trigger_parameter_sync_step = "
+            f"{window}, and rollout.max_outstanding_groups = {max_outstanding_groups}"
         )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from stepwell.trainer.config.validation import ValidationConfig
+from stepwell.trainer.config.base import Section
 
 
-class TrainerConfig(ValidationConfig):
+class TrainerConfig(Section):
     total_steps: int = Field(ge=1)
     """Optimizer steps."""
     backend: str = "torch"
     """Training backend: a name that `stepwell backends` lists, or a dotted path `module:Class`."""
-    groups_per_step: int = Field(default=8, ge=1)
-    """Prompt groups per optimizer step."""
+    train_batch_size: int = Field(default=8, ge=1)
+    """Prompts per optimizer step, each with `rollout.n` rollouts."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Optimizer steps between checkpoints. Groups are acked with the checkpoint that holds them."""
     keep_checkpoints: int = Field(default=2, ge=1)
