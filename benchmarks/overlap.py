@@ -55,7 +55,7 @@ async def run() -> BenchResult:
 
 
 async def _generate(trainer: Trainer, batches: int) -> float:
-    groups = trainer.config.groups_per_step
+    groups = trainer.config.train_batch_size
     began = time.monotonic()
     leases = []
     for _ in range(batches):
@@ -78,6 +78,6 @@ async def _train(trainer: Trainer, batches: int) -> float:
 
 
 async def _both(trainer: Trainer, batches: int) -> float:
-    groups = trainer.config.groups_per_step
+    groups = trainer.config.train_batch_size
     async with trainer.producer.running(limit=batches * groups):
         return await _train(trainer, batches)

@@ -143,7 +143,8 @@ class LossConfig(Section):
     """What N and α are. `token-mean`: N = tokens of the mini-batch. `trajectory-mean`: N =
     trajectories and α = 1 / tokens of the trajectory; `trajectory-sum` α = 1;
     `trajectory-sum-norm` α = 1 / loss_scale_factor (Dr.GRPO). `sequence-mean-token-mean`,
-    `…-token-sum`, `…-token-sum-norm`: the same with one step's response, a sequence, in place of a trajectory."""
+    `…-token-sum`, `…-token-sum-norm`: the same with one step's response, a sequence, in
+    place of a trajectory."""
     loss_scale_factor: float | None = Field(default=None, gt=0)
     """Constant token count that the `-norm` aggregations divide by, e.g. the response budget."""
 
