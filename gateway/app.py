@@ -30,9 +30,8 @@ from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.calls import CallService
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
-from stepwell.gateway.dialects.registry import DIALECTS, error_response
+from stepwell.gateway.dialects.registry import error_response, make_dialects
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
 from stepwell.gateway.hosts import Hosts
@@ -112,11 +111,7 @@ def _services(
         identities=Identities(
             trajectories, conversations, keys.read, idle_s=config.conversation_idle_s
         ),
-        dialects={
-            **{path: make() for path, make in DIALECTS.items()},
-            "chat/completions": OpenAIChat(template),
-            "responses": responses,
-        },
+        dialects=make_dialects(template, responses),
         responses=responses,
         rollout_buffer=RolloutBuffer(
             config, wiring.engine_urls, pool, tokenizer, trajectories, generator

@@ -25,7 +25,7 @@ from stepwell.gateway.calls import ChatRequest
 from stepwell.gateway.dialects import openai_chat
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
-from stepwell.gateway.dialects.registry import DIALECTS, error_response
+from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.dialects.response_items import StoredResponse
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryConflictError
 from stepwell.gateway.paths import Uid, quoted, uid_of
@@ -183,7 +183,7 @@ def _speak(path: str) -> None:
         return await serve(services, services.dialects[path], request)
 
 
-for _path in DIALECTS:
+for _path in PATHS:
     _speak(_path)
 
 

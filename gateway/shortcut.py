@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepwell.datapool.errors import DataPoolError
-from stepwell.gateway.dialects.registry import DIALECTS, error_response
+from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.paths import uid_of
 from stepwell.gateway.routes import CompleteTrajectory, complete
@@ -51,7 +51,7 @@ class Shortcut:
         request = Request(scope, receive)
         has_url = len(uids) == 2 and all(uids)
         completes = path == "complete_trajectory" and has_url
-        if not completes and (path not in DIALECTS or (uids and not has_url)):
+        if not completes and (path not in PATHS or (uids and not has_url)):
             await self._app(scope, receive, send)
             return
         services: Services = scope["app"].state.services

@@ -125,7 +125,7 @@ class OpenAIChat:
 
     name = "openai_chat"
 
-    def __init__(self, chat_template: str = "") -> None:
+    def __init__(self, chat_template: str) -> None:
         """`chat_template`: looked through for the switches that `reasoning_effort` can turn."""
         self._chat_template = chat_template
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from starlette.responses import Response
 
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
@@ -14,16 +12,19 @@ from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.web import OrjsonResponse
 
-DIALECTS: Mapping[str, Callable[[], Dialect]] = {
-    "chat/completions": OpenAIChat,
-    "completions": OpenAICompletions,
-    "messages": AnthropicMessages,
-    "responses": OpenAIResponses,
-}
-"""Each gateway makes its own: a dialect may remember its answers."""
 
-_WORDING = {path: make() for path, make in DIALECTS.items()}
-_DEFAULT = OpenAIChat()
+def make_dialects(chat_template: str, responses: OpenAIResponses) -> dict[str, Dialect]:
+    """All dialects by path. `responses` is the gateway's own: it remembers its answers."""
+    return {
+        "chat/completions": OpenAIChat(chat_template),
+        "completions": OpenAICompletions(),
+        "messages": AnthropicMessages(),
+        "responses": responses,
+    }
+
+
+_WORDING = make_dialects("", OpenAIResponses())
+PATHS = tuple(_WORDING)
 
 
 def error_response(url_path: str, e: GatewayError) -> Response:
@@ -31,6 +32,6 @@ def error_response(url_path: str, e: GatewayError) -> Response:
     _, _, below = url_path.partition("/v1/")
     dialect = next(
         (d for path, d in _WORDING.items() if below == path or below.startswith(path + "/")),
-        _DEFAULT,
+        _WORDING["chat/completions"],
     )
     return OrjsonResponse(dialect.error(e), status_code=e.status, headers=e.headers())
