@@ -404,12 +404,12 @@ async def test_calls_beyond_the_limit_wait_their_turn_and_are_answered(worlds: A
     calls = []
     for n in range(3):
         calls.append(asyncio.create_task(chat(await world.client(f"t{n}"))))
-        await until(lambda n=n: world.gateway.limits.statistics()["waiting"] == n)  # type: ignore[misc]
+        await until(lambda n=n: world.gateway.calls.limits.statistics()["waiting"] == n)  # type: ignore[misc]
         await world.engine.arrived.wait()
     assert len(world.engine.requests) == 1
     gate.set()
     assert await asyncio.gather(*calls) == ["one", "two", "three"]
-    assert world.gateway.limits.statistics() == {"running": 0, "waiting": 0, "refused": 0}
+    assert world.gateway.calls.limits.statistics() == {"running": 0, "waiting": 0, "refused": 0}
 
 
 async def test_a_busy_trajectory_holds_up_no_other(worlds: Any) -> None:
@@ -420,7 +420,7 @@ async def test_a_busy_trajectory_holds_up_no_other(worlds: Any) -> None:
     first = asyncio.create_task(chat(busy))
     await world.engine.arrived.wait()
     second = asyncio.create_task(chat(busy, "another"))
-    await until(lambda: world.gateway.limits.statistics()["waiting"] == 1)
+    await until(lambda: world.gateway.calls.limits.statistics()["waiting"] == 1)
     assert await chat(await world.client("other")) == "fine"
     assert not second.done()
     gate.set()
@@ -459,7 +459,7 @@ async def test_a_client_that_leaves_the_queue_takes_no_place(worlds: Any) -> Non
     busy = asyncio.create_task(chat(await world.client("busy")))
     await world.engine.arrived.wait()
     leaver = asyncio.create_task(chat(await world.client("leaver")))
-    waiting = world.gateway.limits.statistics
+    waiting = world.gateway.calls.limits.statistics
     await until(lambda: waiting()["waiting"] == 1)
     leaver.cancel()
     await until(lambda: waiting()["waiting"] == 0)
