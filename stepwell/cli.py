@@ -31,7 +31,12 @@ T = TypeVar("T")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes no KEY=VALUE after an option that follows others, and none with dashes.
+    if rest and not (hasattr(args, "overrides") and all("=" in part for part in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
     # Agents, rewards and configs are looked up from the folder the command is run in, as with
     # `python -m`.
     sys.path.insert(0, os.getcwd())

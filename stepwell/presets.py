@@ -1,45 +1,86 @@
-"""This module reads a `RunConfig` from a preset or a YAML file and `key=value` overrides.
+"""This module reads a `RunConfig` from a preset or a YAML file and `key=value` overrides, so that
+every command takes its configuration the same way and says what is wrong with it.
 
-Owns: where presets are, the order of layers (file < overrides) and the wording of every
-configuration error. Does not own the sections (`config.py`). Loads no torch.
+    a preset  ◄─extends─  mine.yaml  ◄─over it─  key=value …   ──►  RunConfig
+
+Each layer goes over the one before, key by key; lists are replaced whole. A layer that gives a
+section another `kind` replaces the section: the keys of the old kind go. Keys that both kinds have
+from a section they share (`shuffle` of every data source, every key of an engine) stay.
+
+Owns: where presets are and how layers are merged. Does not own the sections (`config.py`) nor the
+wording of errors (`config_errors.py`). Loads no torch.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 from pydantic import BaseModel, ValidationError
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from stepwell.config import RunConfig
+from stepwell.config_errors import Problem, explain, nearest, told_value
+from stepwell.config_keys import ROOT, models_of, named_by, types_of
 from stepwell.trainer.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent
 PRESET_DIRS = (Path("configs"), _PACKAGE / "configs")
 """Where `--config NAME` looks: the working folder, then what came with Stepwell."""
 
+Raw: TypeAlias = dict[str, Any]
+"""Sections as a file has them: plain containers, `${…}` not resolved."""
 
-def find_config(name: str) -> Path:
-    """The YAML file for `--config NAME` (a path, or a preset's name without `.yaml`)."""
-    if Path(name).is_file():
-        return Path(name)
+
+@dataclass(frozen=True)
+class Layer:
+    """What one file or the command line gives."""
+
+    path: Path | None
+    """None is the command line."""
+    values: Raw
+
+    def depth(self, parts: Sequence[str]) -> int:
+        """How many of `parts`, from the first on, this layer sets."""
+        value: Any = self.values
+        for depth, part in enumerate(parts):
+            if not isinstance(value, dict) or part not in value:
+                return depth
+            value = value[part]
+        return len(parts)
+
+
+def find_config(name: str, beside: Path = Path()) -> Path:
+    """The YAML file called `name`: a path from the folder `beside`, or a preset's name.
+
+    Raises:
+        ConfigError: there is none; with the nearest preset and all of them.
+    """
+    if (path := beside / name).is_file():
+        return path
     for folder in PRESET_DIRS:
-        if (path := folder / f"{name}.yaml").is_file():
-            return path
+        if (preset := folder / f"{name}.yaml").is_file():
+            return preset
+    if path.is_dir():
+        raise ConfigError(f"is {name!r}, a folder; name a YAML file in it")
     known = sorted({p.stem for folder in PRESET_DIRS for p in folder.glob("*.yaml")})
-    hint = f"; did you mean {close[0]!r}?" if (close := _nearest(name, known)) else ""
     raise ConfigError(
-        f"--config is {name!r}: no such file or preset{hint} (presets: {', '.join(known)})"
+        f"is {name!r}: no such file or preset{nearest(Path(name).stem, known)} "
+        f"(presets: {', '.join(known)})"
     )
 
 
 def load_config(name: str, overrides: Sequence[str] = (), *, paths_exist: bool = True) -> RunConfig:
-    """Read a preset or file, apply `key=value` overrides, validate.
+    """Read a preset or file and what it extends, apply `key=value` overrides, validate.
 
     Args:
         paths_exist: the model is here; False to look at a configuration for another machine.
@@ -47,84 +88,205 @@ def load_config(name: str, overrides: Sequence[str] = (), *, paths_exist: bool =
     Raises:
         ConfigError: one line per problem, each naming the key, the value and the remedy.
     """
-    path = find_config(name)
     try:
-        base = OmegaConf.load(path)
-        if not isinstance(base, DictConfig):
-            raise ConfigError(f"{path}: holds a {type(base).__name__}; write a mapping of sections")
-        for override in overrides:
-            key, sep, _ = override.partition("=")
-            if not sep or not key:
-                raise ConfigError(
-                    f"override {override!r} is not KEY=VALUE, e.g. trainer.total_steps=5"
-                )
-        # `engine=sglang` chooses the kind and keeps the section's other keys.
-        keyed = [f"engine.kind{o[6:]}" if o.startswith("engine=") else o for o in overrides]
-        # ${stepwell.dir}/quickstart/model came with Stepwell, wherever the command is run.
-        came_with = {"stepwell": {"dir": str(_PACKAGE)}}
-        merged = OmegaConf.merge(came_with, base, OmegaConf.from_dotlist(keyed))
-        raw: Any = OmegaConf.to_container(merged, resolve=True)
-        raw.pop("stepwell")
-    except (OmegaConfBaseException, YAMLError) as e:
-        raise ConfigError(f"{path}: {str(e).splitlines()[0]}") from e
+        path = find_config(name)
+    except ConfigError as e:
+        raise ConfigError(f"--config {e}") from None
+    given, lines = _read_overrides(overrides)
+    layers = [*_read_files(path, ()), Layer(None, given)]
+    merged: Raw = {}
+    for layer in layers:
+        merged = _over(merged, layer.values, ROOT)
+    raw, problems, unread = _resolve(merged)
     try:
-        return RunConfig.model_validate(raw, context={"paths_exist": paths_exist})
+        config = RunConfig.model_validate(raw, context={"paths_exist": paths_exist})
     except ValidationError as e:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in _explain(e))) from None
+        # A section that lacks what could not be read would be told to lack it.
+        problems += [
+            p for p in explain(e, raw) if all(u[: len(p.parts)] != p.parts for u in unread)
+        ]
+    if not problems and not lines:
+        return config
+    raise ConfigError("\n".join([*lines, *(_with_origin(p, layers, path) for p in problems)]))
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
-    for problem in error.errors():
-        parts, known = _locate(problem["loc"])
-        key = ".".join(parts)
-        if problem["type"] == "extra_forbidden":
-            close = _nearest(parts[-1], known)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-            yield f"{key} is not a known key; {hint}"
-        elif problem["type"] == "missing":
-            yield f"{key} is missing; add it"
-        elif problem["type"] == "union_tag_invalid":
-            context = problem["ctx"]
-            tag = context["discriminator"].strip("'")
-            yield f"{key}.{tag} is {context['tag']!r}; it should be {context['expected_tags']}"
-        elif problem["type"] == "value_error":
-            yield f"{key + ': ' if key else ''}{problem['ctx']['error']}"
-        else:
-            message = problem["msg"].removeprefix("Input should be ")
-            if problem["type"] in ("tuple_type", "list_type"):
-                message = "a list, [a, b, …]"
-            yield f"{key} is {problem['input']!r:.80}; it should be {message}"
+def _with_origin(problem: Problem, layers: Sequence[Layer], path: Path) -> str:
+    """The problem's line, after the file it is in; what the command line gives needs none."""
+    # The last layer among those that set most of the key is where its value comes from.
+    layer = max(reversed(layers), key=lambda layer: layer.depth(problem.parts))
+    if not layer.depth(problem.parts):
+        return f"{path}: {problem.text}"
+    return problem.text if layer.path is None else f"{layer.path}: {problem.text}"
 
 
-def _locate(location: Sequence[int | str]) -> tuple[list[str], list[str]]:
-    """The key as the file spells it, and the keys known beside it. pydantic puts the tag of a
-    tagged union into the location (data.train.reasoning_gym.size); the file has no such key."""
-    parts: list[str] = []
-    known = list(RunConfig.model_fields)
-    candidates: list[type[BaseModel]] = [RunConfig]
-    for part in map(str, location):
-        tagged = [m for m in candidates if part in _tags(m)]
-        if len(candidates) > 1 and tagged:
-            candidates = tagged
-            known = list(tagged[0].model_fields)
+def _read_files(path: Path, above: tuple[Path, ...]) -> list[Layer]:
+    """The file at `path`, after what it extends."""
+    if path.resolve() in [p.resolve() for p in above]:
+        circle = " extends ".join(map(str, (*above, path)))
+        raise ConfigError(f"{circle}: a circle; remove one extends")
+    try:
+        loaded = OmegaConf.load(path)
+        values: Any = OmegaConf.to_container(loaded)
+    except MarkedYAMLError as e:
+        line = f"line {e.problem_mark.line + 1}: " if e.problem_mark else ""
+        raise ConfigError(f"{path}: {line}{e.problem or e.context}") from e
+    except OmegaConfBaseException as e:
+        raise ConfigError(f"{path}: {e.full_key}: {str(e).splitlines()[0]}") from e
+    except (OSError, UnicodeError, YAMLError) as e:
+        first = str(e).splitlines()[0]
+        raise ConfigError(f"{path}: {first}; write a mapping of sections") from e
+    if not isinstance(values, dict) or not values:
+        holds = "a list" if values else "nothing"
+        raise ConfigError(f"{path}: holds {holds}; write a mapping of sections")
+    values = {str(key): value for key, value in values.items()}
+    base = values.pop("extends", None)
+    if base is None:
+        return [Layer(path, values)]
+    if not isinstance(base, str):
+        raise ConfigError(
+            f"{path}: extends is {base!r}; write the name of one preset, or a path from this file"
+        )
+    try:
+        found = find_config(base, path.parent)
+    except ConfigError as e:
+        raise ConfigError(f"{path}: extends {e}") from None
+    return [*_read_files(found, (*above, path)), Layer(path, values)]
+
+
+def _read_overrides(overrides: Sequence[str]) -> tuple[Raw, list[str]]:
+    """All overrides as one layer, and a line for each that is none."""
+    layer: Raw = {}
+    lines = []
+    for override in overrides:
+        key, sep, value = override.partition("=")
+        if wrong := _malformed(key, sep, value):
+            lines.append(f"override {override!r} {wrong}")
             continue
-        parts.append(part)
-        fields = {name: f for m in candidates for name, f in m.model_fields.items()}
-        known = list(fields)
-        candidates = _models_in(fields[part].annotation) if part in fields else []
-    return parts, known
+        try:
+            given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
+        except (OmegaConfBaseException, YAMLError) as e:
+            lines.append(f"override {override!r} is not understood: {_unreadable(value, e)}")
+            continue
+        nested: Any = given["value"]
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        layer = _over(layer, nested, ROOT, one_layer=True)
+    return layer, lines
 
 
-def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
-    kind = model.model_fields.get("kind")
-    return getattr(kind.annotation, "__args__", ()) if kind is not None else ()
+def _malformed(key: str, sep: str, value: str) -> str | None:
+    """What is wrong with the form of an override and how to write it; None if nothing is."""
+    value = value if sep else "VALUE"
+    tidy = ".".join(part for part in key.lstrip("-").replace(" ", "").split(".") if part)
+    if key.startswith("-"):
+        return f"begins with dashes; write {tidy}={value}"
+    if not tidy:
+        return f"has no key; write KEY={value}"
+    if not sep:
+        return f"has no value; write {tidy}=VALUE, e.g. trainer.total_steps=5"
+    if key.split() != [key]:
+        return f"has spaces in its key; write {tidy}={value.strip()}"
+    if "[" in key:
+        return f"names an item of a list; lists are given whole: {tidy.partition('[')[0]}=[…]"
+    if tidy != key:
+        return f"has an empty part in its key; write {tidy}={value}"
+    if key == "extends":
+        return "stands in the wrong place: extends is given in a file; name that with --config"
+    return None
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [m for inner in getattr(annotation, "__args__", ()) for m in _models_in(inner)]
+def _unreadable(value: str, error: Exception) -> str:
+    """Why YAML or omegaconf cannot read `value`, and the remedy."""
+    if value.count("${") > value.count("}"):
+        return "a '${' is not closed; add '}'"
+    if any(value.count(a) > value.count(b) for a, b in ("[]", "{}")) or any(
+        value.count(quote) % 2 for quote in "'\""
+    ):
+        return "a bracket or quote is not closed; add it, and quote the whole for the shell"
+    return f"{str(error).splitlines()[0]}; put text with brackets, colons or ${{…}} in quotes"
 
 
-def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    return difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def _over(below: Any, above: Any, types: Sequence[Any], *, one_layer: bool = False) -> Any:
+    """`above` over `below`, both values of `types`. Within one layer a new kind drops nothing."""
+    sections = models_of(types, above)
+    if isinstance(above, str) and any("kind" in m.model_fields for m in sections):
+        above = {"kind": above}
+    if not isinstance(above, dict):
+        return above
+    if isinstance(below, str) and (name := next(filter(None, map(named_by, sections)), None)):
+        below = {name: below}
+    if not isinstance(below, dict):
+        below = {}
+    if not one_layer:
+        below = _of_new_kind(below, above, types)
+    values = below | above
+    for key, value in above.items():
+        inner = types_of(types, values, key)
+        values[key] = _over(below.get(key), value, inner, one_layer=one_layer)
+    return values
+
+
+def _of_new_kind(below: Raw, above: Raw, types: Sequence[Any]) -> Raw:
+    """What of `below` stays when `above` chooses the kind: all of the same kind; of another kind,
+    the fields that both inherit from one section, which therefore mean the same."""
+    if "kind" not in above or "kind" not in below or above["kind"] == below["kind"]:
+        return below
+    old, new = models_of(types, below), models_of(types, above)
+    if len(old) != 1 or len(new) != 1:
+        return below  # an unknown kind: the error will be about that
+    return {
+        key: value
+        for key, value in below.items()
+        if key in old[0].model_fields
+        and key in new[0].model_fields
+        and _owner(old[0], key) is _owner(new[0], key)
+    }
+
+
+def _owner(model: type[BaseModel], key: str) -> type[BaseModel]:
+    """The section that defines the field `key` of `model`: itself, or what it inherits from."""
+    bases = [b for b in model.__mro__ if issubclass(b, BaseModel) and key in b.model_fields]
+    return bases[-1]
+
+
+def _resolve(values: Raw) -> tuple[Raw, list[Problem], list[tuple[str, ...]]]:
+    """`values` with every `${…}` replaced; a problem for each name that leads nowhere; and the keys
+    that have no value for it."""
+    problems: dict[str, Problem] = {}
+    unread: list[tuple[str, ...]] = []
+    # ${stepwell.dir}/quickstart/model came with Stepwell, wherever the command is run.
+    came_with = {"stepwell": {"dir": str(_PACKAGE)}}
+    tree = OmegaConf.create(values | came_with)
+
+    def plain(node: Any, parts: tuple[str, ...]) -> Any:
+        if isinstance(node, DictConfig):
+            return {key: item(node, key, parts) for key in node}
+        if isinstance(node, ListConfig):
+            return [item(node, i, parts) for i in range(len(node))]
+        return node
+
+    def item(node: Any, key: Any, parts: tuple[str, ...]) -> Any:
+        parts = (*parts, str(key))
+        try:
+            return plain(node[key], parts)
+        except OmegaConfBaseException as e:
+            unread.append(parts)
+            why = str(e).splitlines()[0]
+            written: Any = OmegaConf.to_container(node)
+            text = f"{'.'.join(parts)} is {told_value(written[key])}"
+            if isinstance(e, MissingMandatoryValue):
+                text, why = f"{text}, which stands for a value to be given; give one", text
+            elif isinstance(e, InterpolationKeyError):
+                text += ", but there is no such key; name one from the top, e.g. ${run.name}"
+            else:
+                text += f": {why}"
+            if not isinstance(e, InterpolationToMissingValueError):  # told where it is missing
+                problems.setdefault(why, Problem(parts, text))
+            return None
+
+    raw = plain(tree, ())
+    del raw["stepwell"]
+    if "stepwell" in values:
+        problem = Problem(("stepwell",), "stepwell is not a known key; remove it")
+        problems["stepwell"] = problem
+    return raw, list(problems.values()), unread

@@ -6,6 +6,7 @@ import pytest
 
 from stepwell.presets import find_config, load_config
 from stepwell.trainer.errors import ConfigError
+from tests.stepwell.configuring import fails
 
 PRESETS = sorted(Path(__file__).parents[2].glob("configs/*.yaml"))
 
@@ -13,12 +14,6 @@ PRESETS = sorted(Path(__file__).parents[2].glob("configs/*.yaml"))
 @pytest.fixture(autouse=True)
 def _from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
-
-
-def fails(*overrides: str, config: str = "quickstart") -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(config, overrides)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
@@ -107,16 +102,6 @@ def test_limits_that_contradict_each_other_show_the_arithmetic() -> None:
 def test_an_unknown_preset_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'quickstart'\? .*presets: .*quickstart"):
         find_config("quikstart")
-
-
-def test_an_override_without_a_value_is_refused() -> None:
-    assert "override 'trainer.total_steps' is not KEY=VALUE" in fails("trainer.total_steps")
-
-
-def test_broken_yaml_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "broken.yaml"
-    path.write_text("run: {name: x\n")
-    assert len(fails(config=str(path)).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,138 @@
+"""This module words the errors of a configuration: one line each, with the key as the file spells
+it, its value, and what is right.
+
+Owns: how pydantic's errors are told, and what is suggested for an unknown key. Does not own other
+frameworks' names (`migration.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from stepwell.config_keys import all_keys, child, fields_at
+from stepwell.migration import known_as
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line about one key."""
+
+    parts: tuple[str, ...]
+    """The key; empty where several sections do not fit together."""
+    text: str
+
+
+def explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """The problems of the configuration `raw`."""
+    wanted: dict[tuple[str, ...], list[str]] = {}
+    values: dict[tuple[str, ...], object] = {}
+    for detail in error.errors():
+        parts = _key(detail, raw)
+        if detail["type"] == "extra_forbidden":
+            yield from _unknown(parts, detail["input"], raw)
+        elif detail["type"] == "missing":
+            yield Problem(parts, f"{'.'.join(parts)} is missing; add it")
+        elif detail["type"] == "value_error":
+            key = "".join(f"{'.'.join(parts)}: " for _ in parts[:1])
+            yield Problem(parts, f"{key}{detail['ctx']['error']}")
+        else:  # what may be one of several types has an error for each
+            tagged = detail["type"].startswith("union_tag")
+            parts = (*parts, "kind") if tagged else parts
+            values[parts] = child(detail["input"], "kind") if tagged else detail["input"]
+            wanted.setdefault(parts, []).append(_wanted(detail, parts))
+    for parts, texts in wanted.items():
+        told = ", or ".join(dict.fromkeys(texts)).replace(", or be ", ", or ")
+        key = ".".join(parts)
+        yield Problem(parts, f"{key} is {told_value(values[parts])}; it should {told}")
+
+
+def told_value(value: object) -> str:
+    """A value as YAML spells it, cut short."""
+    words = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
+def nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
+    """`; did you mean …?`, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _key(detail: ErrorDetails, raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Where the error is, as the file spells it. pydantic's location also has the names of a
+    union's members, which no file has."""
+    parts: list[str] = []
+    value: object = raw
+    last = len(detail["loc"]) - 1
+    for i, part in enumerate(map(str, detail["loc"])):
+        inside = isinstance(value, Mapping) and part in value
+        inside |= isinstance(value, list) and part.isdecimal() and int(part) < len(value)
+        if inside or (i == last and detail["type"] == "missing"):
+            parts.append(part)
+            value = child(value, part)
+    return tuple(parts)
+
+
+def _wanted(detail: ErrorDetails, parts: Sequence[str]) -> str:
+    """What the value should be or do, from pydantic's words."""
+    kind, value = detail["type"], detail["input"]
+    if kind in ("model_type", "model_attributes_type"):
+        return "be a section, {key: value, …}"
+    if kind == "dict_type":
+        return "be a mapping, {name: value, …}"
+    if kind in ("tuple_type", "list_type"):
+        return "be a list, [a, b, …]"
+    if kind == "path_type":
+        return "be a path"
+    if kind == "string_type":
+        if isinstance(value, int | float):
+            return f"be text, in quotes: {'.'.join(parts)}='\"{told_value(value)}\"'"
+        return "be text"
+    if kind in ("union_tag_invalid", "literal_error"):
+        names = detail["ctx"]["expected_tags" if kind == "union_tag_invalid" else "expected"]
+        given = child(value, "kind") if kind == "union_tag_invalid" else value
+        known = [name.strip("' ") for name in names.replace(" or ", ", ").split(",")]
+        return f"be {names}{nearest(str(given), known)}"
+    before, should, after = detail["msg"].partition(" should ")
+    return after if should else f"be otherwise: {before}"
+
+
+def _unknown(parts: tuple[str, ...], value: object, raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """A key that no section has. Of a whole section, each key that another framework knows."""
+    leaves = dict(_leaves(parts, value))
+    known = {leaf: text for leaf in leaves if (text := known_as(".".join(leaf)))}
+    for leaf in leaves if known else [parts]:
+        key = ".".join(leaf)
+        hint = known.get(leaf) or _suggestion(leaf, list(leaves), raw)
+        yield Problem(leaf, f"{key} is not a known key; {hint}")
+
+
+def _leaves(parts: tuple[str, ...], value: object) -> Iterator[tuple[tuple[str, ...], object]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves((*parts, str(key)), inner)
+    else:
+        yield parts, value
+
+
+def _suggestion(
+    parts: tuple[str, ...], leaves: Sequence[tuple[str, ...]], raw: Mapping[str, Any]
+) -> str:
+    """The nearest key beside it; else keys of that name in other sections; else all beside it."""
+    beside = fields_at(raw, parts[:-1])
+    if near := nearest(parts[-1], beside, cutoff=0.6):
+        return near.removeprefix("; ")
+    names = {leaf[-1] for leaf in leaves}
+    elsewhere = [key for key in all_keys() if key.rpartition(".")[2] in names]
+    if 0 < len(elsewhere) <= 4:
+        return f"did you mean {' or '.join(map(repr, elsewhere))}?"
+    return f"known keys: {', '.join(beside)}"

@@ -1,0 +1,131 @@
+"""Every mistake in a configuration gets one line with the key, the value and what is right."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stepwell.configuring import fails
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stepwell.cli", *args], capture_output=True, text=True, check=False
+    )
+
+
+# --- overrides that are none -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("trainer.total_steps", "has no value; write trainer.total_steps=VALUE"),
+        ("=5", "has no key; write KEY=5"),
+        ("run..name=x", "has an empty part in its key; write run.name=x"),
+        (".run.name=x", "has an empty part in its key; write run.name=x"),
+        ("engine.urls=[http://a:1", "a bracket or quote is not closed"),
+        ("engine.env={a: 1", "a bracket or quote is not closed"),
+        ("run.name='x", "a bracket or quote is not closed"),
+        ("--trainer.lr=1", "begins with dashes; write trainer.lr=1"),
+        ("--run.name", "begins with dashes; write run.name=VALUE"),
+        ("engine.urls[0]=x", "lists are given whole: engine.urls=[…]"),
+        ("run.name = x", "has spaces in its key; write run.name=x"),
+        ("model.path=${run.name", "'${' is not closed"),
+    ],
+)
+def test_an_override_that_is_none_is_named_with_what_is_right(override: str, remedy: str) -> None:
+    said = fails(override)
+    assert f"override {override!r}" in said
+    assert remedy in said
+    assert len(said.splitlines()) == 1
+
+
+def test_all_wrong_overrides_are_told_at_once_and_wrong_values_with_them() -> None:
+    lines = fails("trainer.total_steps", "=5", "rollout.n=0", "rolout.min_n=2").splitlines()
+    assert len(lines) == 4
+    assert [line for line in lines if "rollout.n is 0" in line]
+
+
+def test_an_option_with_dashes_is_told_by_the_command_line_too() -> None:
+    done = command("config", "--config", "quickstart", "--trainer.lr=1", "rollout.n=0")
+    assert done.returncode == 2
+    assert "override '--trainer.lr=1' begins with dashes; write trainer.lr=1" in done.stderr
+    assert "rollout.n is 0" in done.stderr
+
+
+def test_overrides_may_stand_before_and_after_options() -> None:
+    done = command("config", "run.name=x", "--config", "quickstart", "rollout.n=3")
+    assert done.returncode == 0, done.stderr
+    assert "name: x" in done.stdout
+    assert "'n': 3" in done.stdout
+
+
+# --- wrong values ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.n=0", "rollout.n is 0; it should be greater than or equal to 1"),
+        ("run.name=42", "in quotes: run.name='\"42\"'"),
+        ("run.name=a b", "run.name is 'a b'; it should match pattern"),
+        ("async_training.mode=asink", "did you mean 'async'?"),
+        ("data.train.kind=parket", "did you mean 'parquet'?"),
+        ("rollout=null", "rollout is null; it should be a section"),
+        ("rollout=3", "rollout is 3; it should be a section"),
+        ("backend.betas=[1]", "backend.betas"),
+        ("model.path=${modl.path}", "model.path is '${modl.path}'"),
+        ("model.path=???", "model.path is '???', which stands for a value"),
+        ("stepwell.dir=x", "stepwell is not a known key"),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_key_value_and_bound(override: str, said: str) -> None:
+    message = fails(override)
+    assert said in message
+    assert len(message.splitlines()) == 1
+
+
+def test_what_may_be_several_things_is_one_line_with_all_of_them() -> None:
+    said = fails("run.resume=-1")
+    assert len(said.splitlines()) == 1
+    assert "run.resume is -1; it should be 'auto' or 'never', or greater than or equal to 0" in said
+
+
+def test_all_interpolations_that_lead_nowhere_are_told() -> None:
+    said = fails("model.path=${modl.path}", "run.dir=${nowhere}", "rollout.n=0")
+    assert len(said.splitlines()) == 3
+
+
+# --- files that are none ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run: {name: x\n", "line 2"),
+        ("run: x\nrun: y\n", "duplicate key"),
+        ("- run\n- model\n", "holds a list; write a mapping of sections"),
+        ("5\n", "write a mapping of sections"),
+        ("", "holds nothing; write a mapping of sections"),
+        ("run:\n\tname: x\n", "line 2"),
+        ("a: &a [*a]\n", "a.yaml: "),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_told_in_one_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    message = fails(config=str(tmp_path / "a.yaml"))
+    assert message.startswith(f"{tmp_path / 'a.yaml'}: ")
+    assert said in message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_missing_file_a_folder_and_bytes_are_told_in_one_line(tmp_path: Path) -> None:
+    assert f"--config is '{tmp_path}', a folder; name a YAML file" in fails(config=str(tmp_path))
+    missing = str(tmp_path / "no.yaml")
+    assert f"--config is {missing!r}: no such file" in fails(config=missing)
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
+    assert len(fails(config=str(tmp_path / "b.yaml")).splitlines()) == 1
