@@ -105,6 +105,7 @@ def _services(
             engine,
             threads,
             CallLimits(config),
+            wiring.sampling,
             on_turn=conversations.note_turn,
         ),
         trajectories=trajectories,

@@ -77,6 +77,7 @@ from stepwell.gateway.retries import (
     unpack,
 )
 from stepwell.gateway.trajectories import Commit, LiveTrajectory
+from stepwell.gateway.wiring import ChannelSampling
 
 log = logging.getLogger(__name__)
 
@@ -359,7 +360,7 @@ class Call:
             self._trajectory.catch_up if service.config.replicas > 1 else None,
         )
         self.n_prompt = len(prompt.ids)
-        sampling = await service.sampling(request, self.n_prompt, self._trajectory.greedy)
+        sampling = await service.sampling(request, self.n_prompt, self._trajectory)
         self._fits.set()
         self._reader = reader = self._open_reader(prompt.ids, prompt.n_forced)
         self._publish(reader.begin(prompt.forced))
@@ -450,7 +451,7 @@ class Call:
                 cached_tokens=finished.cached_tokens,
                 resumes=0,
             ),
-            await service.sampling(request, self.n_prompt, self._trajectory.greedy),
+            await service.sampling(request, self.n_prompt, self._trajectory),
             self.n_prompt,
             reader.stop_sequence,
         )
@@ -723,12 +724,14 @@ class CallService:
         engine: EngineClient,
         threads: ThreadPoolExecutor,
         limits: CallLimits,
+        sampling: Mapping[str, ChannelSampling],
         on_turn: Callable[[LiveTrajectory, Key, int | None], None],
     ) -> None:
-        """`on_turn`: told of every turn that enters a graph, with the key of its conversation and,
-        of a plain text, its length."""
+        """`sampling`: by channel. `on_turn`: told of every turn that enters a graph, with the key
+        of its conversation and, of a plain text, its length."""
         self.config = config
         self.limits = limits
+        self._sampling = sampling
         self.renderer = renderer
         self.format = reply_format
         self.engine = engine
@@ -987,14 +990,16 @@ class CallService:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, encode, text, context)
 
-    async def sampling(self, request: ChatRequest, n_prompt: int, greedy: bool = False) -> Sampling:
-        """Parameters as they will be used: overrides over the request's over the defaults, and
-        temperature 0 over all if `greedy`.
+    async def sampling(
+        self, request: ChatRequest, n_prompt: int, trajectory: LiveTrajectory
+    ) -> Sampling:
+        """Parameters as they will be used: the channel's over the request's, and temperature 0 over
+        all in a greedy trajectory.
 
         Raises:
             ContextLengthError: the prompt leaves no room for one token.
         """
-        config, forced = self.config, self.config.sampling_overrides
+        forced = self._sampling.get(trajectory.channel, ChannelSampling())
         context = await self.engine.context_length()
         # Engines refuse a request whose prompt and response reach the context length.
         room = context - n_prompt - 1
@@ -1003,12 +1008,11 @@ class CallService:
         one_call = None
         if request.tools and request.parse_tools and not request.parallel_tool_calls:
             one_call = self.format.call_close
-        wanted = request.max_tokens or config.default_max_tokens or room
+        limit = min(forced.max_tokens or room, room)
+        temperature = _first(forced.temperature, request.temperature, 1.0)
         return Sampling(
-            max_new_tokens=min(wanted, room),
-            temperature=0.0
-            if greedy
-            else _first(forced.temperature, request.temperature, config.default_temperature),
+            max_new_tokens=min(request.max_tokens or limit, limit),
+            temperature=0.0 if trajectory.greedy else temperature,
             top_p=_first(forced.top_p, request.top_p, 1.0),
             top_k=_first(forced.top_k, request.top_k, -1),
             min_p=request.min_p or 0.0,

@@ -30,15 +30,6 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class SamplingOverrides(Section):
-    """Sampling parameters forced on every call; null leaves the agent its choice."""
-
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
-    """-1 is no limit."""
-
-
 class NormalizeRule(Section):
     """In messages of `role`, what matches the regular expression `pattern` is replaced."""
 
@@ -86,11 +77,6 @@ class GatewayConfig(Section):
 
     context_length: int | None = Field(default=None, ge=2)
     """Prompt plus response tokens that fit; null: asked of the engine (`max_model_len`)."""
-    default_max_tokens: int | None = Field(default=None, ge=1)
-    """Response limit of a request that sets none; null: whatever fits in the context."""
-    default_temperature: float = Field(default=1.0, ge=0, le=2)
-    """Temperature of a request that sets none."""
-    sampling_overrides: SamplingOverrides = SamplingOverrides()
 
     thinking: Thinking = "preserve"
     """`preserve` keeps past thinking in the prompt, token for token; `template` follows the chat
@@ -276,19 +262,6 @@ class GatewayConfig(Section):
             raise ValueError(
                 f"port is {self.port} and replicas is {self.replicas}, whose ports would end at "
                 f"{self.port + self.replicas - 1}; choose a lower port, or 0 for free ones"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _limits_agree(self) -> GatewayConfig:
-        if (
-            self.context_length is not None
-            and self.default_max_tokens is not None
-            and self.default_max_tokens >= self.context_length
-        ):
-            raise ValueError(
-                f"default_max_tokens is {self.default_max_tokens} but context_length is "
-                f"{self.context_length}; leave room for a prompt"
             )
         return self
 

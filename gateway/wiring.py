@@ -8,14 +8,28 @@ Does not own: the options (`config.py`), which engine a call goes to (`fleet.py`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from stepwell.gateway.errors import GatewayConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelSampling:
+    """How the calls of a channel's trajectories are sampled. None: as the agent asks."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1 is no limit."""
+    max_tokens: int | None = None
+    """Longest response of one call; one that asks for less gets less."""
+
+
+@dataclass(frozen=True, slots=True)
 class Wiring:
-    """Which engines a gateway generates with, and which of several gateways it is.
+    """Which engines a gateway generates with and how it samples, and which of several gateways it
+    is.
 
     Raises:
         GatewayConfigError: names the option that holds a URL which cannot be used.
@@ -29,6 +43,8 @@ class Wiring:
     it."""
     lora_path: str | None = None
     """Name of the LoRA adapter that generates; None: the engines' model itself."""
+    sampling: Mapping[str, ChannelSampling] = field(default_factory=dict)
+    """By channel; in a channel that is not named, agents choose."""
     replica: int = 0
     """Which of the gateways that share the work this one is."""
     replica_urls: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ import secrets
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,10 @@ from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.process import settle_heap
 from stepwell.datapool.sharded import client_of
 from stepwell.datapool.shards import start_shards
-from stepwell.datapool.types import TRAIN
+from stepwell.datapool.types import TRAIN, VAL
 from stepwell.gateway.config import GatewayConfig, is_loopback
 from stepwell.gateway.replicas import start_replicas
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.wiring import ChannelSampling, Wiring
 from stepwell.placement import (
     Node,
     Placement,
@@ -50,6 +50,7 @@ from stepwell.placement import (
     plan,
 )
 from stepwell.ray_cluster import connected, joined, while_raylet_lives
+from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout import WorkerHandle, start_workers
 from stepwell.trainer.sampling import train_channel
@@ -130,6 +131,7 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
             engine_urls=tuple(urls) if router is None else (router,),
             via_router=router is not None,
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
+            sampling=channel_sampling(config.rollout, config.validation),
         )
         gateway_urls = await _start_gateways(gateway_config, wiring, stack)
         keys = gateway_config.admin_keys
@@ -200,6 +202,16 @@ def _write_key(path: Path, key: SecretStr) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(key.get_secret_value())
+
+
+def channel_sampling(
+    rollout: RolloutConfig, validation: ValidationConfig
+) -> dict[str, ChannelSampling]:
+    """How the gateway samples, by channel; what `validation` leaves open is `rollout`'s."""
+    names = [field.name for field in fields(ChannelSampling)]
+    train = {name: getattr(rollout, name) for name in names}
+    own = {name: value for name in names if (value := getattr(validation, name)) is not None}
+    return {TRAIN: ChannelSampling(**train), VAL: ChannelSampling(**train | own)}
 
 
 def _on_this_node() -> dict[str, Any]:

@@ -142,6 +142,18 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _prompts_have_room(self) -> RunConfig:
+        context = self.engine.context_length
+        for name in ("rollout", "validation"):
+            longest = getattr(self, name).max_tokens
+            if context is not None and longest is not None and longest >= context:
+                raise ValueError(
+                    f"{name}.max_tokens is {longest} but engine.context_length is {context}; "
+                    "leave room for a prompt"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _transport_fits(self) -> RunConfig:
         transport, lora = self.engine.weight_transport, getattr(self.backend, "lora", None)
         if transport == "lora" and lora is None:

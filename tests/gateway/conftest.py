@@ -30,7 +30,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import bind, http_protocol
 from stepwell.gateway.tokenization import ChatTokenizer
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.wiring import ChannelSampling, Wiring
 
 # -- templates -------------------------------------------------------------------------------
 
@@ -582,7 +582,8 @@ class World:
 @pytest.fixture
 async def worlds() -> AsyncIterator[Callable[..., Any]]:
     """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`. `pool`: another
-    one than a `LocalPool`; `engine_urls`: others than those of `engines` that run here."""
+    one than a `LocalPool`; `engine_urls`: others than those of `engines` that run here.
+    `sampling`: by channel."""
     async with AsyncExitStack() as stack:
 
         async def make(
@@ -591,6 +592,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             served_by: str = "ours",
             pool: Any = None,
             engine_urls: tuple[str, ...] | None = None,
+            sampling: dict[str, ChannelSampling] | None = None,
             **options: Any,
         ) -> World:
             tokenizer = make_tokenizer(family)
@@ -605,7 +607,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             pool = pool or LocalPool()
             config = GatewayConfig(port=0, **{"retry_backoff_s": 0.01, **options})
             urls = tuple(e.url for e in made) if engine_urls is None else engine_urls
-            app = create_app(config, Wiring(urls), pool, tokenizer)
+            app = create_app(config, Wiring(urls, sampling=sampling or {}), pool, tokenizer)
             http = http_protocol(config) if served_by == "ours" else SERVED_BY[served_by]
             url = await stack.enter_async_context(serving(app, http=http))
             clients = await stack.enter_async_context(AsyncExitStack())

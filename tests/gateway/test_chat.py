@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from stepwell.gateway.dialects import openai_chat
 from stepwell.gateway.errors import RequestError
+from stepwell.gateway.wiring import ChannelSampling
 from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, log_prob
 
 THINKER = QWEN3.replace(
@@ -432,7 +433,7 @@ async def test_logprobs_are_those_of_the_sampled_tokens(world: Any) -> None:
 
 
 async def test_forced_sampling_parameters_are_used_and_recorded(worlds: Any) -> None:
-    world = await worlds(sampling_overrides={"temperature": 1.0, "top_p": 1.0, "top_k": -1})
+    world = await worlds(sampling={"train": ChannelSampling(1.0, 1.0, -1)})
     client = await world.client()
     await client.chat.completions.create(
         model="m", messages=[user("hi")], temperature=0.0, top_p=0.5, seed=7
@@ -442,10 +443,34 @@ async def test_forced_sampling_parameters_are_used_and_recorded(worlds: Any) -> 
     assert world.pool.stored()[0].metadata["sampling_params"]["temperature"] == 1.0
 
 
+async def test_each_channel_has_its_own_sampling_whatever_the_agent_asks(worlds: Any) -> None:
+    train, val = ChannelSampling(1.0, max_tokens=20), ChannelSampling(0.6, max_tokens=30)
+    world = await worlds(sampling={"train": train, "val": val})
+    for channel in ("train", "val", "other"):
+        async with httpx.AsyncClient() as http:
+            identity = {"trajectory_uid": channel, "prompt_uid": "p1", "channel": channel}
+            began = await http.post(f"{world.url}/init_trajectory", json=identity)
+        assert began.status_code == 200
+        client = await world.client(channel)
+        for max_tokens in (10, 25, None):
+            await client.chat.completions.create(
+                model="m",
+                messages=[user(f"{channel} {max_tokens}")],
+                temperature=0.3,
+                **({} if max_tokens is None else {"max_tokens": max_tokens}),
+            )
+    sent = [r["sampling_params"] for r in world.engine.requests]
+    assert [s["temperature"] for s in sent] == [1.0] * 3 + [0.6] * 3 + [0.3] * 3
+    assert [s["max_new_tokens"] for s in sent][:8] == [10, 20, 20, 10, 25, 30, 10, 25]
+    for channel, temperature in (("train", 1.0), ("val", 0.6), ("other", 0.3)):
+        stored = world.pool.stored(channel)
+        assert {s.metadata["sampling_params"]["temperature"] for s in stored} == {temperature}
+
+
 async def test_a_greedy_baseline_is_sampled_at_temperature_0_whatever_is_asked_or_forced(
     worlds: Any,
 ) -> None:
-    world = await worlds(sampling_overrides={"temperature": 0.9})
+    world = await worlds(sampling={"train": ChannelSampling(0.9)})
     for uid, metadata in (("plain", {}), ("greedy", {"greedy_baseline": True})):
         async with httpx.AsyncClient() as http:
             began = await http.post(

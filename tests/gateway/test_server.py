@@ -47,7 +47,6 @@ def test_reading_the_configuration_loads_neither_torch_nor_transformers() -> Non
         ({"port": 70000}, "port"),
         ({"host": "0.0.0.0"}, "no keys yet"),
         ({"host": "not an address"}, "give an IP address"),
-        ({"default_max_tokens": 10, "context_length": 10}, "leave room for a prompt"),
         ({"prot": 1}, "prot"),
     ],
 )
