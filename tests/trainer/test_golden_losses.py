@@ -251,7 +251,7 @@ def test_kl_in_the_loss_agrees_in_value_and_gradient(entry: dict[str, Any], esti
         (as_turns(entry["case"], entry["verl"]), "trajectory-mean"),
     ):
         config = loss_config("gpg", aggregation)
-        kl = KlConfig.model_validate({"place": "loss", "estimator": estimator, "coef": 1.0})
+        kl = KlConfig.model_validate({"place": "loss", "estimator": estimator, "kl_coef": 1.0})
         columns = golden.batch.columns
         columns["ref_log_probs"] = golden.column("ref")
         columns["advantages"] = torch.zeros(golden.batch.n_tokens)
