@@ -15,7 +15,7 @@ from stepwell.backends.engines import sglang
 from stepwell.backends.engines.commands import CommandLine, Launch
 from stepwell.backends.errors import EngineStartError
 
-HOOK = Path(sglang.__file__).with_name("sglang_cpu")
+HOOK = Path(sglang.__file__).resolve().with_name("sglang_cpu")
 
 
 def line(**fields: object) -> CommandLine:
