@@ -38,6 +38,7 @@ class EngineConfig(Section):
     urls: tuple[str, ...] = ()
     """Base urls of running servers, for `kind: attach`."""
     host: str = "127.0.0.1"
+    """Address it listens on; on several nodes the run chooses one that the others reach."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes a free one. A restarted engine keeps its port."""
     threads: int = Field(default=1, ge=1)
@@ -57,6 +58,7 @@ class EngineConfig(Section):
     streams on two busy cores, 1 took 12-47 % of the embedded engine's throughput, 4 at most 13 %.
     The first and the last token are sent at once whatever it is."""
     seed: int = Field(default=0, ge=0)
+    """Of sampling, for requests that bring none."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """From launch to the first answer of `/health`, loading included."""
     stop_timeout_s: float = Field(default=5.0, gt=0)
@@ -157,6 +159,7 @@ class TorchBackendConfig(Section):
     moments, no first (arXiv:1804.04235), `lr` is relative to each tensor's RMS; `sgd`: no
     state at all without `momentum`."""
     lr: float = Field(default=1e-6, gt=0)
+    """Learning rate after the warm-up."""
     scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate goes on after the warm-up: down to `min_lr_ratio` × `lr` at `scheduler_steps`,
     and constant there."""
@@ -168,7 +171,9 @@ class TorchBackendConfig(Section):
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where `linear` and `cosine` end, in units of `lr`."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of Adam's two moments (`adamw`, `adamw_8bit`)."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to Adam's denominator."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Of `sgd`."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -190,9 +195,11 @@ class TorchBackendConfig(Section):
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
     seed: int = Field(default=0, ge=0)
+    """Of torch: dropout, and weights that are new such as adapters."""
     deterministic: bool = False
     """CUDA kernels that give the same bits in every run, slower; the CPU's always do."""
     trust_remote_code: bool = False
+    """Run the Python code that comes with a model."""
 
     @model_validator(mode="after")
     def _scheduler_fits(self) -> TorchBackendConfig:

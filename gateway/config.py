@@ -107,6 +107,7 @@ class GatewayConfig(Section):
     request_timeout_s: float = Field(default=600.0, gt=0)
     """One call may take this long in the engine, resumptions included; then 504."""
     engine_connect_timeout_s: float = Field(default=10.0, gt=0)
+    """A connection to an engine must be there within this."""
     engine_retries: int = Field(default=8, ge=0)
     """Further tries (over all engines) of a call whose engine failed, was lost or is busy."""
     retry_backoff_s: float = Field(default=0.2, ge=0)
@@ -115,6 +116,7 @@ class GatewayConfig(Section):
     engine_health_interval_s: float = Field(default=5.0, gt=0)
     """Between two checks of an engine; one that is not well is checked every second."""
     engine_health_timeout_s: float = Field(default=5.0, gt=0)
+    """A check must be answered within this."""
     engine_circuit_failures: int = Field(default=3, ge=1)
     """Bad answers in a row (5xx, 429, nonsense) after which an engine gets no calls."""
     engine_circuit_open_s: float = Field(default=1.0, gt=0)
@@ -147,6 +149,7 @@ class GatewayConfig(Section):
     max_concurrent_calls: int | None = Field(default=None, ge=1)
     """Calls being generated at once; more wait their turn. null: the engines queue them."""
     max_concurrent_calls_per_trajectory: int | None = Field(default=None, ge=1)
+    """As `max_concurrent_calls`, for one trajectory."""
     queue_timeout_s: float = Field(default=60.0, gt=0)
     """A call waits so long for its turn, then 429; or for room in the pool's channel, if that
     blocks, then 503. Both with Retry-After."""
@@ -158,6 +161,7 @@ class GatewayConfig(Section):
     offload_chars: int = Field(default=8192, ge=0)
     """Prompts with more new text than this are rendered and tokenised in a thread."""
     render_threads: int = Field(default=2, ge=1, le=64)
+    """Threads for that."""
     prompt_cache_tokens: int = Field(default=4_000_000, ge=0)
     """Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
     remembered_calls: int = Field(default=64, ge=1)
@@ -181,6 +185,7 @@ class GatewayConfig(Section):
     `--rollout-batch-size`, whose consumer throws away what it gets beyond a batch; null: all that
     are ready."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
+    """Of the gateway's process and its HTTP server."""
 
     @field_validator("host")
     @classmethod

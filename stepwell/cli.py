@@ -5,6 +5,7 @@
     stepwell gateway --config quickstart [key=value …]   pool + engine + gateway, no training;
                      --replicas N                        N gateways, each at its own address
     stepwell config  --config quickstart [key=value …]   print the resolved configuration
+                     --keys PATTERN                      list keys with type, default and meaning
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
     stepwell data salvage PATH                           a usable journal of a damaged one
     stepwell backends                                    list training backends and engines
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
@@ -67,11 +69,19 @@ def _parser() -> argparse.ArgumentParser:
         ("config", _config, "print the resolved configuration"),
     ):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--config", required=True, help="a preset's name or a YAML file")
+        command.add_argument(
+            "--config", required=name != "config", help="a preset's name or a YAML file"
+        )
         command.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.total_steps=5"
         )
         command.set_defaults(run=run)
+        if name == "config":
+            command.add_argument(
+                "--keys",
+                metavar="PATTERN",
+                help="list the keys like it (a part of the name, or a glob) with their meaning",
+            )
         if name == "train":
             command.add_argument(
                 "--dry-run", action="store_true", help="print the placement and start nothing"
@@ -147,12 +157,19 @@ def _gateway(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from omegaconf import OmegaConf
-
     from stepwell.presets import load_config
 
-    config = load_config(args.config, args.overrides)
-    print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))), end="")
+    if args.config is None and (args.keys is None or args.overrides):
+        raise ConfigError("--config is missing; name a preset or a YAML file")
+    config = None if args.config is None else load_config(args.config, args.overrides)
+    if args.keys is not None:
+        from stepwell.config_keys import show_keys
+
+        print(show_keys(args.keys, config, width=min(shutil.get_terminal_size().columns, 120)))
+    elif config is not None:
+        from omegaconf import OmegaConf
+
+        print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))), end="")
     return 0
 
 

@@ -47,6 +47,7 @@ class RunSection(Section):
     dir: Path
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs."""
     seed: int = Field(default=0, ge=0)
+    """Of everything that draws at random."""
     resume: Literal["auto", "never"] | NonNegativeInt | Path = "auto"
     """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over;
     a step goes back to that one; a path starts from the checkpoint of another run."""
@@ -58,6 +59,7 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Write event files to `run.dir`/tensorboard."""
     project: str = "stepwell"
+    """The project in wandb."""
     console: Literal["auto", "rich", "plain", "quiet"] = "auto"
     """`auto`: live display on a terminal, otherwise a line per step."""
 

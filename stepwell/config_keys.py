@@ -7,13 +7,24 @@ the values (`presets.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import functools
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from stepwell.config import RunConfig
+from stepwell.migration import known_as
+from stepwell.trainer.errors import ConfigError
 
 ROOT: tuple[Any, ...] = (RunConfig,)
 """The types of a whole configuration, where every walk begins."""
@@ -65,25 +76,137 @@ def child(value: object, part: str) -> object:
     return None
 
 
+@dataclass(frozen=True)
+class Key:
+    """One key that takes a value."""
+
+    name: str
+    """Its full name; `*` in it stands for names that users choose."""
+    type: str
+    """With its bounds."""
+    default: object
+    """`PydanticUndefined` if the key has to be given."""
+    meaning: str
+    kinds: tuple[str, ...] = ()
+    """The kinds of its section that have it; empty if the section has no kinds."""
+
+
+def keys() -> list[Key]:
+    """Every key. One whose meaning depends on the kind of its section comes several times."""
+    found: dict[tuple[str, ...], Key] = {}
+    for key in _walk(ROOT, "", None):
+        same = found.setdefault((key.name, key.type, repr(key.default), key.meaning), key)
+        if same is not key:
+            kinds = tuple(dict.fromkeys((*same.kinds, *key.kinds)))
+            found[key.name, key.type, repr(key.default), key.meaning] = replace(same, kinds=kinds)
+    return list(found.values())
+
+
 def all_keys() -> list[str]:
-    """Every key that takes a value, by its full name; `*` stands for names that users choose."""
-    return list(dict.fromkeys(_walk(ROOT, "")))
+    """The names of all keys."""
+    return list(dict.fromkeys(key.name for key in keys()))
 
 
-def _walk(types: Sequence[Any], prefix: str) -> list[str]:
-    found: list[str] = []
+def show_keys(pattern: str, config: RunConfig | None = None, *, width: int) -> str:
+    """The keys whose name holds `pattern`, or is like it if it is a glob, for a terminal of
+    `width` columns; with the values of `config` where they are not the defaults.
+
+    Raises:
+        ConfigError: no key is like it.
+    """
+    glob = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+    found = [key for key in keys() if fnmatchcase(key.name, glob)]
+    if not found:
+        near = difflib.get_close_matches(pattern, all_keys(), n=1, cutoff=0.5)
+        hint = known_as(pattern) or (f"did you mean {near[0]!r}?" if near else "")
+        raise ConfigError(f"no key is like {pattern!r}; {hint or 'give a part of its name'}")
+    values = {} if config is None else config.model_dump(mode="json")
+    return "\n\n".join(_shown(key, values, width) for key in found)
+
+
+def _shown(key: Key, values: Mapping[str, Any], width: int) -> str:
+    default = _plain(key.default)
+    told = "required" if key.default is PydanticUndefined else f"default {default}"
+    value: object = values
+    for part in key.name.split("."):
+        value = value[part] if isinstance(value, Mapping) and part in value else PydanticUndefined
+    if value is not PydanticUndefined and (now := _plain(value)) != default:
+        told = now if told == "required" else f"{now} ({told})"
+    of = f", for kind {_listed(key.kinds)}" if key.kinds else ""
+    head = f"{key.name}: {key.type}, {told}{of}"
+    wrap = functools.partial(
+        textwrap.wrap, width=width, subsequent_indent="    ", break_on_hyphens=False
+    )
+    return "\n".join([*wrap(head), *wrap(key.meaning, initial_indent="    ")])
+
+
+def _listed(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _plain(value: object) -> str:
+    """A value as YAML spells it in a line."""
+    if value is PydanticUndefined:
+        return ""
+    return json.dumps(to_jsonable_python(value), ensure_ascii=False)
+
+
+def _walk(types: Sequence[Any], prefix: str, field: FieldInfo | None) -> Iterator[Key]:
     members = [m for t in types for m in _members(t)]
-    if any(map(_is_model, members)):  # a section that may be left out: null is no key of it
-        members = [m for m in members if m is not type(None)]
-    for member in members:
-        if _is_model(member):
-            for name, field in member.model_fields.items():
-                found += _walk([field.annotation], f"{prefix}{name}.")
-        elif get_origin(member) is dict and any(map(_is_model, _members(get_args(member)[1]))):
-            found += _walk([get_args(member)[1]], f"{prefix}*.")
-        else:
-            found.append(prefix.removesuffix("."))
-    return found
+    sections = [m for m in members if _is_model(m)]
+    named = [m for m in members if get_origin(m) is dict and _models(get_args(m)[1])]
+    if len(sections) > 1:
+        about = [f"{_listed(kinds_of(m))}: {(m.__doc__ or '').partition('.')[0]}" for m in sections]
+        kinds = [kind for m in sections for kind in kinds_of(m)]
+        yield Key(f"{prefix}kind", _listed(kinds), PydanticUndefined, f"{'; '.join(about)}.")
+    for model in sections:
+        for name, inner in model.model_fields.items():
+            if name == "kind" and len(sections) > 1:
+                continue
+            for key in _walk([inner.annotation], f"{prefix}{name}.", inner):
+                shared = all(name in m.model_fields for m in sections)
+                yield key if shared or key.kinds else replace(key, kinds=kinds_of(model))
+    for mapping in named:
+        yield from _walk([get_args(mapping)[1]], f"{prefix}*.", None)
+    if field is not None and not sections and not named:
+        yield Key(
+            prefix.removesuffix("."),
+            _type(field),
+            field.get_default(call_default_factory=True, validated_data={}),
+            " ".join((field.description or "").split()),
+        )
+
+
+def _type(field: FieldInfo) -> str:
+    """The type and bounds of a key, in words."""
+    names = list(dict.fromkeys(_word(m) for m in _members(field.annotation)))
+    bounds = []
+    for bound in field.metadata:
+        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
+            if (limit := getattr(bound, attribute, None)) is not None:
+                bounds.append(
+                    f" {sign} {limit:g}" if isinstance(limit, float) else f" {sign} {limit}"
+                )
+    return names[0] + ",".join(bounds) + "".join(f" or {name}" for name in names[1:])
+
+
+def _word(t: Any) -> str:
+    if get_origin(t) is Literal:
+        return _listed([str(value) for value in get_args(t)])
+    if get_origin(t) in (list, tuple):
+        inner = [a for a in get_args(t) if a is not Ellipsis]
+        return f"list of {' and '.join(dict.fromkeys(_word(a) for a in inner))}"
+    if get_origin(t) is dict:
+        return "mapping"
+    if get_origin(t) in (Annotated, Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_word, _members(t))))
+    names = {str: "text", Path: "path", bool: "true or false", type(None): "null", Any: "anything"}
+    return names.get(t) or str(t.__name__)
+
+
+def _models(t: Any) -> list[Any]:
+    return [m for m in _members(t) if _is_model(m)]
 
 
 def _is_model(t: Any) -> bool:

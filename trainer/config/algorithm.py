@@ -108,6 +108,7 @@ class CovConfig(Section):
     low: float = 1.0
     """`clip_cov` draws among tokens with low < cov < high; `kl_cov` takes the highest."""
     high: float = 5.0
+    """See `low`."""
     kl_coef: float = Field(default=1.0, ge=0)
     """`kl_cov`: weight of |log π - log π_prox| on the selected tokens."""
 
@@ -188,6 +189,7 @@ class KlConfig(Section):
     """k1, k2, k3 (low variance, never negative), abs; with `+` the value of that estimator and
     the gradient of k2, which is the unbiased one."""
     kl_coef: float = Field(default=1e-3, gt=0)
+    """Weight of the penalty; where it starts, with `target_kl`."""
     target_kl: float | None = Field(default=None, gt=0)
     """Adapt the coefficient so that the measured KL stays near this; null = fixed."""
     horizon: float = Field(default=10_000.0, gt=0)
@@ -314,6 +316,7 @@ class OffPolicyConfig(Section):
     """An off-policy step without behaviour log-probs: weight 0,
     missing_decay^(lag - staleness_threshold), or 1. In any case it is counted."""
     missing_decay: float = Field(default=0.5, gt=0, lt=1)
+    """Base of that power."""
 
     @model_validator(mode="before")
     @classmethod

@@ -20,6 +20,7 @@ class _Source(Section):
     shuffle: bool = True
     """A new order each epoch, drawn from `shuffle_seed`; false keeps the source's order."""
     shuffle_seed: int = 0
+    """Seed of `shuffle`."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the data before it is exhausted; null = as many as training asks for."""
     skip_instance_ids: tuple[str, ...] | Path = ()

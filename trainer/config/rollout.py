@@ -124,6 +124,7 @@ class RolloutConfig(CallSampling):
     concurrency: int = Field(default=64, ge=1)
     """Agents running at once in one worker."""
     workers: int = Field(default=1, ge=1)
+    """Processes that run agents, on all nodes of the cluster."""
     timeout_s: float = Field(default=120.0, gt=0)
     """One rollout may take this long; then it is aborted with the reason "timeout"."""
     group_deadline_s: float = Field(default=300.0, gt=0)

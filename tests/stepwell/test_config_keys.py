@@ -1,0 +1,67 @@
+"""`stepwell config --keys` tells every key's type, bound, default and meaning from its section."""
+
+import subprocess
+import sys
+
+import pytest
+
+from stepwell.config_keys import keys, show_keys
+from stepwell.presets import load_config
+from stepwell.trainer.errors import ConfigError
+
+
+def test_every_key_has_a_type_and_a_meaning() -> None:
+    assert not [key.name for key in keys() if not key.meaning]
+    assert not [key.name for key in keys() if not key.type]
+
+
+def test_a_key_is_shown_with_type_bound_default_and_meaning() -> None:
+    first, *meaning = show_keys("rollout.n", width=80).split("\n\n")[0].splitlines()
+    assert first == "rollout.n: int ≥ 1, default 8"
+    assert meaning[0].startswith("    Rollouts per prompt")
+
+
+def test_a_pattern_is_a_part_of_the_name_or_a_glob() -> None:
+    def named(pattern: str) -> list[str]:
+        blocks = show_keys(pattern, width=80).split("\n\n")
+        return [block.partition(":")[0].partition(" ")[0] for block in blocks]
+
+    assert "rollout.max_outstanding_groups" in named("outstanding")
+    assert named("run.*") == ["run.name", "run.dir", "run.seed", "run.resume"]
+    assert named("*.total_steps") == ["trainer.total_steps"]
+
+
+def test_a_key_that_only_some_kinds_have_names_them() -> None:
+    shown = show_keys("data.train.prompt_key", width=120)
+    assert "kind jsonl, parquet or huggingface" in shown
+    assert "kind" not in show_keys("data.train.shuffle", width=120).splitlines()[0]
+
+
+def test_a_configuration_shows_its_values_in_place_of_defaults() -> None:
+    config = load_config("quickstart", ["rollout.n=5"])
+    assert "rollout.n: int ≥ 1, 5 (default 8)" in show_keys("rollout.n", config, width=80)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_lines_fit_the_terminal(width: int) -> None:
+    shown = show_keys("*", load_config("quickstart"), width=width)
+    assert not [line for line in shown.splitlines() if len(line) > width]
+    assert len(shown) > 10_000
+
+
+def test_a_pattern_without_a_key_says_what_is_near_or_what_another_framework_calls_so() -> None:
+    with pytest.raises(ConfigError, match=r"it is TRL's name for rollout\.n"):
+        show_keys("num_generations", width=80)
+    with pytest.raises(ConfigError, match=r"no key is like 'rollout.nn'; did you mean 'rollout.n'"):
+        show_keys("rollout.nn", width=80)
+
+
+def test_the_command_prints_keys_without_a_configuration() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "stepwell.cli", "config", "--keys", "total_steps"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("trainer.total_steps: int ≥ 1, required\n    Optimizer steps")
