@@ -205,11 +205,11 @@ async def rigs() -> AsyncIterator[Callable[..., Any]]:
     """Makes rigs: `await rigs(2, versions of the engines…, **gateway options)`."""
     async with AsyncExitStack() as stack:
 
-        async def make(n: int = 1, **options: Any) -> Rig:
+        async def make(n: int = 1, lora_path: str | None = None, **options: Any) -> Rig:
             machines = [Machine() for _ in range(n)]
             for machine in machines:
                 await stack.enter_async_context(running(machine))
-            wiring = Wiring(tuple(m.url for m in machines))
+            wiring = Wiring(tuple(m.url for m in machines), lora_path=lora_path)
             config = GatewayConfig(**{**FAST, **options})
             session = await stack.enter_async_context(aiohttp.ClientSession())
             client = EngineClient(session, config, wiring)
@@ -544,6 +544,16 @@ async def test_engines_that_differ_during_a_rolling_update_are_all_used(rigs: An
     versions = {(await rig.generate(affinity=str(i))).policy_version for i in range(20)}
     assert versions == {1, 2}
     assert rig.state(second) == "up"
+
+
+# -- an adapter ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora_path", [None, "adapter"])
+async def test_calls_name_the_adapter_that_generates(rigs: Any, lora_path: str | None) -> None:
+    rig = await rigs(lora_path=lora_path)
+    await rig.generate()
+    assert rig.machines[0].requests[0].get("lora_path") == lora_path
 
 
 # -- questions to any engine -----------------------------------------------------------------
