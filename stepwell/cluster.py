@@ -49,7 +49,8 @@ from stepwell.placement import (
     place,
     plan,
 )
-from stepwell.ray_cluster import connected, joined, while_raylet_lives
+from stepwell.ray_cluster import connected, joined, ray_here, while_raylet_lives
+from stepwell.run_file import RayPart
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout import WorkerHandle, start_workers
@@ -76,6 +77,10 @@ class Cluster:
     """One per replica. `/init_trajectory` at any of them hands out the address of one."""
     workers: list[WorkerHandle]
     placement: Placement
+    ray: RayPart
+    """The Ray that they run on."""
+    key_file: Path | None
+    """Holds the gateway's admin key, if the run made one."""
 
     @property
     def gateway_url(self) -> str:
@@ -135,11 +140,13 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         )
         gateway_urls = await _start_gateways(gateway_config, wiring, stack)
         keys = gateway_config.admin_keys
-        if keys != config.gateway.admin_keys:
-            _write_key(folder / GATEWAY_KEY, keys[0])
+        key_file = folder / GATEWAY_KEY if keys != config.gateway.admin_keys else None
+        if key_file is not None:
+            _write_key(key_file, keys[0])
         workers = start_workers(config.rollout, gateway_urls, keys[0] if keys else None)
         settle_heap()
-        yield Cluster(pool, engines, gateway_urls, workers, placement)
+        where = ray_here(namespace)
+        yield Cluster(pool, engines, gateway_urls, workers, placement, where, key_file)
 
 
 async def _start_engines(

@@ -6,7 +6,7 @@ line why not.
     cluster.address host:port   the one whose GCS is there
 
 Ray asks for a token by default, keeps it in `~/.ray/auth_token`, and looks there only for "auto";
-here it is looked for with every address whose Ray asks for it.
+here it is looked for with every address whose Ray asks for it. A run's `run.json` names the file.
 
 Owns the connection and its errors. Does not own placement (`placement.py`) or what runs on the
 cluster (`cluster.py`).
@@ -18,8 +18,9 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,7 +30,9 @@ from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
+from stepwell.errors import RunUnavailableError
 from stepwell.process_guard import VARIABLE, ProcessGuard, runs
+from stepwell.run_file import RayPart
 from stepwell.trainer.errors import ConfigError, RayEndedError
 
 CONNECT_S = 5.0
@@ -40,7 +43,10 @@ RAYLET_LOOK_S = 1.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What a client says first; a gRPC server, as a GCS is, answers with its settings. Ray itself would
 wait for a mute one for over a minute."""
+_raylet: Any = ray._raylet
+"""Ray's compiled part, whose types do not cover authentication."""
 _SETTINGS = b"\4"
+_MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -112,6 +118,88 @@ def joined(address: str) -> Iterator[None]:
     """
     with _joined(address):
         yield
+
+
+def ray_here(namespace: str) -> RayPart:
+    """Where the Ray is that this process is connected to, for other processes."""
+    wants_token = _raylet.get_authentication_mode() == _raylet.AuthenticationMode.TOKEN
+    node = ray._private.worker._global_node  # Ray says it nowhere else
+    return RayPart(
+        address=ray.get_runtime_context().gcs_address,
+        namespace=namespace,
+        auth_mode="token" if wants_token else "disabled",
+        token_file=_token_file() if wants_token else None,
+        session_dir=None if node is None else Path(node.get_session_dir_path()),
+    )
+
+
+def _token_file() -> Path | None:
+    """Where Ray has its token from, in the order in which it looks."""
+    if os.environ.get(_TOKEN):
+        return None
+    if path := os.environ.get(_TOKEN_PATH):
+        return Path(path).absolute()
+    return Path.home() / ".ray" / "auth_token"
+
+
+@contextmanager
+def attached(part: RayPart, run_dir: str) -> Iterator[None]:
+    """Connected to the Ray of the run in `run_dir` inside the block.
+
+    Raises:
+        RunUnavailableError: it cannot be joined, or this process is connected to another one.
+    """
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if here != part.address:
+            raise RunUnavailableError(
+                f"the run in {run_dir} has its Ray at {part.address}, but this process is "
+                f"connected to the Ray at {here}, and a process can be connected to one only; "
+                "leave that one first (`ray.shutdown()`), or connect from another process"
+            )
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_credentials(part))
+        if part.address.startswith("127."):
+            stack.enter_context(_loopback())
+        before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
+        try:
+            ray.init(address=part.address, namespace=part.namespace, **_QUIET)
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+            remedy = (
+                "; its token stands in the run's environment alone: set RAY_AUTH_TOKEN here, too"
+                if part.auth_mode == "token" and part.token_file is None
+                else ""
+            )
+            raise RunUnavailableError(
+                f"the run in {run_dir} is alive, but its Ray at {part.address} cannot be joined "
+                f"({_first_line(e)}){remedy}"
+            ) from e
+        finally:
+            ray_constants.NUM_REDIS_GET_RETRIES = before
+        stack.callback(ray.shutdown)
+        yield
+
+
+@contextmanager
+def _credentials(part: RayPart) -> Iterator[None]:
+    """Ray's authentication is that of a run inside the block. Ray keeps what it read, so it is told
+    to read again."""
+    values: dict[str, str | None] = {_MODE: part.auth_mode}
+    if part.token_file is not None:
+        values |= {_TOKEN: None, _TOKEN_PATH: str(part.token_file)}
+    try:
+        with _environment(**values):
+            _read_credentials_again()
+            yield
+    finally:
+        _read_credentials_again()
+
+
+def _read_credentials_again() -> None:
+    _raylet.Config.initialize("")
+    _raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -190,18 +278,22 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Of what Ray starts inside the block."""
+def _environment(**values: str | None) -> Iterator[None]:
+    """Of what Ray starts inside the block; None: the variable is not set."""
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    _set(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager

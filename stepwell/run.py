@@ -7,11 +7,10 @@ behind.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import random
 import shutil
-from collections.abc import Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from stepwell.backends.base import build_backend, loop_backend
 from stepwell.backends.critic import Critic
 from stepwell.backends.weights import WeightStore
-from stepwell.cluster import GATEWAY_KEY, POOL, WEIGHTS, Cluster, start_cluster
+from stepwell.cluster import GATEWAY_KEY, POOL, POOL_NAME, WEIGHTS, Cluster, start_cluster
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool.journal import holder
@@ -29,6 +28,7 @@ from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN
 from stepwell.replay import REPLAY, replay
 from stepwell.report import SUMMARY, plot_reward, read_summary, summarise, write_summary
+from stepwell.run_file import RUN_FILE, GatewayPart, PoolPart, begin, only_run_in
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
@@ -50,7 +50,6 @@ from stepwell.trainer.validation import (
     samples_path,
 )
 
-LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 EVALUATION_ATTEMPTS = 3
 """Evaluations of which not one rollout finished, in a row, that end the run."""
@@ -90,7 +89,7 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
     CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)  # nor a wrong checkpoint
     with display, MemoryMeter() as memory:
         display.status("starting Ray, the pool, the engine and the gateway")
-        async with start_cluster(config) as cluster:
+        async with start_run(config) as cluster:
             display.status(f"gateway at {cluster.gateway_url}")
             with (
                 MetricsWriter(folder, build_trackers(folder, config)) as metrics,
@@ -104,23 +103,19 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
                     await trainer.scorer.aclose()
 
 
-@contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
-    """No other process runs in the run's folder inside the block. The kernel ends the lock of a
-    process that dies.
-
-    Raises:
-        ConfigError: one does already.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another run is alive in {folder}; stop it first, or choose another run.name"
-            ) from None
-        yield
+@asynccontextmanager
+async def start_run(config: RunConfig) -> AsyncIterator[Cluster]:
+    """The running parts, and a `run.json` that says where they are."""
+    run = begin(config)
+    async with start_cluster(config) as cluster:
+        run.model_copy(
+            update={
+                "ray": cluster.ray,
+                "pool": PoolPart(name=POOL_NAME),
+                "gateway": GatewayPart(urls=cluster.gateway_urls, key_file=cluster.key_file),
+            }
+        ).write(config.run.dir)
+        yield cluster
 
 
 def training_prompts(config: RunConfig) -> PromptSource:
@@ -284,7 +279,7 @@ def _start_over(folder: Path) -> None:
             )
     for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, "logs", "wandb", "tensorboard", REPLAY):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("metrics.jsonl", SUMMARY, "reward.png", GATEWAY_KEY):
+    for name in ("metrics.jsonl", SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -309,9 +304,8 @@ async def serve(config: RunConfig) -> None:
 
 
 async def _serve(config: RunConfig) -> None:
-    async with start_cluster(config) as cluster:
+    async with start_run(config) as cluster:
         where = "\n           ".join(cluster.gateway_urls)
-        key = config.run.dir / GATEWAY_KEY
-        needs = f", admin key in {key}" if key.exists() else ""
+        needs = "" if cluster.key_file is None else f", admin key in {cluster.key_file}"
         print(f"gateway at {where}{needs}  (Ctrl-C stops it)", flush=True)
         await asyncio.Event().wait()

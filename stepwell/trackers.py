@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import os
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stepwell.config import RunConfig
+from stepwell.run_file import without_secrets
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import Tracker
 
@@ -55,7 +55,7 @@ class WandbTracker:
             resume="allow",
             dir=folder,
             mode=mode,
-            config=_without_secrets(config.model_dump(mode="json")),
+            config=without_secrets(config),
             settings=wandb.Settings(silent=True, console="off"),
         )
 
@@ -104,20 +104,6 @@ def _row(cells: Sequence[Any]) -> str:
     """A line of a Markdown table."""
     clean = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
     return f"| {' | '.join(clean)} |"
-
-
-_SECRET = re.compile(r"(?i)(^|[_-])(authorization|cookie|password|secret|token|api[_-]?key)$")
-
-
-def _without_secrets(value: Any) -> Any:
-    """`value` with what stands under a name such as HF_TOKEN or Authorization left out: the headers
-    of a reward and an engine's environment go to somebody else's server with the rest."""
-    if isinstance(value, Mapping):
-        return {
-            k: "**********" if v and _SECRET.search(str(k)) else _without_secrets(v)
-            for k, v in value.items()
-        }
-    return [_without_secrets(v) for v in value] if isinstance(value, list) else value
 
 
 def _run_id(file: Path) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shutil
 
-from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.commands import CommandLine, Launch, embedded
+from stepwell import CommandLine, EngineConfig, Launch
+from stepwell.backends.engines.commands import embedded
 from stepwell.backends.errors import EngineStartError
 
 

@@ -10,9 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from stepwell.backends.base import TrainingBackend
-from stepwell.backends.rows import Row, build_rows
-from stepwell.datapool.types import Step
+from stepwell import Row, Step, TrainingBackend, build_rows
 
 
 class JsonLines(TrainingBackend):

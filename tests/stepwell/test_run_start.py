@@ -8,7 +8,8 @@ import pytest
 import ray
 
 from stepwell.presets import load_config
-from stepwell.run import only_run_in, train
+from stepwell.run import train
+from stepwell.run_file import only_run_in
 from stepwell.trainer.errors import ConfigError, DataError
 
 

@@ -1,0 +1,279 @@
+"""This module writes `runs/NAME/run.json` so that any process finds the parts of a live run.
+
+    begin(config) ──► run.json: who runs what, since when         no parts yet
+    parts are up  ──► run.json: and where they are                replaced whole, by rename
+    the run ends, or is killed ──► the file stays; the kernel has let go of run.lock
+
+`run.lock` says whether a run is alive; `run.json` alone does not. The file is the owner's alone
+(0600) and holds no secrets: it names the files that do.
+
+Owns both files. Does not own the connection (`connection.py`). Loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+
+from stepwell import __version__
+from stepwell.config import RunConfig
+from stepwell.errors import RunUnavailableError
+from stepwell.trainer.errors import ConfigError
+
+RUN_FILE = "run.json"
+LOCK = "run.lock"
+LOCK_WAIT_S = 0.5
+"""A reader that looks whether the run is alive holds the lock for a moment."""
+PACKAGES = ("torch", "ray", "transformers", "sglang")
+GIT_S = 10.0
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class RayPart(_Part):
+    address: str
+    """host:port of the GCS."""
+    namespace: str
+    auth_mode: str
+    """As in RAY_AUTH_MODE: `token` or `disabled`."""
+    token_file: Path | None = None
+    """None: Ray wants no token, or it stands in the run's RAY_AUTH_TOKEN alone."""
+    session_dir: Path | None = None
+    """Ray's own logs are in its `logs`."""
+
+
+class GatewayPart(_Part):
+    urls: tuple[str, ...]
+    """One per replica."""
+    key_file: Path | None = None
+    """Holds the admin key, if the run made one."""
+
+
+class PoolPart(_Part):
+    name: str
+    """Of its first actor, in the namespace of `ray`."""
+
+
+class GitState(_Part):
+    commit: str
+    dirty: bool
+    """Files that git knows were changed."""
+
+
+class RunFile(_Part):
+    """What `run.json` says. A part that was not up yet is None."""
+
+    name: str
+    pid: int
+    host: str
+    started_at: datetime
+    command: tuple[str, ...]
+    folder: Path
+    """In which the command was started."""
+    versions: dict[str, str]
+    git: GitState | None = None
+    """Of `folder`, if it is in a repository."""
+    ray: RayPart | None = None
+    pool: PoolPart | None = None
+    gateway: GatewayPart | None = None
+    config: dict[str, Any]
+    """Resolved, without secrets."""
+
+    def write(self, run_dir: Path) -> None:
+        draft = run_dir / f".{RUN_FILE}.{os.getpid()}"
+        draft.unlink(missing_ok=True)
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(self.model_dump_json(indent=2, exclude_none=True) + "\n")
+        draft.replace(run_dir / RUN_FILE)
+
+
+def begin(config: RunConfig) -> RunFile:
+    """Write the file of a run that this process starts; its parts come later."""
+    folder = Path.cwd()
+    run = RunFile(
+        name=config.run.name,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started_at=datetime.now(UTC),
+        command=_without(_secrets(config.model_dump()), sys.argv),
+        folder=folder,
+        versions=_versions(),
+        git=_git(folder),
+        config=without_secrets(config),
+    )
+    run.write(config.run.dir)
+    return run
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> RunFile:
+    """The file of the run that is alive in `run_dir`.
+
+    Raises:
+        RunUnavailableError: there is none.
+    """
+    run_dir = Path(run_dir)
+    start = "start it (`stepwell train` or `stepwell gateway`)"
+    if not (run_dir / RUN_FILE).is_file():
+        raise RunUnavailableError(
+            f"{run_dir} is no run's folder: it has no {RUN_FILE}; name the folder that run.dir "
+            f"named, such as runs/quickstart, or {start}"
+        )
+    try:
+        run = RunFile.model_validate_json((run_dir / RUN_FILE).read_bytes())
+    except (OSError, ValidationError) as e:
+        raise RunUnavailableError(
+            f"{run_dir / RUN_FILE} cannot be read ({str(e).splitlines()[0]}); start the run again, "
+            "which writes it anew"
+        ) from e
+    pid = holder(run_dir)
+    if pid is None:
+        raise RunUnavailableError(
+            f"the run in {run_dir} is not alive: process {run.pid}, started "
+            f"{run.started_at:%Y-%m-%d %H:%M} UTC on {run.host}, has ended; run its command again "
+            "to go on (its journal and checkpoints are kept)"
+        )
+    if pid != run.pid:  # the file is of the run before
+        raise is_starting(run_dir)
+    return run
+
+
+def is_starting(run_dir: Path) -> RunUnavailableError:
+    """The error of a run whose parts are not up yet."""
+    return RunUnavailableError(
+        f"the run in {run_dir} is still starting; connect again once it has printed its gateway's "
+        "address"
+    )
+
+
+def holder(run_dir: Path) -> int | None:
+    """The process that runs in `run_dir`; 0: one that has just begun; None: nobody does."""
+    try:
+        with (run_dir / LOCK).open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read() or 0)
+    except FileNotFoundError:
+        pass
+    return None
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """No other process runs in the run's folder inside the block. The kernel ends the lock of a
+    process that dies.
+
+    Raises:
+        ConfigError: one does already.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    give_up = time.monotonic() + LOCK_WAIT_S
+    with (folder / LOCK).open("a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() < give_up:
+                    time.sleep(0.02)
+                    continue
+                raise ConfigError(
+                    f"another run is alive in {folder}; stop it first, or choose another run.name"
+                ) from None
+        file.truncate(0)  # an earlier run's `run.json` is not taken for this one's
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+# -- what is in it -------------------------------------------------------------------------------
+
+HIDDEN = "**********"
+_SECRET = re.compile(
+    r"(?i)(^|[_-])(authorization|cookie|credentials?|passw(or)?d|secret|token"
+    r"|(api|access|admin|private|secret)[_-]?keys?)$"
+)
+_PASSWORD = re.compile(r"(?<=://)([^/@:\s]*):[^/@\s]+@")
+
+
+def without_secrets(config: RunConfig) -> dict[str, Any]:
+    """The resolved configuration, less what stands under a name such as HF_TOKEN or Authorization:
+    it goes into a file and to a tracker's server."""
+    hidden: dict[str, Any] = _hide(config.model_dump(mode="json"))
+    return hidden
+
+
+def _hide(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: HIDDEN if v and _SECRET.search(str(k)) else _hide(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_hide(v) for v in value]
+    return _PASSWORD.sub(rf"\1:{HIDDEN}@", value) if isinstance(value, str) else value
+
+
+def _secrets(value: Any, named: bool = False) -> Iterator[str]:
+    """The texts that `without_secrets` hides: an override may have put them on the command line."""
+    if isinstance(value, Mapping):
+        for k, v in value.items():
+            yield from _secrets(v, named or bool(_SECRET.search(str(k))))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for v in value:
+            yield from _secrets(v, named)
+    elif isinstance(value, SecretStr):
+        yield value.get_secret_value()
+    elif named and isinstance(value, str):
+        yield value
+
+
+def _without(secrets: Iterator[str], argv: list[str]) -> tuple[str, ...]:
+    hidden = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
+    for secret in hidden:
+        argv = [argument.replace(secret, HIDDEN) for argument in argv]
+    return tuple(_PASSWORD.sub(rf"\1:{HIDDEN}@", argument) for argument in argv)
+
+
+def _versions() -> dict[str, str]:
+    found = {"stepwell": __version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(folder: Path) -> GitState | None:
+    def ask(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=GIT_S,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow disk
+            return None
+        return done.stdout.strip()
+
+    commit = ask("rev-parse", "HEAD")
+    changed = None if commit is None else ask("status", "--porcelain", "--untracked-files=no")
+    return (
+        None if commit is None or changed is None else GitState(commit=commit, dirty=changed != "")
+    )

@@ -1,0 +1,120 @@
+"""A third process connects to each of two runs on this machine, by their folders alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from stepwell.run_file import read_run
+from tests.e2e.conftest import ROOT, SMALL
+
+pytestmark = pytest.mark.e2e
+
+LOOK = """
+import asyncio, json, sys
+import stepwell
+
+async def look():
+    for folder in sys.argv[1:]:
+        try:
+            async with stepwell.connect(folder) as pool:
+                await pool.open_group(f"of {folder}", 2, channel="debug")
+                page = await pool.list_groups(channel="debug")
+                print(json.dumps([group.prompt_uid for group in page.items]))
+        except stepwell.RunUnavailableError as e:
+            print(json.dumps(str(e)))
+
+asyncio.run(look())
+"""
+TWO_AT_ONCE = """
+import asyncio, sys
+import stepwell
+
+async def look():
+    pool = await stepwell.connect(sys.argv[1])
+    print((await pool.get_statistics("train"))["groups"]["open"])
+    async with stepwell.connect(sys.argv[1]) as again:
+        print((await again.get_statistics("train"))["groups"]["open"])
+    print((await pool.get_statistics("train"))["groups"]["open"])
+    try:
+        await stepwell.connect(sys.argv[2])
+    except stepwell.RunUnavailableError as e:
+        print(e)
+
+asyncio.run(look())
+"""
+
+
+@contextmanager
+def gateway(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`stepwell gateway` as a user runs it."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "stepwell", "gateway", "--config", "quickstart"),
+            *(*SMALL, f"run.dir={folder}", f"run.name={folder.name}", "gateway.port=0"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        finally:
+            process.kill()
+
+
+def ask(code: str, *folders: Path) -> list[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, folders)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    with ExitStack() as runs:
+        processes = [runs.enter_context(gateway(folder)) for folder in (one, two)]
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("gateway at")
+
+        files = [read_run(folder) for folder in (one, two)]
+        assert [f.pid for f in files] == [p.pid for p in processes]
+        addresses = {file.ray.address for file in files if file.ray is not None}
+        assert len(addresses) == 2
+        for folder in (one, two):
+            assert stat.S_IMODE((folder / "run.json").stat().st_mode) == 0o600
+
+        found = [json.loads(line) for line in ask(LOOK, one, two, one)]
+        assert found == [[f"of {one}"], [f"of {two}"], [f"of {one}"]]
+
+        *counts, refused = ask(TWO_AT_ONCE, one, two)
+        assert counts == ["0", "0", "0"]
+        assert all(address in refused for address in addresses), refused
+
+        processes[0].kill()
+        processes[0].wait()
+        found = [json.loads(line) for line in ask(LOOK, one, two)]
+        assert f"the run in {one} is not alive" in found[0]
+        assert found[1] == [f"of {two}"]

@@ -1,0 +1,128 @@
+"""`run.json` says what runs and where, to its owner alone, and the lock says whether it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stepwell import RunUnavailableError, load_config
+from stepwell.config import RunConfig
+from stepwell.run_file import RUN_FILE, GitState, begin, holder, only_run_in, read_run
+
+ROOT = Path(__file__).parents[2]
+SECRETIVE = (
+    "rollout.reward={function: remote, kwargs: {url: 'http://me:s3cret-of-sixteen@r', "
+    "headers: {Authorization: Bearer s3cret-of-sixteen}}}",
+    "engine.env.AWS_SECRET_ACCESS_KEY=s3cret-of-sixteen",
+    "gateway.admin_keys=[s3cret-of-sixteen]",
+)
+OWNER = """
+import sys, time
+from pathlib import Path
+from stepwell.run_file import only_run_in, begin
+from stepwell import load_config
+with only_run_in(Path(sys.argv[1])):
+    begin(load_config("quickstart", ["run.dir=" + sys.argv[1]]))
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+def config(folder: Path, *overrides: str) -> RunConfig:
+    return load_config("quickstart", [f"run.dir={folder}", *overrides])
+
+
+def test_it_says_who_runs_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (repository / "agent.py").write_text("1")
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *arguments], check=True)
+    monkeypatch.chdir(repository)
+    folder = tmp_path / "run"
+    with only_run_in(folder):
+        written = begin(config(folder))
+        assert read_run(folder) == written
+        (repository / "agent.py").write_text("2")
+        assert begin(config(folder)).git == GitState(commit=written.git.commit, dirty=True)  # type: ignore[union-attr]
+    assert written.pid == os.getpid()
+    assert written.git is not None
+    assert not written.git.dirty
+    assert len(written.git.commit) == 40
+    assert written.folder == repository
+    assert written.versions.keys() >= {"stepwell", "python", "torch", "ray", "transformers"}
+    assert written.config["rollout"]["n"] == config(folder).rollout.n
+    assert (written.ray, written.pool, written.gateway) == (None, None, None)
+
+
+def test_outside_a_repository_there_is_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with only_run_in(tmp_path):
+        assert begin(config(tmp_path)).git is None
+
+
+def test_it_is_the_owners_alone_and_holds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stepwell", "train", *SECRETIVE])
+    (tmp_path / RUN_FILE).write_text("of an earlier run")
+    begin(config(tmp_path, *SECRETIVE))
+    path = tmp_path / RUN_FILE
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "s3cret-of-sixteen" not in path.read_text()
+    assert "Authorization" in path.read_text()
+    assert [p.name for p in tmp_path.iterdir()] == [RUN_FILE]
+
+
+def test_a_killed_run_is_seen_not_to_be_alive_and_the_next_one_is(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunUnavailableError, match=rf"{tmp_path} is no run's folder.*stepwell train"
+    ):
+        read_run(tmp_path)
+    run = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "begun\n"
+        assert read_run(tmp_path).pid == run.pid == holder(tmp_path)
+        run.send_signal(signal.SIGKILL)
+    finally:
+        run.kill()
+        run.wait()
+    assert holder(tmp_path) is None
+    why = rf"the run in {tmp_path} is not alive: process {run.pid}, .* run its command again"
+    with pytest.raises(RunUnavailableError, match=why):
+        read_run(tmp_path)
+    with only_run_in(tmp_path):  # the file is still the dead one's
+        with pytest.raises(RunUnavailableError, match="is still starting"):
+            read_run(tmp_path)
+        begin(config(tmp_path))
+        assert read_run(tmp_path).pid == os.getpid()
+
+
+def test_a_file_that_is_damaged_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_text('{"name": "a", "pid":')
+    with only_run_in(tmp_path), pytest.raises(RunUnavailableError, match=r"run\.json cannot be"):
+        read_run(tmp_path)
+
+
+def test_whoever_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    import fcntl
+
+    with only_run_in(tmp_path):
+        pass
+    for _ in range(3):
+        with (tmp_path / "run.lock").open("rb") as reader:
+            fcntl.flock(reader, fcntl.LOCK_SH)
+            looker = subprocess.Popen(["sleep", "0.1"], pass_fds=[reader.fileno()])
+        with only_run_in(tmp_path):
+            looker.wait()
