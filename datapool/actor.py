@@ -60,7 +60,7 @@ from stepwell.datapool.line import LineServer
 from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.payload import PackedLease, PackedStep, PackedSteps
 from stepwell.datapool.pool import Credit, DataPool, check_lease_request
-from stepwell.datapool.process import growing_heap, return_large_blocks, settle_heap
+from stepwell.datapool.process import growing_heap, log_to_file, return_large_blocks, settle_heap
 from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.replay import restore
 from stepwell.datapool.selection import DryRun, Marks
@@ -181,11 +181,14 @@ class DataPoolActor:
         folder: Path | None = None,
         shard: int = 0,
         has_journal: bool = False,
+        log_file: Path | None = None,
     ) -> None:
         """
         Args:
             has_journal: there is one in `folder` already; none is made.
+            log_file: what the process logs goes there, too.
         """
+        log_to_file(log_file)
         config = config or PoolConfig()
         restarted = _was_restarted()
         self._shard = shard
@@ -1003,6 +1006,7 @@ def create_actor(
     name: str,
     namespace: str | None,
     has_journal: bool = False,
+    log_file: Path | None = None,
     **options: Any,
 ) -> DataPoolHandle:
     """The handle of a new actor, which need not be up yet.
@@ -1027,7 +1031,7 @@ def create_actor(
     }
     # Any: Ray's own types do not cover `.options`.
     actor_class: Any = ray.remote(_in_order(DataPoolActor))
-    return actor_class.options(**settings).remote(config, folder, shard, has_journal)
+    return actor_class.options(**settings).remote(config, folder, shard, has_journal, log_file)
 
 
 def _nodes() -> list[str]:

@@ -1,14 +1,19 @@
-"""What a long-running process of ours does once it is up, and asks of its machine. Imports nothing
-of ours."""
+"""What a long-running process of ours does once it is up, and asks of its machine; where it logs.
+Imports nothing of ours."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import io
+import logging
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import TextIO
 
 BETWEEN_COLLECTIONS = (25_000, 5, 20)
 """Allocations, less what was freed, before the youngest objects are looked through; and how many
@@ -19,6 +24,9 @@ call goes on."""
 
 M_MMAP_THRESHOLD = -3
 """mallopt(3)."""
+
+LOG_BYTES = 16 << 20
+"""Of a log file; the one before it is kept as `NAME.log.1`."""
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -58,3 +66,100 @@ def return_large_blocks() -> None:
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 18)
     except (OSError, AttributeError):
         return
+
+
+@contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """What is logged inside the block goes to the file `path`, too: Stepwell's from INFO on,
+    everybody else's warnings. What the console shows stays as it is."""
+    root, ours = logging.getLogger(), logging.getLogger("stepwell")
+    handler, before = _file_handler(path), ours.level
+    added: list[logging.Handler] = [handler]
+    if not root.handlers and logging.lastResort is not None:
+        added.append(logging.lastResort)  # what Python uses as long as there is no handler
+    for each in added:
+        root.addHandler(each)
+    ours.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+        for each in added:
+            root.removeHandler(each)
+        handler.close()
+
+
+def log_to_file(path: Path | None) -> None:
+    """What this process logs, as in `logging_to`, and what it prints goes to the file `path`, too,
+    from now on: Ray's own logs are elsewhere, and an agent's `print` is looked for here. A folder
+    that cannot be written, on another machine, is no reason to run nothing.
+
+    Args:
+        path: None does nothing.
+    """
+    if path is None:
+        return
+    try:
+        handler = _file_handler(path)
+    except OSError as e:
+        logging.getLogger(__name__).warning("%s cannot be written (%s); see Ray's logs", path, e)
+        return
+    root = logging.getLogger()
+    if not root.handlers:
+        console = logging.StreamHandler(sys.stderr)  # as it is now: not through `_Printed`
+        console.setLevel(logging.WARNING)
+        root.addHandler(console)
+    root.addHandler(handler)
+    logging.getLogger("stepwell").setLevel(logging.INFO)
+    sys.stdout = _Printed(sys.stdout, "stdout", handler)
+    sys.stderr = _Printed(sys.stderr, "stderr", handler)
+
+
+def numbered_log(folder: Path | None, name: str, k: int, n: int) -> Path | None:
+    """The log file of number `k` of `n` parts of one kind."""
+    if folder is None:
+        return None
+    return folder.absolute() / (f"{name}.log" if n == 1 else f"{name}_{k}.log")
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
+    )
+    return handler
+
+
+class _Printed(io.TextIOBase):
+    """A standard stream whose whole lines are written to a log, too."""
+
+    def __init__(self, stream: TextIO, name: str, handler: logging.Handler) -> None:
+        self._stream = stream
+        self._name = name
+        self._handler = handler
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        self._stream.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in filter(None, lines):
+            record = logging.LogRecord(self._name, logging.INFO, "", 0, line, None, None)
+            self._handler.handle(record)
+        return len(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return False
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding

@@ -31,6 +31,7 @@ from stepwell.datapool.errors import (
     PoolUnavailableError,
 )
 from stepwell.datapool.outbox import RESTART_S
+from stepwell.datapool.process import numbered_log
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ def start_shards(
     config: PoolConfig | None = None,
     name: str = DEFAULT_NAME,
     namespace: str | None = None,
+    log_dir: Path | None = None,
     **options: Any,
 ) -> list[DataPoolHandle]:
     """Start `config.shards` actors and wait until they answer. Needs an initialised Ray.
@@ -85,6 +87,7 @@ def start_shards(
     Args:
         name, namespace: `connect` finds all of them by this name. The actors are
             `name`, `name/1`, `name/2`, ….
+        log_dir: what the actors log goes to `pool.log`, or `pool_0.log`, …, there, too.
         options: further Ray actor options. By default several shards are spread over the nodes,
             and each stays on its node. `journal_dir` must then be storage that every node sees, or
             the nodes must be the same ones whenever a pool is started from it.
@@ -108,8 +111,9 @@ def start_shards(
         # The first one last: who finds it finds the others.
         for k in reversed(range(n)):
             folder, actor_name = _folder(root, k, n), _actor_name(name, k)
+            log_file = numbered_log(log_dir, "pool", k, n)
             handles[k] = create_actor(
-                config, folder, k, actor_name, namespace, has_journals, **options
+                config, folder, k, actor_name, namespace, has_journals, log_file, **options
             )
         for k in range(n):
             try:

@@ -23,9 +23,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from stepwell.datapool.process import settle_heap
+from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import PortInUseError
 from stepwell.gateway.pool_port import PoolPort
@@ -42,9 +43,16 @@ class GatewayReplica:
     """A gateway as a Ray actor, which serves again by itself when Ray has restarted it. Methods are
     async so that Ray's own loop stays free while the server's thread starts and stops."""
 
-    def __init__(self, config: GatewayConfig, wiring: Wiring, pool: PoolPort | str) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        wiring: Wiring,
+        pool: PoolPort | str,
+        log_file: Path | None = None,
+    ) -> None:
         import ray
 
+        log_to_file(log_file)
         if isinstance(pool, str):
             from stepwell.datapool.sharded import connect
 
@@ -85,7 +93,11 @@ class GatewayReplica:
 
 
 def start_replicas(
-    config: GatewayConfig, wiring: Wiring, pool: PoolPort | str, **ray_options: Any
+    config: GatewayConfig,
+    wiring: Wiring,
+    pool: PoolPort | str,
+    log_dir: Path | None = None,
+    **ray_options: Any,
 ) -> list[Any]:
     """Handles of `config.replicas` new actors; each serves after `await handle.start.remote()`,
     which returns its origin, and is restarted by Ray until it is killed by its handle.
@@ -95,6 +107,7 @@ def start_replicas(
 
     Args:
         pool: the name of the pool's actor in the current namespace, or a `DataPoolClient`.
+        log_dir: what they log goes to `gateway.log`, or `gateway_0.log`, …, there, too.
         ray_options: over the default `num_cpus=0`, `max_restarts=-1`.
     """
     import ray
@@ -114,6 +127,7 @@ def start_replicas(
             config.model_copy(update={"port": port}),
             replace(wiring, replica=i, replica_urls=urls),
             pool,
+            numbered_log(log_dir, "gateway", i, config.replicas),
         )
         for i, ((node, _), port) in enumerate(zip(homes, ports, strict=True))
     ]

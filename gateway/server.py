@@ -114,6 +114,7 @@ class HttpServer:
             uvicorn.Config(
                 self._app,
                 log_level=config.log_level,
+                log_config=None,  # as the rest of the process
                 access_log=False,
                 http=http_protocol(config),
                 ws="none",

@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = _expected(e)
         if line is None:
             raise
-        print(f"stepwell: {line}", file=sys.stderr)
+        for text in (line, *getattr(e, "__notes__", ())):
+            print(f"stepwell: {text}", file=sys.stderr)
         return 1
 
 
@@ -211,13 +212,17 @@ def _expected(error: BaseException) -> str | None:
     """The one line for a failure with a known cause; None for a bug, which gets its traceback."""
     from stepwell.backends.errors import BackendError
     from stepwell.datapool.errors import DataPoolError
+    from stepwell.errors import RunUnavailableError
     from stepwell.gateway.errors import GatewayError
 
     if isinstance(error, BaseExceptionGroup):
         return _expected(error.exceptions[0])
     cause = getattr(error, "cause", None)
     for candidate in (cause, error):
-        if isinstance(candidate, TrainerError | DataPoolError | GatewayError | BackendError):
+        if isinstance(
+            candidate,
+            TrainerError | DataPoolError | GatewayError | BackendError | RunUnavailableError,
+        ):
             return str(candidate)
     return None
 

@@ -63,6 +63,8 @@ WEIGHTS = "weights"
 """Folder of published weights, in the run's folder: what a crashed engine restarts from."""
 GATEWAY_KEY = "gateway_key"
 """File with the gateway's admin key, in the run's folder, if the run made one."""
+LOGS = "logs"
+"""Folder of all parts' logs, in the run's folder."""
 POOL = "pool"
 """Folder of the pool's journal, in the run's folder: what a resumed run finds its groups in."""
 
@@ -111,7 +113,9 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
                 "journal_dir": config.pool.journal_dir or folder / POOL,
             }
         )
-        pool = client_of(await asyncio.to_thread(start_shards, pool_config, POOL_NAME, namespace))
+        pool = client_of(
+            await asyncio.to_thread(start_shards, pool_config, POOL_NAME, namespace, folder / LOGS)
+        )
         engine_config = config.engine
         if engine_config.model_path is not None:
             engine_config = engine_config.model_copy(
@@ -138,12 +142,14 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
             sampling=channel_sampling(config.rollout, config.validation),
         )
-        gateway_urls = await _start_gateways(gateway_config, wiring, stack)
+        gateway_urls = await _start_gateways(gateway_config, wiring, folder / LOGS, stack)
         keys = gateway_config.admin_keys
         key_file = folder / GATEWAY_KEY if keys != config.gateway.admin_keys else None
         if key_file is not None:
             _write_key(key_file, keys[0])
-        workers = start_workers(config.rollout, gateway_urls, keys[0] if keys else None)
+        workers = start_workers(
+            config.rollout, gateway_urls, keys[0] if keys else None, folder / LOGS
+        )
         settle_heap()
         where = ray_here(namespace)
         yield Cluster(pool, engines, gateway_urls, workers, placement, where, key_file)
@@ -164,7 +170,7 @@ async def _start_engines(
             f"engine.port is {config.engine.port}, but cluster.engines is {count}: they cannot "
             "share it; set engine.port to 0"
         )
-    logs = [folder / "logs" / (f"engine_{i}" if count > 1 else "") for i in range(count)]
+    logs = [folder / LOGS / (f"engine_{i}" if count > 1 else "") for i in range(count)]
     servers: list[Any] = []
     for i, engine in enumerate(engines):
         own, *others = options = placement.engine_options(i)
@@ -191,15 +197,15 @@ async def _start_router(
     if engine.router == "none":
         return None
     folder = config.run.dir.absolute()
-    router = start_router(engine, log_dir=folder / "logs", weights_dir=folder / WEIGHTS, **here)
+    router = start_router(engine, log_dir=folder / LOGS, weights_dir=folder / WEIGHTS, **here)
     stack.push_async_callback(_stop, router)
     return await started_router(router, urls)
 
 
 async def _start_gateways(
-    config: GatewayConfig, wiring: Wiring, stack: AsyncExitStack
+    config: GatewayConfig, wiring: Wiring, logs: Path, stack: AsyncExitStack
 ) -> tuple[str, ...]:
-    replicas = start_replicas(config, wiring, POOL_NAME)
+    replicas = start_replicas(config, wiring, POOL_NAME, logs)
     for replica in replicas:
         stack.push_async_callback(_stop, replica)
     return tuple(await asyncio.gather(*(replica.start.remote() for replica in replicas)))

@@ -1,7 +1,9 @@
-"""The console of a run: a live table on a terminal, a line per optimizer step elsewhere."""
+"""The console of a run: a live table on a terminal, a line per optimizer step elsewhere. The lines
+are logged, too."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
+
+log = logging.getLogger(__name__)
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -63,6 +67,7 @@ class Display:
     def status(self, text: str) -> None:
         """A phase outside the steps: starting, evaluating, saving."""
         self._status = text
+        log.info(text)
         if self._mode == "plain":
             self._line(text)
 
@@ -74,17 +79,21 @@ class Display:
         self._status = "training"
         self._rewards.append(float(record["reward/mean"]))
         self._progress.update(self._task, completed=record["step"])
+        line = (
+            f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  "
+            f"tool use {record['tool_use']:.2f}  lag {record['staleness/mean']:.2f}  "
+            f"{_loss(record)}  ready {record['pool/ready']}  "
+            f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
+            f"{_failures(record)}"
+        )
+        log.info(line)
         if self._mode == "plain":
-            self._line(
-                f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  "
-                f"tool use {record['tool_use']:.2f}  lag {record['staleness/mean']:.2f}  "
-                f"{_loss(record)}  ready {record['pool/ready']}  "
-                f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
-                f"{_failures(record)}"
-            )
+            self._line(line)
 
     def evaluation(self, step: int, score: float, tool_use: float) -> None:
-        self._line(f"evaluation at step {step}: score {score:.3f}, tool use {tool_use:.2f}")
+        line = f"evaluation at step {step}: score {score:.3f}, tool use {tool_use:.2f}"
+        log.info(line)
+        self._line(line)
 
     def _line(self, text: str) -> None:
         # Never wrapped: a log is searched by line.

@@ -7,6 +7,7 @@ behind.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -20,11 +21,12 @@ import torch
 from stepwell.backends.base import build_backend, loop_backend
 from stepwell.backends.critic import Critic
 from stepwell.backends.weights import WeightStore
-from stepwell.cluster import GATEWAY_KEY, POOL, POOL_NAME, WEIGHTS, Cluster, start_cluster
+from stepwell.cluster import GATEWAY_KEY, LOGS, POOL, POOL_NAME, WEIGHTS, Cluster, start_cluster
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool.journal import holder
 from stepwell.datapool.lease_keeper import LeaseKeeper
+from stepwell.datapool.process import logging_to
 from stepwell.datapool.types import TRAIN
 from stepwell.replay import REPLAY, replay
 from stepwell.report import SUMMARY, plot_reward, read_summary, summarise, write_summary
@@ -50,7 +52,10 @@ from stepwell.trainer.validation import (
     samples_path,
 )
 
+log = logging.getLogger(__name__)
+
 CHECKPOINTS = "checkpoints"
+TRAINER_LOG = "trainer.log"
 EVALUATION_ATTEMPTS = 3
 """Evaluations of which not one rollout finished, in a row, that end the run."""
 
@@ -87,7 +92,7 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
     if config.rollout.reward is not None:
         build_manager(config.rollout.reward)
     CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)  # nor a wrong checkpoint
-    with display, MemoryMeter() as memory:
+    with logged(folder), display, MemoryMeter() as memory:
         display.status("starting Ray, the pool, the engine and the gateway")
         async with start_run(config) as cluster:
             display.status(f"gateway at {cluster.gateway_url}")
@@ -101,6 +106,19 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
                     await trainer.memory.take_back()
                     await trainer.validator.stop()
                     await trainer.scorer.aclose()
+
+
+@contextmanager
+def logged(folder: Path) -> Iterator[None]:
+    """The log of this process is a file in the run's folder, which the error of a run names."""
+    path = folder / LOGS / TRAINER_LOG
+    with logging_to(path):
+        try:
+            yield
+        except Exception as e:
+            log.info("the run has failed", exc_info=True)  # the console has one line of it
+            e.add_note(f"see {path}, and the logs of the other parts beside it")
+            raise
 
 
 @asynccontextmanager
@@ -277,7 +295,7 @@ def _start_over(folder: Path) -> None:
                 f"run.resume is never, but process {pid} has the pool of {folder} open; stop that "
                 "run first, or choose another run.name"
             )
-    for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, "logs", "wandb", "tensorboard", REPLAY):
+    for name in (WEIGHTS, CHECKPOINTS, POOL, VALIDATION, LOGS, "wandb", "tensorboard", REPLAY):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in ("metrics.jsonl", SUMMARY, "reward.png", GATEWAY_KEY, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
@@ -299,13 +317,9 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
 
 async def serve(config: RunConfig) -> None:
     """Pool, engine and gateway without training, until interrupted."""
-    with only_run_in(config.run.dir):
-        await _serve(config)
-
-
-async def _serve(config: RunConfig) -> None:
-    async with start_run(config) as cluster:
-        where = "\n           ".join(cluster.gateway_urls)
-        needs = "" if cluster.key_file is None else f", admin key in {cluster.key_file}"
-        print(f"gateway at {where}{needs}  (Ctrl-C stops it)", flush=True)
-        await asyncio.Event().wait()
+    with only_run_in(config.run.dir), logged(config.run.dir):
+        async with start_run(config) as cluster:
+            where = "\n           ".join(cluster.gateway_urls)
+            needs = "" if cluster.key_file is None else f", admin key in {cluster.key_file}"
+            print(f"gateway at {where}{needs}  (Ctrl-C stops it)", flush=True)
+            await asyncio.Event().wait()

@@ -49,6 +49,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count, cycle
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
 import aiohttp
@@ -58,7 +59,7 @@ from pydantic import SecretStr
 from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
-from stepwell.datapool.process import settle_heap
+from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
 from stepwell.datapool.types import GREEDY, TRAIN
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import DataExhaustedError, PromptSource, Task, slug
@@ -148,11 +149,17 @@ class RolloutWorker:
     Args:
         gateway_urls: of the gateway's replicas.
         key: the gateway's admin key; None: it has no keys.
+        log_file: what the process logs, and what agents print, goes there, too.
     """
 
     def __init__(
-        self, config: RolloutConfig, gateway_urls: Sequence[str], key: SecretStr | None = None
+        self,
+        config: RolloutConfig,
+        gateway_urls: Sequence[str],
+        key: SecretStr | None = None,
+        log_file: Path | None = None,
     ) -> None:
+        log_to_file(log_file)
         self._config = config
         self._gateways = tuple(gateway_urls)
         self._key = key
@@ -414,13 +421,23 @@ class _RemoteWorker:
 
 
 def start_workers(
-    config: RolloutConfig, gateway_urls: Sequence[str], key: SecretStr | None = None
+    config: RolloutConfig,
+    gateway_urls: Sequence[str],
+    key: SecretStr | None = None,
+    log_dir: Path | None = None,
 ) -> list[WorkerHandle]:
-    """`config.workers` actors; Ray restarts one that dies, and its groups are issued again."""
+    """`config.workers` actors; Ray restarts one that dies, and its groups are issued again.
+
+    Args:
+        log_dir: what they log and agents print goes to `rollout.log`, or `rollout_0.log`, …, there,
+            too.
+    """
     actor = ray.remote(RolloutWorker).options(
         num_cpus=0, max_restarts=-1, max_concurrency=1000, name=None
     )
-    return [_RemoteWorker(actor.remote(config, gateway_urls, key)) for _ in range(config.workers)]
+    n = config.workers
+    logs = [numbered_log(log_dir, "rollout", k, n) for k in range(n)]
+    return [_RemoteWorker(actor.remote(config, gateway_urls, key, log)) for log in logs]
 
 
 class Producer:

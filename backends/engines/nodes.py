@@ -23,6 +23,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -37,10 +38,11 @@ from stepwell.backends.engines.addresses import (
     node_ip,
     node_launches,
 )
-from stepwell.backends.engines.server import KEPT
+from stepwell.backends.engines.server import KEPT, SUPERVISOR_LOG
 from stepwell.backends.engines.supervisor import HEALTHY_FOR_S, Supervisor
 from stepwell.backends.errors import EngineStartError
 from stepwell.backends.weights import StoreLock
+from stepwell.datapool.process import log_to_file
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,9 @@ class EngineNode:
         log_dir: str | os.PathLike[str],
         weights_dir: str | os.PathLike[str] | None = None,
         ip: str | None = None,
+        log_file: Path | None = None,
     ) -> None:
+        log_to_file(log_file)
         self._config = config
         self._log_dir = log_dir
         self._weights_dir = weights_dir
@@ -299,11 +303,13 @@ class EngineGroupServer(EngineGroup):
         weights_dir: str | os.PathLike[str] | None,
         options: Sequence[dict[str, Any]],
     ) -> None:
+        folder = Path(log_dir).absolute()
+        log_to_file(folder / SUPERVISOR_LOG)
         kind = ray.remote(EngineNode)
         nodes = [
             _RemoteNode(
                 kind.options(**{**KEPT, **each}).remote(
-                    config, os.path.join(log_dir, f"node_{rank}"), weights_dir
+                    config, folder / f"node_{rank}", weights_dir, None, folder / f"node_{rank}.log"
                 )
             )
             for rank, each in enumerate(options)

@@ -42,6 +42,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.server import KEPT
 from stepwell.backends.errors import EngineError, EngineStartError, EngineTimeoutError
 from stepwell.backends.weights import read_current
+from stepwell.datapool.process import log_to_file
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class RouterServer:
         weights_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         """`weights_dir`: the `WeightStore` whose committed version a worker must have."""
+        log_to_file(Path(log_dir).absolute() / "router_supervisor.log")
         if config.router == "none":
             raise ValueError("engine.router is 'none'; set it to 'launch' or a router's url")
         self.restarts = 0

@@ -18,6 +18,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,10 +29,13 @@ from stepwell.backends.engines.addresses import node_ip
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
 from stepwell.backends.errors import EngineStartError
+from stepwell.datapool.process import log_to_file
 
 KEPT: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
 """Ray's options of an actor that is restarted, and its calls made again, until it is killed by its
 handle."""
+SUPERVISOR_LOG = "supervisor.log"
+"""Of the actor, beside its engine's own `engine.log`."""
 
 
 class EngineServer:
@@ -43,6 +47,7 @@ class EngineServer:
         log_dir: str | os.PathLike[str],
         weights_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        log_to_file(Path(log_dir).absolute() / SUPERVISOR_LOG)
         self._config = config
         self._supervisor = (
             None if config.kind == "attach" else Supervisor(config, log_dir, weights_dir)

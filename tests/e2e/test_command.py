@@ -77,6 +77,15 @@ def test_a_run_leaves_its_files_and_a_second_one_resumes_it(resumed: Path) -> No
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_its_logs_are_in_its_folder(resumed: Path) -> None:
+    logs = resumed / "logs"
+    parts = ("trainer", "pool", "gateway", "rollout", "supervisor", "engine")
+    assert {path.name for path in logs.iterdir()} >= {f"{part}.log" for part in parts}
+    log = (logs / "trainer.log").read_text()
+    assert "resumed at optimizer step 2" in log
+    assert "step    4  reward" in log
+
+
 def test_its_ledger_accounts_for_every_prompt(resumed: Path) -> None:
     found = audit(resumed / "checkpoints" / LEDGER)
     assert found.trained == 8
@@ -191,16 +200,21 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert not alive, [p.cmdline()[:3] for p in alive]
 
 
-def test_a_port_in_use_is_one_line_with_key_value_and_remedy(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_with_key_value_and_remedy_and_one_with_the_log(
+    tmp_path: Path,
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         done = run(command(tmp_path, f"gateway.port={port}"))
     assert done.returncode == 1
-    (line,) = done.stderr.strip().splitlines()
+    line, last = done.stderr.strip().splitlines()
     assert "gateway.port" in line
     assert str(port) in line
+    log = tmp_path / "logs" / "trainer.log"
+    assert last == f"stepwell: see {log}, and the logs of the other parts beside it"
+    assert "PortInUseError" in log.read_text()
 
 
 def test_a_wrong_key_costs_no_start(tmp_path: Path) -> None:
