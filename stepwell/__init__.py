@@ -17,6 +17,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from stepwell.version import __version__
+
 if TYPE_CHECKING:
     from stepwell.backends.base import LossFn, LossOutput, TokenBatch, TrainingBackend
     from stepwell.backends.config import EngineConfig
@@ -46,8 +48,6 @@ if TYPE_CHECKING:
     from stepwell.presets import load_config
     from stepwell.run import train
     from stepwell.trainer.errors import ConfigError, TrainerError
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BackendError",

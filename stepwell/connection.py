@@ -14,6 +14,7 @@ Owns the way from a folder to a client. Does not own the file (`run_file.py`), o
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Generator
@@ -49,6 +50,7 @@ class Connection:
         self._stack.close()
 
     def __await__(self) -> Generator[Any, None, DataPoolClient]:
+        atexit.register(self._stack.close)  # and nothing earlier: nobody else holds the connection
         return self.__aenter__().__await__()
 
     def _open(self) -> DataPoolClient:
@@ -64,7 +66,7 @@ class Connection:
                 raise RunUnavailableError(
                     f"the run in {self._run_dir} is alive, but its pool is not: {e}"
                 ) from e
-            self._stack = stack.pop_all()
+            self._stack.push(stack.pop_all())
         return pool
 
 

@@ -29,10 +29,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
-from stepwell import __version__
 from stepwell.config import RunConfig
 from stepwell.errors import RunUnavailableError
 from stepwell.trainer.errors import ConfigError
+from stepwell.version import __version__
 
 RUN_FILE = "run.json"
 LOCK = "run.lock"
