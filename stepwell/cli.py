@@ -186,8 +186,9 @@ def _export(args: argparse.Namespace) -> int:
 
 def _salvage(args: argparse.Namespace) -> int:
     from stepwell.datapool.salvage import salvage
+    from stepwell.run_file import journal_folder
 
-    for report in salvage(args.path):
+    for report in salvage(journal_folder(args.path)):
         print(report.text())
     return 0
 

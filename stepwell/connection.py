@@ -28,7 +28,7 @@ from stepwell.datapool import connect as connect_pool
 from stepwell.datapool.errors import PoolUnavailableError
 from stepwell.errors import RunUnavailableError
 from stepwell.ray_cluster import attached
-from stepwell.run_file import RunFile, is_starting, read_run
+from stepwell.run_file import RunFile, is_starting, live_run
 
 
 class Connection:
@@ -54,7 +54,7 @@ class Connection:
         return self.__aenter__().__await__()
 
     def _open(self) -> DataPoolClient:
-        run = read_run(self._run_dir)
+        run = live_run(self._run_dir)
         if run.ray is None or run.pool is None:
             raise is_starting(self._run_dir)
         _check_host(self._run_dir, run, run.ray.address)

@@ -121,13 +121,12 @@ def begin(config: RunConfig) -> RunFile:
     return run
 
 
-def read_run(run_dir: str | os.PathLike[str]) -> RunFile:
-    """The file of the run that is alive in `run_dir`.
+def read_run(run_dir: Path) -> RunFile:
+    """The file of the last run in `run_dir`, alive or not.
 
     Raises:
-        RunUnavailableError: there is none.
+        RunUnavailableError: there is none, or it is damaged.
     """
-    run_dir = Path(run_dir)
     start = "start it (`stepwell train` or `stepwell gateway`)"
     if not (run_dir / RUN_FILE).is_file():
         raise RunUnavailableError(
@@ -135,12 +134,21 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunFile:
             f"named, such as runs/quickstart, or {start}"
         )
     try:
-        run = RunFile.model_validate_json((run_dir / RUN_FILE).read_bytes())
+        return RunFile.model_validate_json((run_dir / RUN_FILE).read_bytes())
     except (OSError, ValidationError) as e:
         raise RunUnavailableError(
             f"{run_dir / RUN_FILE} cannot be read ({str(e).splitlines()[0]}); start the run again, "
             "which writes it anew"
         ) from e
+
+
+def live_run(run_dir: Path) -> RunFile:
+    """The file of the run that is alive in `run_dir`.
+
+    Raises:
+        RunUnavailableError: there is none.
+    """
+    run = read_run(run_dir)
     pid = holder(run_dir)
     if pid is None:
         raise RunUnavailableError(
@@ -151,6 +159,19 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunFile:
     if pid != run.pid:  # the file is of the run before
         raise is_starting(run_dir)
     return run
+
+
+def journal_folder(run_dir: Path) -> Path:
+    """Where the journal of the run in `run_dir` is; `run_dir` itself if it is no run's folder.
+
+    Raises:
+        RunUnavailableError: its `run.json` is damaged.
+    """
+    if not (run_dir / RUN_FILE).is_file():
+        return run_dir
+    run = read_run(run_dir)
+    chosen: str | None = run.config.get("pool", {}).get("journal_dir")
+    return run_dir if chosen is None else run.folder / chosen
 
 
 def is_starting(run_dir: Path) -> RunUnavailableError:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.run_file import read_run
+from stepwell.run_file import live_run
 from tests.e2e.conftest import ROOT, SMALL
 
 pytestmark = pytest.mark.e2e
@@ -99,7 +99,7 @@ def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Pa
             assert process.stdout is not None
             assert process.stdout.readline().startswith("gateway at")
 
-        files = [read_run(folder) for folder in (one, two)]
+        files = [live_run(folder) for folder in (one, two)]
         assert [f.pid for f in files] == [p.pid for p in processes]
         addresses = {file.ray.address for file in files if file.ray is not None}
         assert len(addresses) == 2

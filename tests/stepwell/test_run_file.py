@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from stepwell import RunUnavailableError, load_config
+from stepwell.cli import main
 from stepwell.config import RunConfig
-from stepwell.run_file import RUN_FILE, GitState, begin, holder, only_run_in, read_run
+from stepwell.datapool.journal import Journal
+from stepwell.run_file import RUN_FILE, GitState, begin, holder, live_run, only_run_in
 
 ROOT = Path(__file__).parents[2]
 SECRETIVE = (
@@ -48,7 +51,7 @@ def test_it_says_who_runs_what_and_where(tmp_path: Path, monkeypatch: pytest.Mon
     folder = tmp_path / "run"
     with only_run_in(folder):
         written = begin(config(folder))
-        assert read_run(folder) == written
+        assert live_run(folder) == written
         (repository / "agent.py").write_text("2")
         assert begin(config(folder)).git == GitState(commit=written.git.commit, dirty=True)  # type: ignore[union-attr]
     assert written.pid == os.getpid()
@@ -86,14 +89,14 @@ def test_a_killed_run_is_seen_not_to_be_alive_and_the_next_one_is(tmp_path: Path
     with pytest.raises(
         RunUnavailableError, match=rf"{tmp_path} is no run's folder.*stepwell train"
     ):
-        read_run(tmp_path)
+        live_run(tmp_path)
     run = subprocess.Popen(
         [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     try:
         assert run.stdout is not None
         assert run.stdout.readline() == "begun\n"
-        assert read_run(tmp_path).pid == run.pid == holder(tmp_path)
+        assert live_run(tmp_path).pid == run.pid == holder(tmp_path)
         run.send_signal(signal.SIGKILL)
     finally:
         run.kill()
@@ -101,23 +104,21 @@ def test_a_killed_run_is_seen_not_to_be_alive_and_the_next_one_is(tmp_path: Path
     assert holder(tmp_path) is None
     why = rf"the run in {tmp_path} is not alive: process {run.pid}, .* run its command again"
     with pytest.raises(RunUnavailableError, match=why):
-        read_run(tmp_path)
+        live_run(tmp_path)
     with only_run_in(tmp_path):  # the file is still the dead one's
         with pytest.raises(RunUnavailableError, match="is still starting"):
-            read_run(tmp_path)
+            live_run(tmp_path)
         begin(config(tmp_path))
-        assert read_run(tmp_path).pid == os.getpid()
+        assert live_run(tmp_path).pid == os.getpid()
 
 
 def test_a_file_that_is_damaged_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / RUN_FILE).write_text('{"name": "a", "pid":')
     with only_run_in(tmp_path), pytest.raises(RunUnavailableError, match=r"run\.json cannot be"):
-        read_run(tmp_path)
+        live_run(tmp_path)
 
 
 def test_whoever_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
-    import fcntl
-
     with only_run_in(tmp_path):
         pass
     for _ in range(3):
@@ -126,3 +127,14 @@ def test_whoever_looks_does_not_keep_a_run_from_starting(tmp_path: Path) -> None
             looker = subprocess.Popen(["sleep", "0.1"], pass_fds=[reader.fileno()])
         with only_run_in(tmp_path):
             looker.wait()
+
+
+def test_salvage_finds_the_journal_where_the_run_was_told_to_keep_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, run_dir = tmp_path / "disk", tmp_path / "run"
+    run_dir.mkdir()
+    Journal(elsewhere, "process").close()
+    begin(config(run_dir, f"pool.journal_dir={elsewhere}"))
+    assert main(["data", "salvage", str(run_dir)]) == 0
+    assert str(elsewhere) in capsys.readouterr().out
