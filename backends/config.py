@@ -32,7 +32,8 @@ class EngineConfig(Section):
     server. `attach`: servers at `urls` that somebody else runs. Or what an installed package adds
     (`stepwell backends` lists all)."""
     model_path: Path | None = None
-    """Hugging Face directory that it starts from; needed unless `kind` is `attach`."""
+    """Hugging Face directory that it starts from, unless `kind` is `attach`; default
+    `model.path`."""
     tokenizer_path: Path | None = None
     """Where its tokenizer is; null = `model_path`."""
     urls: tuple[str, ...] = ()
@@ -58,11 +59,9 @@ class EngineConfig(Section):
     streams on two busy cores, 1 took 12-47 % of the embedded engine's throughput, 4 at most 13 %.
     The first and the last token are sent at once whatever it is."""
     seed: int = Field(default=0, ge=0)
-    """Of sampling, for requests that bring none."""
+    """Of sampling, for requests that bring none. Default `run.seed`."""
     startup_timeout_s: float = Field(default=600.0, gt=0)
     """From launch to the first answer of `/health`, loading included."""
-    stop_timeout_s: float = Field(default=5.0, gt=0)
-    """From SIGTERM to SIGKILL when it is stopped."""
     hang_timeout_s: float = Field(default=120.0, gt=0)
     """An engine that is up and answers no request for so long is restarted; not one that is
     paused or loads weights. Longer than its longest step on a busy machine."""
@@ -195,7 +194,7 @@ class TorchBackendConfig(Section):
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
     seed: int = Field(default=0, ge=0)
-    """Of torch: dropout, and weights that are new such as adapters."""
+    """Of torch: dropout, and weights that are new such as adapters. Default `run.seed`."""
     deterministic: bool = False
     """CUDA kernels that give the same bits in every run, slower; the CPU's always do."""
     trust_remote_code: bool = False

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.calls import CallService
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import error_response, make_dialects
 from stepwell.gateway.engine import EngineClient
@@ -56,6 +56,10 @@ from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
+PROMPT_CACHE_TOKENS = 4_000_000
+"""Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
+RENDER_THREADS = 2
+
 
 def _services(
     config: GatewayConfig,
@@ -71,9 +75,7 @@ def _services(
 ) -> Services:
     """The parts put together. None is told later of another one."""
     engine = EngineClient(session, config, wiring, tokenizer.vocabulary)
-    renderer = ChatRenderer(
-        tokenizer, thinking=config.thinking, cache_tokens=config.prompt_cache_tokens
-    )
+    renderer = ChatRenderer(tokenizer, thinking=config.thinking, cache_tokens=PROMPT_CACHE_TOKENS)
     if renderer.turn_close_id is None:
         log.warning(
             "the chat template ends assistant turns with no special token: every later turn "
@@ -85,7 +87,7 @@ def _services(
         channel=config.channel,
         pool_timeout_s=config.pool_timeout_s,
         room_timeout_s=config.queue_timeout_s,
-        remembered=config.remembered_trajectories,
+        remembered=REMEMBERED,
         on_closed=conversations.forget,
     )
     template = str(tokenizer.hf.chat_template)
@@ -156,9 +158,7 @@ def create_app(
     """
     # Texts come one at a time: a pool of threads costs each two switches and gains it nothing.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    chat_tokenizer = tokenizer or ChatTokenizer.load(
-        config.tokenizer_path, sanitize=config.sanitize_control_tokens
-    )
+    chat_tokenizer = tokenizer or ChatTokenizer.load(config.tokenizer_path)
     reward = load_reward_function(config.reward_fn) if config.reward_fn else None
     generator = load_generator(config)
     keys = KeyRing(config.admin_keys, config.agent_keys)
@@ -169,7 +169,7 @@ def create_app(
         # No limit: a call waits in the engine's queue, which schedules it, and not in ours.
         # SGLang closes a connection that is idle for 5 s; the last to leave would race with it.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
-        with ThreadPoolExecutor(config.render_threads, "gateway-render") as threads:
+        with ThreadPoolExecutor(RENDER_THREADS, "gateway-render") as threads:
             async with aiohttp.ClientSession(
                 connector=connector,
                 timeout=aiohttp.ClientTimeout(total=None),

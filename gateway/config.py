@@ -48,6 +48,8 @@ class NormalizeRule(Section):
 
 
 MIN_KEY_LENGTH = 16
+REMEMBERED = 100_000
+"""Ids of closed trajectories kept in order to answer 410."""
 
 
 class GatewayConfig(Section):
@@ -67,7 +69,7 @@ class GatewayConfig(Section):
     """Origin handed out in `base_url`; null: http://host:port as bound. With several `replicas` it
     holds `{replica}`, which becomes the number of one."""
     tokenizer_path: str | None = None
-    """Folder with the tokenizer and chat template of the served model."""
+    """Folder with the tokenizer and chat template of the served model. Default `model.path`."""
     replicas: int = Field(default=1, ge=1, le=64)
     """Gateways that share the work, each on a port of its own: `port`, `port` + 1, …"""
     served_model_name: str = Field(default="stepwell", min_length=1)
@@ -101,13 +103,14 @@ class GatewayConfig(Section):
     """A trajectory that was made for a conversation without one (no URL, key or header names it)
     is completed, unscored, when it has had no call for this long. Any other is then asked about at
     the pool, and let go if that has closed it."""
-    sanitize_control_tokens: bool = True
-    """Text of control tokens inside user and tool messages is tokenised as plain text."""
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """One call may take this long in the engine, resumptions included; then 504."""
+<<<<<<< HEAD
     engine_connect_timeout_s: float = Field(default=10.0, gt=0)
     """A connection to an engine must be there within this."""
+=======
+>>>>>>> f6da291 (What is said once holds for every part: model, seed and the run's folder; options that nobody set are constants)
     engine_retries: int = Field(default=8, ge=0)
     """Further tries (over all engines) of a call whose engine failed, was lost or is busy."""
     retry_backoff_s: float = Field(default=0.2, ge=0)
@@ -160,17 +163,18 @@ class GatewayConfig(Section):
     another call gets a 400. The call that crosses the limit is still answered."""
     offload_chars: int = Field(default=8192, ge=0)
     """Prompts with more new text than this are rendered and tokenised in a thread."""
+<<<<<<< HEAD
     render_threads: int = Field(default=2, ge=1, le=64)
     """Threads for that."""
     prompt_cache_tokens: int = Field(default=4_000_000, ge=0)
     """Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
+=======
+>>>>>>> f6da291 (What is said once holds for every part: model, seed and the run's folder; options that nobody set are constants)
     remembered_calls: int = Field(default=64, ge=1)
     """Finished calls kept per trajectory to answer a client's retries."""
     stored_response_chars: int = Field(default=2**28, ge=0)
     """Text of all Responses API answers kept for `previous_response_id`; the least recently used go
     first. 0 keeps none."""
-    remembered_trajectories: int = Field(default=100_000, ge=1)
-    """Ids of closed trajectories kept in order to answer 410."""
 
     reward_fn: str | None = None
     """Dotted path of the function behind `/compute_reward`, called with the body's fields."""

@@ -36,7 +36,7 @@ import numpy as np
 import orjson
 
 from stepwell.datapool.types import LogProbs, TokenIds, VersionSpan
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.engine_checks import EngineChecks, version_number
 from stepwell.gateway.errors import (
     EngineError,
@@ -64,6 +64,7 @@ _ADDRESSES = re.compile(
     r"\w+://[^\s\"']+|(?<![\w/])(?:/[\w.@+-]+){2,}|\b\d+(?:\.\d+){3}(?::\d+)?\b"
 )
 """URLs, files and IP addresses in an engine's own words."""
+CONNECT_TIMEOUT_S = 10.0
 MOST_TOKENS = 2**31
 LEAST_LOG_PROB = -3e38
 """What float32 holds."""
@@ -205,14 +206,12 @@ class EngineClient:
             circuit_failures=config.engine_circuit_failures,
             circuit_open_s=config.engine_circuit_open_s,
             version_grace_s=config.engine_version_grace_s,
-            remembered=config.remembered_trajectories,
+            remembered=REMEMBERED,
         )
         self._checks = EngineChecks(session, config, self._fleet, via_router=wiring.via_router)
-        self._kept = KeptConnections(config.engine_connect_timeout_s)
+        self._kept = KeptConnections(CONNECT_TIMEOUT_S)
         self.pace = Pace()
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=config.engine_connect_timeout_s
-        )
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
         self.resumes = 0

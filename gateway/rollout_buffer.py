@@ -35,7 +35,7 @@ from stepwell.datapool.errors import (
     UnknownLeaseError,
 )
 from stepwell.datapool.types import Group, Lease, Trajectory
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
     GatewayConfigError,
     PoolUnavailableError,
@@ -278,7 +278,7 @@ class RolloutBuffer:
         name = str(instance_id)
         if self._ids.get(name, prompt_uid) != prompt_uid:
             return served
-        remember(self._ids, name, prompt_uid, self._config.remembered_trajectories)
+        remember(self._ids, name, prompt_uid, REMEMBERED)
         return Served(served.group, instance_id, served.trajectories)
 
     async def _drop(self, refused: Sequence[tuple[Group, str]]) -> None:

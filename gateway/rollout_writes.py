@@ -25,7 +25,7 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.listing import TrajectoryRow
 from stepwell.datapool.records import SubmitOutcome
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
 from stepwell.gateway.pool_port import PoolPort, ask
 from stepwell.gateway.rollout_items import Written, steps_of
@@ -150,7 +150,7 @@ class RolloutWriter:
         """The trajectory and the group of a written item: the instance's group that is filling up,
         or its next one. An instance that comes again has groups `17`, `17#1`, `17#2`, ….
         """
-        limit = self._config.remembered_trajectories
+        limit = REMEMBERED
         home = self._homes.get(uid)
         if home is None and (row := await self._row(uid)) is not None:
             return _Home(uid, row.prompt_uid, is_open=True)
@@ -192,7 +192,7 @@ class RolloutWriter:
         k, n = self._filling.get(name, (0, 0))
         if repeats is not None and n >= repeats:
             k, n = k + 1, 0
-        remember(self._filling, name, (k, n + 1), self._config.remembered_trajectories)
+        remember(self._filling, name, (k, n + 1), REMEMBERED)
         return _group_name(name, k)
 
     def _next_group(self, name: str, served: str) -> None:

@@ -7,8 +7,9 @@ read in `presets.py`. Loads no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -44,10 +45,15 @@ class Section(BaseModel):
 class RunSection(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Names the run; part of its folder."""
-    dir: Path
-    """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs."""
+    dir: Path = Field(default_factory=lambda data: Path("runs") / data.get("name", ""))
+    """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs. Default
+    runs/NAME."""
     seed: int = Field(default=0, ge=0)
+<<<<<<< HEAD
     """Of everything that draws at random."""
+=======
+    """Of every part that draws and has no seed of its own."""
+>>>>>>> f6da291 (What is said once holds for every part: model, seed and the run's folder; options that nobody set are constants)
     resume: Literal["auto", "never"] | NonNegativeInt | Path = "auto"
     """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over;
     a step goes back to that one; a path starts from the checkpoint of another run."""
@@ -103,6 +109,33 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _said_once(cls, raw: Any) -> Any:
+        """`model.path` and `run.seed` hold for every part that is given none of its own."""
+        if not isinstance(raw, Mapping):
+            return raw
+        given = {name: dict(v) for name, v in raw.items() if isinstance(v, Mapping)}
+        filled: dict[str, Any] = {name: given.get(name, v) for name, v in raw.items()}
+        for name in ("engine", "backend", "gateway"):
+            if name not in filled:
+                filled[name] = given[name] = {}
+
+        def fill(section: Any, key: str, value: Any) -> None:
+            if isinstance(section, dict) and value is not None and section.get(key) is None:
+                section[key] = value
+
+        model, seed = given.get("model", {}).get("path"), given.get("run", {}).get("seed")
+        fill(given.get("engine"), "model_path", model)
+        fill(given.get("gateway"), "tokenizer_path", model)
+        for section in (given.get("engine"), given.get("backend")):
+            fill(section, "seed", seed)
+        for name, source in list(given.get("data", {}).items()):
+            if isinstance(source, Mapping):
+                given["data"][name] = source = dict(source)
+                fill(source, "shuffle_seed", seed)
+        return filled
+
     @model_validator(mode="after")
     def _plug_ins_are_known(self) -> RunConfig:
         for key, names, name in (
@@ -134,6 +167,7 @@ class RunConfig(Section):
         own = {
             "max_queue_size": "async_training.max_queue_size",
             "max_outstanding_groups": "rollout.max_outstanding_groups",
+            "group_deadline_s": "rollout.group_deadline_s",
         }
         for name, key in own.items():
             if (value := getattr(channel, name)) is not None:

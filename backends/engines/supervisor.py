@@ -64,6 +64,8 @@ PROBE_TIMEOUT_S = 25.0
 """Of one probe; the servers give themselves 20 s to generate a token for theirs."""
 _NOT_FOUND = (404, 405, 501)
 HEALTHY_FOR_S = 60.0
+STOP_TIMEOUT_S = 5.0
+"""From SIGTERM to SIGKILL."""
 """After this long up, earlier crashes no longer count against `max_restarts`."""
 _WRAPPER = Path(__file__).with_name("die_with_parent.py")
 LOCK_RETRY_S = 0.01
@@ -131,7 +133,7 @@ class Supervisor:
                 self._thread.start()
 
     def stop(self) -> None:
-        """Stop the engine: SIGTERM, after `stop_timeout_s` SIGKILL. Idempotent."""
+        """Stop the engine: SIGTERM, after STOP_TIMEOUT_S SIGKILL. Idempotent."""
         with self._lock:
             self._stop.set()
             process = self._process
@@ -140,7 +142,7 @@ class Supervisor:
         if process is not None:
             _signal_group(process, signal.SIGTERM)
         if self._thread.is_alive():
-            self._thread.join(self.config.stop_timeout_s)
+            self._thread.join(STOP_TIMEOUT_S)
             if self._thread.is_alive() and process is not None:
                 _signal_group(process, signal.SIGKILL)
             self._thread.join()
