@@ -81,7 +81,8 @@ class ChannelConfig(_Section):
     but dropped, as `stale`; null = served at any age."""
 
     on_stale: Literal["drop", "return"] = "drop"
-    """`return` flags the drop so that the prompt's source issues it again (`get_events`)."""
+    """`return` flags the drop so that the prompt's source issues it again (`get_events`); so it is
+    for the train channel of a run whose `async_training.mode` has windows."""
 
     group_deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Seconds from a group's first sight until it is served with what is complete, or dropped if

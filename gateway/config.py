@@ -181,9 +181,6 @@ class GatewayConfig(Section):
     rollout_generator: str | None = None
     """Dotted path of a callable, async or not, that `/start_rollout` (slime's Rollout Buffer API)
     runs in the background with its payload; null: agents come by themselves."""
-    rollout_repeats: int | None = Field(default=None, ge=1)
-    """Trajectories per group that `/get_rollout_data` serves before `/start_rollout` has said
-    `num_repeat_per_sample`; null: what the pool takes for a whole group."""
     rollout_batch_groups: int | None = Field(default=None, ge=1)
     """Groups in one answer of `/get_rollout_data`: so many or none. Set it to slime's
     `--rollout-batch-size`, whose consumer throws away what it gets beyond a batch; null: all that

@@ -120,7 +120,7 @@ class RolloutBuffer:
         self._pool = pool
         self._tokenizer = tokenizer
         self._generate = generate
-        self._repeats: int | None = config.rollout_repeats
+        self._repeats: int | None = None
         self._skip: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
