@@ -106,11 +106,6 @@ class GatewayConfig(Section):
 
     request_timeout_s: float = Field(default=600.0, gt=0)
     """One call may take this long in the engine, resumptions included; then 504."""
-<<<<<<< HEAD
-    engine_connect_timeout_s: float = Field(default=10.0, gt=0)
-    """A connection to an engine must be there within this."""
-=======
->>>>>>> f6da291 (What is said once holds for every part: model, seed and the run's folder; options that nobody set are constants)
     engine_retries: int = Field(default=8, ge=0)
     """Further tries (over all engines) of a call whose engine failed, was lost or is busy."""
     retry_backoff_s: float = Field(default=0.2, ge=0)
@@ -163,13 +158,6 @@ class GatewayConfig(Section):
     another call gets a 400. The call that crosses the limit is still answered."""
     offload_chars: int = Field(default=8192, ge=0)
     """Prompts with more new text than this are rendered and tokenised in a thread."""
-<<<<<<< HEAD
-    render_threads: int = Field(default=2, ge=1, le=64)
-    """Threads for that."""
-    prompt_cache_tokens: int = Field(default=4_000_000, ge=0)
-    """Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
-=======
->>>>>>> f6da291 (What is said once holds for every part: model, seed and the run's folder; options that nobody set are constants)
     remembered_calls: int = Field(default=64, ge=1)
     """Finished calls kept per trajectory to answer a client's retries."""
     stored_response_chars: int = Field(default=2**28, ge=0)

@@ -65,6 +65,7 @@ _ADDRESSES = re.compile(
 )
 """URLs, files and IP addresses in an engine's own words."""
 CONNECT_TIMEOUT_S = 10.0
+"""A connection to an engine must be there within this."""
 MOST_TOKENS = 2**31
 LEAST_LOG_PROB = -3e38
 """What float32 holds."""

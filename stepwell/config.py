@@ -49,11 +49,7 @@ class RunSection(Section):
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs. Default
     runs/NAME."""
     seed: int = Field(default=0, ge=0)
-<<<<<<< HEAD
-    """Of everything that draws at random."""
-=======
     """Of every part that draws and has no seed of its own."""
->>>>>>> f6da291 (What is said once holds for every part: model, seed and the run's folder; options that nobody set are constants)
     resume: Literal["auto", "never"] | NonNegativeInt | Path = "auto"
     """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over;
     a step goes back to that one; a path starts from the checkpoint of another run."""

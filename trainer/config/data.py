@@ -20,11 +20,7 @@ class _Source(Section):
     shuffle: bool = True
     """A new order each epoch, drawn from `shuffle_seed`; false keeps the source's order."""
     shuffle_seed: int = 0
-<<<<<<< HEAD
-    """Seed of `shuffle`."""
-=======
-    """Default `run.seed`."""
->>>>>>> f6da291 (What is said once holds for every part: model, seed and the run's folder; options that nobody set are constants)
+    """Seed of `shuffle`. Default `run.seed`."""
     epochs: int | None = Field(default=None, ge=1)
     """Passes over the data before it is exhausted; null = as many as training asks for."""
     skip_instance_ids: tuple[str, ...] | Path = ()
