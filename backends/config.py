@@ -102,8 +102,6 @@ class EngineConfig(Section):
             raise ValueError("kind is 'attach' but urls is empty; list the servers' base urls")
         if self.kind != "attach" and self.urls:
             raise ValueError(f"urls is set but kind is {self.kind!r}; set kind to 'attach'")
-        if self.kind != "attach" and self.model_path is None:
-            raise ValueError(f"model_path is not set; kind {self.kind!r} needs one to start from")
         return self
 
 

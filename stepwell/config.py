@@ -45,7 +45,7 @@ class Section(BaseModel):
 class RunSection(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Names the run; part of its folder."""
-    dir: Path = Field(default_factory=lambda data: Path("runs") / data.get("name", ""))
+    dir: Path = Path("runs")
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs. Default
     runs/NAME."""
     seed: int = Field(default=0, ge=0)
@@ -53,6 +53,13 @@ class RunSection(Section):
     resume: Literal["auto", "never"] | NonNegativeInt | Path = "auto"
     """`auto` goes on from the last checkpoint in `dir`; `never` removes the run and starts over;
     a step goes back to that one; a path starts from the checkpoint of another run."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dir_of_name(cls, raw: Any) -> Any:
+        if isinstance(raw, Mapping) and isinstance(raw.get("name"), str) and "dir" not in raw:
+            return {**raw, "dir": Path("runs") / raw["name"]}
+        return raw
 
 
 class LoggingConfig(Section):
