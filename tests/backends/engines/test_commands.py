@@ -32,7 +32,6 @@ def test_the_embedded_command_line_is_understood_by_the_embedded_engine(model_di
     [
         ({"kind": "attach"}, "urls is empty"),
         ({"model_path": "/m", "urls": ["http://x"]}, "set kind to 'attach'"),
-        ({}, "model_path is not set"),
         ({"model_path": "/m", "port": 70000}, "65535"),
         ({"model_path": "/m", "thread": 1}, "Extra inputs"),
     ],
