@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from stepwell.config_keys import all_keys, child, fields_at
+from stepwell.config_keys import ROOT, all_keys, child, fields_at, holds, models_of, types_of
 from stepwell.migration import known_as
 
 
@@ -47,6 +47,10 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]
             values[parts] = child(detail["input"], "kind") if tagged else detail["input"]
             wanted.setdefault(parts, []).append(_wanted(detail, parts))
     for parts, texts in wanted.items():
+        if not _given(parts, raw) and any(
+            _given(p, raw) for p in wanted if values[p] == values[parts]
+        ):
+            continue  # filled in from another key, which is the wrong one
         told = ", or ".join(dict.fromkeys(texts)).replace(", or be ", ", or ")
         key = ".".join(parts)
         yield Problem(parts, f"{key} is {told_value(values[parts])}; it should {told}")
@@ -72,14 +76,23 @@ def _key(detail: ErrorDetails, raw: Mapping[str, Any]) -> tuple[str, ...]:
     union's members, which no file has."""
     parts: list[str] = []
     value: object = raw
+    types: Sequence[Any] = ROOT
     last = len(detail["loc"]) - 1
     for i, part in enumerate(map(str, detail["loc"])):
-        inside = isinstance(value, Mapping) and part in value
-        inside |= isinstance(value, list) and part.isdecimal() and int(part) < len(value)
-        if inside or (i == last and detail["type"] == "missing"):
+        known = any(part in model.model_fields for model in models_of(types, value))
+        if known or holds(value, part) or (i == last and detail["type"] == "missing"):
             parts.append(part)
-            value = child(value, part)
+            types, value = types_of(types, value, part), child(value, part)
     return tuple(parts)
+
+
+def _given(parts: Sequence[str], raw: object) -> bool:
+    """Whether the configuration itself has the key."""
+    for part in parts:
+        if not holds(raw, part):
+            return False
+        raw = child(raw, part)
+    return True
 
 
 def _wanted(detail: ErrorDetails, parts: Sequence[str]) -> str:

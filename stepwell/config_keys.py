@@ -67,13 +67,18 @@ def fields_at(raw: object, parts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(f for m in models_of(types, value) for f in m.model_fields))
 
 
-def child(value: object, part: str) -> object:
+def holds(value: object, part: str) -> bool:
+    """Whether `value`, a mapping or a list, has something under `part`."""
+    if isinstance(value, list):
+        return part.isdecimal() and int(part) < len(value)
+    return isinstance(value, Mapping) and part in value
+
+
+def child(value: Any, part: str) -> Any:
     """What stands under `part` in a mapping or a list; None if nothing does."""
-    if isinstance(value, Mapping):
-        return value.get(part)
-    if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-        return value[int(part)]
-    return None
+    if not holds(value, part):
+        return None
+    return value[int(part)] if isinstance(value, list) else value[part]
 
 
 @dataclass(frozen=True)

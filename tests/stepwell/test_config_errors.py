@@ -73,6 +73,7 @@ def test_overrides_may_stand_before_and_after_options() -> None:
         ("run.name=a b", "run.name is 'a b'; it should match pattern"),
         ("async_training.mode=asink", "did you mean 'async'?"),
         ("data.train.kind=parket", "did you mean 'parquet'?"),
+        ("run.seed=one", "run.seed is 'one'; it should be a valid integer"),
         ("rollout=null", "rollout is null; it should be a section"),
         ("rollout=3", "rollout is 3; it should be a section"),
         ("backend.betas=[1]", "backend.betas"),
