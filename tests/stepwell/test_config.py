@@ -1,9 +1,12 @@
 """Configurations: every preset parses, every mistake gets one line with key, value and remedy."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from stepwell.config_keys import keys
 from stepwell.presets import find_config, load_config
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
@@ -20,6 +23,19 @@ def _from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_shipped_preset_parses(path: Path) -> None:
     config = load_config(path.stem, ["model.path=examples/quickstart/model"])
     assert config.run.name == path.stem
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
+def test_a_preset_says_only_what_differs_from_the_defaults(path: Path) -> None:
+    def leaves(section: object, name: str) -> Iterator[tuple[str, object]]:
+        for key, value in section.items() if isinstance(section, dict) else ():
+            yield f"{name}{key}", value
+            yield from leaves(value, f"{name}{key}.")
+
+    defaults = {key.name: key.default for key in keys()}
+    given = leaves(yaml.safe_load(path.read_text()), "")
+    missing = object()
+    assert not [(key, value) for key, value in given if defaults.get(key, missing) == value]
 
 
 def test_overrides_go_over_the_file() -> None:
