@@ -108,7 +108,9 @@ def _wanted(detail: ErrorDetails, parts: Sequence[str]) -> str:
         return "be a path"
     if kind == "string_type":
         if isinstance(value, int | float):
-            return f"be text, in quotes: {'.'.join(parts)}='\"{told_value(value)}\"'"
+            quoted = f'"{told_value(value)}"'
+            item = any(part.isdecimal() for part in parts)  # lists are given whole
+            return f"be text, in quotes: {quoted if item else '.'.join(parts) + f'={quoted!r}'}"
         return "be text"
     if kind in ("union_tag_invalid", "literal_error"):
         names = detail["ctx"]["expected_tags" if kind == "union_tag_invalid" else "expected"]
@@ -116,6 +118,7 @@ def _wanted(detail: ErrorDetails, parts: Sequence[str]) -> str:
         known = [name.strip("' ") for name in names.replace(" or ", ", ").split(",")]
         return f"be {names}{nearest(str(given), known)}"
     before, should, after = detail["msg"].partition(" should ")
+    after = after.partition(", unable to parse")[0]
     return after if should else f"be otherwise: {before}"
 
 

@@ -70,6 +70,7 @@ def test_overrides_may_stand_before_and_after_options() -> None:
     [
         ("rollout.n=0", "rollout.n is 0; it should be greater than or equal to 1"),
         ("run.name=42", "in quotes: run.name='\"42\"'"),
+        ("engine.urls=[1]", 'engine.urls.0 is 1; it should be text, in quotes: "1"'),
         ("run.name=a b", "run.name is 'a b'; it should match pattern"),
         ("async_training.mode=asink", "did you mean 'async'?"),
         ("data.train.kind=parket", "did you mean 'parquet'?"),
