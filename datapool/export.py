@@ -193,7 +193,7 @@ def read(path: Path | str) -> Iterator[ExportedTrajectory]:
     Streams: holds one trajectory and one batch of rows. Steps of one row share its memory.
 
     Raises:
-        ExportError: not a file of ours, a newer schema, a missing column, a truncated or damaged
+        ExportError: not a file of ours, another schema, a missing column, a truncated or damaged
             file, rows out of order or missing, columns edited in a way that no Step can carry.
             What lies before the damage is given back first.
         OSError: the file cannot be read.

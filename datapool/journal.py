@@ -76,7 +76,8 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "pool.sqlite3"
 LOG_NAME = f"{FILE_NAME}-wal"
 ACKED_NAME = "pool.acked"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+"""Raised with every change that a journal of before would not survive; that one is refused."""
 
 PAGE_BYTES = 8192
 """Steps take 1 to 4 kB. At 4 kB a page holds one row and half of it is wasted; larger pages make
@@ -903,8 +904,8 @@ class Journal:
         if version != SCHEMA_VERSION:
             raise JournalVersionError(
                 f"{self.path} has schema version {version}, this release reads and writes "
-                f"{SCHEMA_VERSION}; start the release that wrote it, or move {self.folder} aside "
-                "to start empty"
+                f"{SCHEMA_VERSION}; start the release that wrote it, or begin anew: set "
+                f"run.resume=never, or move {self.folder} aside"
             )
         with contextlib.closing(self._connect_to_look()) as db:
             found = db.execute(

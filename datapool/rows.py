@@ -315,13 +315,13 @@ def check_columns(names: Iterable[str], where: str) -> None:
 
 
 def parse_row(columns: Mapping[str, Any], fields: dict[str, Any], where: str) -> Row:
-    """A row as it was written, its schema checked first: a newer one may have other columns."""
+    """A row as it was written, its schema checked first: another may have other columns."""
     try:
         written = fields["provenance"]["schema_version"]
-        if written > SCHEMA_VERSION:
+        if written != SCHEMA_VERSION:
             raise ExportError(
-                f"{where}: schema_version is {written}, this Stepwell reads up to "
-                f"{SCHEMA_VERSION}; upgrade Stepwell"
+                f"{where}: schema_version is {written}, this release reads {SCHEMA_VERSION} only; "
+                f"use Stepwell {fields['provenance']['stepwell_version']}, which wrote it"
             )
         for name in ("position", "branch"):
             if not isinstance(fields[name], int):

@@ -85,7 +85,7 @@ async def replay(
     if asked not in ("auto", "never") and (path := store.find(asked)) is not None:
         state = store.load(path)
         backend.load_state_dict(state["backend"])
-        if critic is not None and state.get("critic") is not None:
+        if critic is not None and state["critic"] is not None:
             critic.load_state_dict(state["critic"])
         trainer.progress = state["progress"]
     start, until = trainer.progress.updates, config.trainer.total_steps

@@ -3,7 +3,8 @@
     runs/NAME/checkpoints/
       step_20/state.pt      backend (weights, optimizer, scheduler, its RNG), progress (versions,
                             staleness counters), prompt source, pending prompts, leases, RNG
-      step_20/about.json    which model and backend it is of: what `stepwell export` needs
+      step_20/about.json    its format, and which model and backend it is of: what `stepwell export`
+                            needs
       step_20/checksums.json  SHA-256 of both: what is read is what was written, or an error
       scores.json           evaluation score by step: what `keep_best` goes by
       ledger.jsonl          what became of every prompt (`ledger.py`)
@@ -37,6 +38,10 @@ from stepwell.backends.checksums import ChecksumError, check, checked_json, seal
 from stepwell.trainer.errors import CheckpointError
 
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
+
+FORMAT = 2
+"""Of a checkpoint, and of the scores and the ledger beside it. Raised with every change that those
+of before would not survive; they are refused."""
 
 _NAME = re.compile(r"step_(\d+)")
 
@@ -85,7 +90,7 @@ class CheckpointStore:
             draft.mkdir(parents=True)
             if not self.steps() and not (self.folder / "scores.json").exists():
                 self._write_scores({})  # from now on it is missed
-            about = {**self._origin, **(about or {}), "step": step}
+            about = {**self._origin, **(about or {}), "step": step, "format": FORMAT}
             (draft / "about.json").write_text(json.dumps(about) + "\n")
             with (draft / "state.pt").open("wb") as file:
                 torch.save(dict(state), file)
@@ -117,8 +122,14 @@ class CheckpointStore:
         this run has one of its own; then the newest.
 
         Raises:
-            CheckpointError: there is no such checkpoint.
+            CheckpointError: there is no such checkpoint, or it is damaged or of another format.
         """
+        path = self._find(resume)
+        if path is not None:
+            self.about(path)
+        return path
+
+    def _find(self, resume: Resume) -> Path | None:
         steps = self.steps()
         newest = self._path(steps[-1]) if steps else None
         if resume == "never":
@@ -134,7 +145,7 @@ class CheckpointStore:
             return self._path(resume)
         if resume.absolute().parent == self.folder.absolute():
             number = _NAME.fullmatch(resume.name)
-            return self.find(int(number[1]) if number else -1)
+            return self._find(int(number[1]) if number else -1)
         if newest is not None:
             return newest
         if not (resume / "state.pt").is_file():
@@ -148,8 +159,9 @@ class CheckpointStore:
         """The state in the checkpoint `path`; on the CPU.
 
         Raises:
-            CheckpointError: it cannot be read, or is not what was written.
+            CheckpointError: it cannot be read, is not what was written, or is of another format.
         """
+        self.about(path)
         self._check(path)
         try:
             # Our own file: it holds RNG states and task dicts, which the weights-only reader
@@ -166,15 +178,22 @@ class CheckpointStore:
         """What `save` was told about the checkpoint `path`.
 
         Raises:
-            CheckpointError: it cannot be read, or is not what was written.
+            CheckpointError: it cannot be read, is not what was written, or is of another format.
         """
         self._check(path, "about.json")
         try:
-            return dict(json.loads((path / "about.json").read_text()))
+            about = dict(json.loads((path / "about.json").read_text()))
         except (OSError, ValueError) as e:
             raise CheckpointError(
                 f"{path / 'about.json'} cannot be read ({e}); name the folder of a checkpoint"
             ) from e
+        found = about.get("format", 1)
+        if found != FORMAT:
+            raise CheckpointError(
+                f"checkpoint {path} has format {found}, and this release reads and writes {FORMAT} "
+                "only; start the release that wrote it, or set run.resume=never to start over"
+            )
+        return about
 
     def set_aside(self, after: int) -> None:
         """The run goes back to step `after`: later checkpoints are of a history that it leaves.

@@ -420,7 +420,7 @@ class Trainer:
         state = await self._compute(self.checkpoints.load, path) if path is not None else None
         if path is not None and state is not None:
             await self._compute(self._backend.load_state_dict, state["backend"])
-            if self._critic is not None and state.get("critic") is not None:
+            if self._critic is not None and state["critic"] is not None:
                 await self._compute(self._critic.load_state_dict, state["critic"])
             self.progress = state["progress"]
             self._source.load_state_dict(state["source"])

@@ -19,7 +19,19 @@ from stepwell.datapool.types import Group
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.progress import Progress
 
+FORMAT = 2
+"""Raised with every change that a recording of before would not survive; that one is refused."""
+
 _FIELD = "{rollout_id}"
+
+
+_UNREADABLE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    *(ImportError, AttributeError, TypeError),  # classes of another release
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,8 @@ def record_batch(where: str | None, groups: Sequence[Group], progress: Progress)
     draft = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save({"groups": tuple(groups), "progress": progress}, draft)
+        content = {"format": FORMAT, "groups": tuple(groups), "progress": progress}
+        torch.save(content, draft)
         draft.replace(path)
     except (OSError, RuntimeError) as e:  # torch's zip writer makes the latter of a full disk
         raise CheckpointError(
@@ -81,10 +94,18 @@ def recordings(where: str) -> list[tuple[int, Path]]:
 
 
 def load_recording(path: Path) -> Recording:
-    """Raises:
-    CheckpointError: it cannot be read."""
+    """
+    Raises:
+        CheckpointError: it cannot be read, or another release wrote it.
+    """
     try:
         raw = torch.load(path, map_location="cpu", weights_only=False)
-        return Recording(raw["groups"], raw["progress"])
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as e:
+    except _UNREADABLE as e:
         raise CheckpointError(f"{path} cannot be read ({e}); record the run again") from e
+    found = raw.get("format", 1)
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {found}, and this release reads {FORMAT} only; replay it with the "
+            "release that wrote it, or record the run again"
+        )
+    return Recording(raw["groups"], raw["progress"])

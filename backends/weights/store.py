@@ -166,7 +166,7 @@ def read_current(folder: str | os.PathLike[str]) -> Published | None:
     file = Path(folder) / CURRENT
     try:
         entry = json.loads(file.read_text())
-        return Published(int(entry["version"]), str(entry["path"]), bool(entry.get("adapter")))
+        return Published(int(entry["version"]), str(entry["path"]), bool(entry["adapter"]))
     except FileNotFoundError:
         return None
     except (AttributeError, KeyError, TypeError, ValueError) as e:

@@ -662,13 +662,14 @@ def test_a_missing_column_is_named(tmp_path, suffix):
 
 
 @BOTH
-def test_a_newer_schema_says_to_upgrade(tmp_path, suffix):
+@pytest.mark.parametrize("other", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 1])
+def test_another_schema_is_refused_by_the_release_that_wrote_it(tmp_path, suffix, other):
     path = tmp_path / f"x.{suffix}"
     write(path, [build_chain()])
     rows = rows_of(path)
-    rows[0]["provenance"]["schema_version"] = SCHEMA_VERSION + 1
+    rows[0]["provenance"] |= {"schema_version": other, "stepwell_version": "7.8.9"}
     rewrite(path, rows)
-    with pytest.raises(ExportError, match=r"schema_version is 2.*upgrade Stepwell"):
+    with pytest.raises(ExportError, match=rf"schema_version is {other}, .* Stepwell 7\.8\.9"):
         list(read(path))
 
 

@@ -551,7 +551,7 @@ def test_no_damaged_byte_goes_unnoticed(
     assert found == content
 
 
-@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, 0])
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 1, 0])
 def test_an_unknown_schema_version_is_refused_and_left_as_it_is(
     tmp_path: Path, version: int
 ) -> None:

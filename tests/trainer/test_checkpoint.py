@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stepwell.backends.checksums import seal
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch_backend import TorchBackend
 from stepwell.config import RunConfig, RunSection
@@ -241,6 +243,25 @@ def test_a_damaged_checkpoint_is_an_error_that_names_it_and_the_remedy(tmp_path:
     (path / "state.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"step_3 cannot be read .* delete that folder"):
         store.load(path)
+
+
+@pytest.mark.parametrize("other", [None, 1, 99])
+def test_a_checkpoint_of_another_format_is_refused_by_name_before_anything_starts(
+    tmp_path: Path, other: int | None
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    path = store.save(3, {"x": 1}, {"backend": "torch"})
+    about = {**store.about(path), "format": other}
+    if other is None:
+        del about["format"]  # as releases did that had one only
+    (path / "about.json").write_text(json.dumps(about))
+    (path / "state.pt").write_bytes(b"what only that release can read")
+    seal(path)
+    refused = rf"{re.escape(str(path))} has format {other or 1}, .*=never to start over"
+    for read in (store.about, store.load, lambda _: store.find("auto"), store.find):
+        with pytest.raises(CheckpointError, match=refused):
+            read(path)
+    assert store.find("never") is None
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ tests/e2e/test_command.py.
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.trainer.errors import CheckpointError
@@ -64,6 +66,30 @@ def test_a_recording_that_is_not_there_or_damaged_is_a_clear_error(tmp_path: Pat
     (tmp_path / "0.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"0\.pt cannot be read .* record the run again"):
         load_recording(tmp_path / "0.pt")
+
+
+@pytest.mark.parametrize("other", [None, 99])
+def test_a_recording_of_another_format_is_refused_by_name(
+    tmp_path: Path, other: int | None
+) -> None:
+    record_batch(str(tmp_path), [], Progress())
+    path = tmp_path / "0.pt"
+    content = torch.load(path, weights_only=False)
+    content = {**content, "format": other} if other else {k: content[k] for k in ("groups",)}
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=rf"0\.pt has format {other or 1}, .* record"):
+        load_recording(path)
+
+
+def test_a_recording_of_classes_that_are_gone_is_refused_by_name(tmp_path: Path) -> None:
+    class Gone:
+        def __reduce__(self) -> tuple[object, ...]:
+            return import_module, ("no_such_package.types",)
+
+    path = tmp_path / "0.pt"
+    torch.save({"groups": Gone()}, path)
+    with pytest.raises(CheckpointError, match=r"0\.pt cannot be read .*no_such_package"):
+        load_recording(path)
 
 
 async def test_a_gap_in_the_recording_names_the_checkpoint_to_begin_from(tmp_path: Path) -> None:
