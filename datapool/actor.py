@@ -20,6 +20,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -1109,10 +1110,12 @@ def _write_note(folder: Path, text: str) -> None:
 def unavailable(error: RayActorError) -> PoolUnavailableError:
     """Ray's error as ours, in one line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    # An actor that could not start says why in the last line of a traceback.
-    reason = lines[-1] if "creation task" in lines[0] else lines[0]
+    if "creation task" in lines[0]:
+        # It says why in the last line of a traceback. Names of our own exceptions say no more.
+        reason = re.sub(r"^stepwell\.\S+: ", "", lines[-1])
+        return PoolUnavailableError(f"the DataPool did not start: {reason}")
     return PoolUnavailableError(
-        f"the DataPool cannot be reached ({reason}); "
+        f"the DataPool cannot be reached ({lines[0]}); "
         "what was not acknowledged may be submitted again"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import uuid
 
@@ -24,6 +25,7 @@ from stepwell.datapool import (
     connect,
     start_data_pool,
 )
+from stepwell.datapool.journal import FILE_NAME, SCHEMA_VERSION, Journal
 
 NAMESPACE = f"datapool-test-{uuid.uuid4().hex}"
 
@@ -334,6 +336,18 @@ async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_ste
             await call
         assert isinstance(e.value, DataPoolError)
         assert "\n" not in str(e.value)
+
+
+def test_a_pool_that_finds_a_journal_of_another_release_says_which_and_what_to_do(
+    cluster, tmp_path
+):
+    Journal(tmp_path, "process").close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        db.execute(f"PRAGMA user_version={SCHEMA_VERSION - 1}")
+    db.close()
+    refused = rf"^the DataPool did not start: {tmp_path / FILE_NAME} has schema version .*=never"
+    with pytest.raises(PoolUnavailableError, match=refused):
+        start_data_pool(PoolConfig(journal_dir=tmp_path), name=uuid.uuid4().hex)
 
 
 @pytest.fixture
