@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from benchmarks.checks import BenchResult
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +25,7 @@ BESIDE = ("benchmarks", "tests", "examples")
 
 
 async def run() -> BenchResult:
-    from stepwell.config import RunConfig
+    from stepwell.config_keys import all_keys
 
     rooms = [_row(room) for room in ROOMS]
     columns = [column for column in rooms[0] if column != "room"]
@@ -37,7 +35,7 @@ async def run() -> BenchResult:
         {
             "the wheel": [*rooms, {"room": "all", **total}],
             "outside the wheel": [_row(folder) for folder in BESIDE],
-            "configuration keys": len(set(leaf_keys(RunConfig))),
+            "configuration keys": len(all_keys()),
         },
     )
 
@@ -75,20 +73,3 @@ def public_names(path: Path) -> Iterator[str]:
             case _:
                 continue
         yield from (name for name in names if not name.startswith("_"))
-
-
-def leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key that takes a value, by its full name."""
-    for name, field in model.model_fields.items():
-        sections = list(_models_in(field.annotation))
-        for section in sections:
-            yield from leaf_keys(section, f"{prefix}{name}.")
-        if not sections:
-            yield prefix + name
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in getattr(annotation, "__args__", ()):
-        yield from _models_in(inner)
