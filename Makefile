@@ -22,15 +22,22 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	@exec $(BIN)/stepwell train --config quickstart
 
+# Runs a command and says what it took, in wall time and CPU seconds of all its processes.
+COST := $(BIN)/python -m tests.cost
 test: install
-	@exec $(BIN)/pytest
+	@exec $(COST) tests $(BIN)/pytest
 
-#   make check  format check, lint, strict types, tests: what CI runs
+#   make check  format check, lint, strict types, tests, and how long each took: what CI runs
 check: install
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/pytest
+	@$(COST) format $(BIN)/ruff format --check .
+	@$(COST) lint $(BIN)/ruff check .
+	@$(COST) types $(BIN)/mypy
+	@$(COST) tests $(BIN)/pytest
+
+#   make test-long  what `make test` leaves out: quick runs of the benches, rarer restarts, properties on 500 examples
+.PHONY: test-long
+test-long: install
+	@HYPOTHESIS_PROFILE=long exec $(COST) "long tests" $(BIN)/pytest -o timeout=1800 -m "long or hypothesis"
 
 format: install
 	$(BIN)/ruff check --fix .
@@ -86,7 +93,7 @@ test-slime: install .slime/$(SLIME_COMMIT)
 #   make test-trl   the row forms against TRL itself
 test-trl: install
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt trl
-	$(BIN)/pytest tests/benchmarks/test_trainer.py
+	$(BIN)/pytest -m "" tests/benchmarks/test_trainer.py
 
 #   make test-publication  engine replicas killed during weight publications (100: --kills 100)
 .PHONY: test-publication
@@ -115,7 +122,7 @@ ENGINE_TESTS := tests/backends/engines
 test-sglang: install install-sglang
 	$(BIN)/pip install --quiet --no-deps -c constraints.txt sglang-router setproctitle
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 $(ENGINE_TESTS)/test_contract.py $(ENGINE_TESTS)/test_router.py $(ENGINE_TESTS)/test_recorded.py
-	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -k "comes_back or leaves_no_engine" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
+	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 -m "" -k "comes_back or leaves_no_engine" $(ENGINE_TESTS)/test_supervisor.py $(ENGINE_TESTS)/real_sglang.py
 	$(ON_SGLANG) $(BIN)/pytest -o timeout=900 tests/e2e/test_exactness.py
 
 #   make record-sglang  write the answers of a real SGLang, which the embedded engine is held to
