@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 from pydantic import ValidationError
 from torch import Tensor
@@ -294,21 +293,19 @@ def test_the_policys_lora_and_schedule_are_not_the_critics() -> None:
 
 
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.long
 def test_two_ranks_learn_what_one_does(paths: dict[str, Path]) -> None:
     steps = [s for uid in range(4) for s in steps_of(str(uid), seed=uid)]
     flat = TokenBatch.of(steps)
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        alone, ranked = critic(paths["tied"]), critic(paths["tied"], {"ranks": 2})
-        for _ in range(2):
-            for one in (alone, ranked):
-                metrics = one.update(with_returns(flat, one.values(flat)))
-        torch.testing.assert_close(ranked.values(flat), alone.values(flat), rtol=1e-4, atol=1e-5)
-        assert metrics["critic/skipped_updates"] == 0
-        state = ranked.state_dict()
-        ranked.close()
-    finally:
-        ray.shutdown()
+    alone, ranked = critic(paths["tied"]), critic(paths["tied"], {"ranks": 2})
+    for _ in range(2):
+        for one in (alone, ranked):
+            metrics = one.update(with_returns(flat, one.values(flat)))
+    torch.testing.assert_close(ranked.values(flat), alone.values(flat), rtol=1e-4, atol=1e-5)
+    assert metrics["critic/skipped_updates"] == 0
+    state = ranked.state_dict()
+    ranked.close()
     again = critic(paths["tied"])
     again.load_state_dict(state)
     torch.testing.assert_close(again.values(flat), alone.values(flat), rtol=1e-4, atol=1e-5)

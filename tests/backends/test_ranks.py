@@ -6,7 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -89,13 +89,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(qwen3(), tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
 @pytest.mark.usefixtures("cluster")
 def test_two_ray_ranks_train_as_one_process_does_and_resume_in_either_number(
@@ -156,6 +149,7 @@ def test_ranks_for_which_there_is_no_gpu_are_an_error_and_no_wait_for_ever(
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.long
 def test_in_bfloat16_two_ranks_have_the_policy_of_one_process(
     model_path: Path, lora: dict[str, Any] | None
 ) -> None:
@@ -171,6 +165,7 @@ def test_in_bfloat16_two_ranks_have_the_policy_of_one_process(
 
 
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
+@pytest.mark.long
 def test_two_torchrun_ranks_with_every_saving_on_train_as_one_plain_process(
     model_path: Path, tmp_path: Path
 ) -> None:

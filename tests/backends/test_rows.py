@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.backends.rows import (
@@ -48,7 +48,6 @@ def trained(rows: list[Row]) -> dict[int, tuple[list[int], list[int]]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @given(seed=st.integers(0, 1000), budget=st.integers(1, 200))
-@settings(deadline=None, max_examples=30)
 def test_every_step_is_trained_once_on_its_own_history_whatever_the_budget(
     form: RowForm, seed: int, budget: int
 ) -> None:

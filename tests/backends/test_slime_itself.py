@@ -117,13 +117,11 @@ def test_slimes_own_normalisation_is_another_one_which_is_why_there_is_a_hook(
 
 
 @pytest.fixture
-def pool_name() -> Iterator[str]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+def pool_name(cluster: str) -> Iterator[str]:
     name = uuid.uuid4().hex
     handle = start_data_pool(PoolConfig(), name=name)
     yield name
     ray.kill(handle)
-    ray.shutdown()
 
 
 async def submit(name: str, channel: str) -> None:

@@ -181,7 +181,6 @@ def test_only_steps_of_one_trajectory_are_merged() -> None:
 
 
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 200))
-@settings(deadline=None)
 def test_every_response_token_is_trained_exactly_once_within_the_budget(
     seed: int, budget: int
 ) -> None:
@@ -214,8 +213,9 @@ def test_multi_modal_steps_are_refused(model_path: Path) -> None:
 # --- log-probs and gradients
 
 
+# Each example runs a model.
+@settings(max_examples=settings().max_examples // 2)
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 300))
-@settings(max_examples=15, deadline=None)
 @pytest.mark.parametrize("form", ["step", "merged"])
 def test_log_probs_equal_a_plain_forward_pass(
     model_path: Path, form: str, seed: int, budget: int
@@ -228,8 +228,9 @@ def test_log_probs_equal_a_plain_forward_pass(
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
+# Each example runs a model.
+@settings(max_examples=settings().max_examples // 2)
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 300))
-@settings(max_examples=10, deadline=None)
 def test_loss_and_gradient_are_those_of_a_plain_forward_for_any_rows_and_split(
     model_path: Path, seed: int, budget: int
 ) -> None:

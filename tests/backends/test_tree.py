@@ -149,7 +149,6 @@ def test_a_chance_agreement_of_few_tokens_makes_no_node() -> None:
     ),
     min_shared=st.integers(1, 4),
 )
-@settings(deadline=None)
 def test_a_token_sees_exactly_what_came_before_it_in_its_row(
     rows: list[TokenIds], min_shared: int
 ) -> None:
@@ -224,8 +223,9 @@ def test_the_last_layer_attends_from_where_it_is_read_alone() -> None:
     assert last == len(set(inputs.positions.tolist())) < first == inputs.tree.n_tokens
 
 
+# Each example runs a model.
+@settings(max_examples=settings().max_examples // 2)
 @given(seed=st.integers(0, 10_000), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
-@settings(deadline=None, max_examples=20)
 def test_attention_by_nodes_is_attention_by_a_dense_mask(seed: int, heads: tuple[int, int]) -> None:
     draw = np.random.default_rng(seed)
     rows = [draw.integers(0, 2, draw.integers(1, 40)).astype(np.int32) for _ in range(6)]
@@ -278,8 +278,9 @@ def test_log_probs_entropy_and_gradient_are_those_of_plain_rows(family: str) -> 
         torch.testing.assert_close(got[2], expected[2], atol=1e-5, rtol=1e-4)
 
 
+# Each example runs a model.
+@settings(max_examples=settings().max_examples // 2)
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 400))
-@settings(deadline=None, max_examples=12)
 def test_every_form_and_split_has_the_gradient_of_one_row_per_step(seed: int, budget: int) -> None:
     steps = branching(seed)
     expected = plain(model(FAMILIES["qwen3"]), steps)

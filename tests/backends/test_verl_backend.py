@@ -381,15 +381,8 @@ def test_a_greedy_baseline_rollout_is_not_trained() -> None:
 # --- the feed, with a real pool -------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def pool(cluster: None) -> Iterator[DataPoolClient]:
+def pool(cluster: str) -> Iterator[DataPoolClient]:
     handle = start_data_pool(PoolConfig(), name=uuid.uuid4().hex)
     yield DataPoolClient(handle)
     ray.kill(handle)

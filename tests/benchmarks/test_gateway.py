@@ -95,6 +95,7 @@ def _installed() -> list[str]:
     return [Direct.name, *ours, *(other.name for other in others)]
 
 
+@pytest.mark.long
 def test_every_system_is_measured_at_every_number_of_connections(quick: BenchResult) -> None:
     rows = quick.figures["systems"]
     assert [(row["connections"], row["system"]) for row in rows] == [
@@ -106,6 +107,7 @@ def test_every_system_is_measured_at_every_number_of_connections(quick: BenchRes
     assert all(row["pool_cpu_ms"] > 0 for row in ours)
 
 
+@pytest.mark.long
 def test_a_slow_engine_streams_long_conversations_and_waves_are_measured(
     quick: BenchResult,
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_slow_engine_streams_long_conversations_and_waves_are_measured(
     assert [row["errors"] for row in waves] == [0] * WAVES
 
 
+@pytest.mark.long
 def test_a_quick_run_reports_what_a_full_one_bounds(quick: BenchResult) -> None:
     assert quick.checks == {}
     for name in (
@@ -158,6 +161,7 @@ def test_a_soak_of_no_time_is_refused_before_anything_starts() -> None:
         asyncio.run(run(only=["soak"], minutes=0))
 
 
+@pytest.mark.long
 def test_a_soak_runs_as_long_as_it_is_told_and_only_if_it_is_named(quick: BenchResult) -> None:
     assert not any("soak" in name for name in quick.figures)
     soaked = asyncio.run(run(quick=True, only=["soak"], minutes=0.05)).figures

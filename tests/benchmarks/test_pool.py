@@ -37,6 +37,7 @@ def quick() -> BenchResult:
     return asyncio.run(run(quick=True))
 
 
+@pytest.mark.long
 def test_every_system_is_measured_in_every_mode(quick: BenchResult) -> None:
     rows = {row.pop("system"): row for row in map(dict, quick.figures["systems"])}
     assert [*OURS, BareActor.name] == list(rows)[:4]
@@ -46,6 +47,7 @@ def test_every_system_is_measured_in_every_mode(quick: BenchResult) -> None:
         assert all(rows[system][name] > 0 for name in names), system
 
 
+@pytest.mark.long
 def test_leases_and_submits_are_measured_at_every_size(quick: BenchResult) -> None:
     rows = quick.figures["pool_sizes"]
     assert [row["stored_steps"] for row in rows] == list(QUICK.sizes)
@@ -54,6 +56,7 @@ def test_leases_and_submits_are_measured_at_every_size(quick: BenchResult) -> No
         assert row["submit_16_p50_ms"] > 0
 
 
+@pytest.mark.long
 def test_a_quick_run_reports_the_ratios_and_bounds_none(quick: BenchResult) -> None:
     assert quick.checks == {}
     for name in (

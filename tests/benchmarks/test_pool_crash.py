@@ -17,6 +17,7 @@ def quick() -> BenchResult:
     return asyncio.run(run(kills=5, quick=True))
 
 
+@pytest.mark.long
 def test_five_kills_under_load_lose_nothing_and_serve_nothing_twice(quick: BenchResult) -> None:
     assert {name: check.value for name, check in quick.checks.items()} == {
         "kills": 5,
@@ -31,6 +32,7 @@ def test_five_kills_under_load_lose_nothing_and_serve_nothing_twice(quick: Bench
     assert all(check.holds for check in quick.checks.values())
 
 
+@pytest.mark.long
 def test_the_kills_met_producers_and_consumers_at_work(quick: BenchResult) -> None:
     figures = quick.figures
     assert figures["groups"] > 12
@@ -39,6 +41,7 @@ def test_the_kills_met_producers_and_consumers_at_work(quick: BenchResult) -> No
     assert figures["deliveries"] >= figures["groups"]
 
 
+@pytest.mark.long
 def test_recovery_is_measured_on_both_workloads(quick: BenchResult) -> None:
     rows = {row["stored"]: row for row in quick.figures["recovery"]}
     assert rows.keys() == {"small steps", "workload A"}

@@ -70,6 +70,7 @@ def test_the_tree_computes_a_prompt_once_and_a_history_once(folder: Path) -> Non
     assert computed == {"plain": 4 * 56, "merged": 2 * 55, "tree": 32 + 2 * 23}
 
 
+@pytest.mark.long
 def test_peak_memory_is_that_of_a_process_of_its_own(folder: Path) -> None:
     peak = peak_memory("tree", folder, QUICK, 512)
     assert 0 < peak.before_mb < peak.peak_mb
@@ -77,6 +78,7 @@ def test_peak_memory_is_that_of_a_process_of_its_own(folder: Path) -> None:
         peak_memory("nonsense", folder, QUICK, 512)
 
 
+@pytest.mark.long
 def test_a_quick_run_measures_everything_and_bounds_no_time() -> None:
     result = asyncio.run(run(quick=True, only=["equality", "tiny"]))
     assert result.checks == {}

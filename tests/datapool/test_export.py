@@ -283,11 +283,7 @@ def exported_trajectories(draw: Any) -> ExportedTrajectory:
 
 
 @BOTH
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(batch=st.lists(exported_trajectories(), max_size=3))
 def test_reading_gives_back_what_was_written(tmp_path, suffix, batch):
     path = tmp_path / f"x.{suffix}"

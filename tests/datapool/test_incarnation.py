@@ -41,7 +41,9 @@ NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[Cluster]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     cluster.add_node(num_cpus=1)
     ray.init(cluster.address, namespace=NAMESPACE, log_to_driver=False)
     yield cluster

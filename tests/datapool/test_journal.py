@@ -530,7 +530,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes, objec
     return image, acked, read_all(folder)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_no_damaged_byte_goes_unnoticed(
     sound: tuple[bytes, bytes, object], data: st.DataObject
@@ -867,4 +866,4 @@ class JournalAgainstDict(RuleBasedStateMachine):
 
 
 TestJournalAgainstDict = JournalAgainstDict.TestCase
-TestJournalAgainstDict.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestJournalAgainstDict.settings = settings(stateful_step_count=25)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from stepwell.datapool import (
     ChannelConfig,
@@ -520,10 +519,8 @@ CHANNELS = {
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Any]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield start_data_pool(PoolConfig(channels=CHANNELS), name=uuid.uuid4().hex)
-    ray.shutdown()
+def shared(cluster: str) -> Any:
+    return start_data_pool(PoolConfig(channels=CHANNELS), name=uuid.uuid4().hex)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool import (
@@ -385,7 +385,6 @@ def act(pool: DataPool, kind: str, group: int, trajectory: int, leases: list[str
 
 @pytest.mark.parametrize("listing", LISTINGS)
 @given(before=histories(), after=histories(), limit=st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
 def test_what_stays_is_seen_exactly_once_whatever_happens_between_the_pages(
     listing, before, after, limit
 ):

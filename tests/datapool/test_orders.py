@@ -143,4 +143,4 @@ class OrderMachine(RuleBasedStateMachine):
 
 
 TestOrder = OrderMachine.TestCase
-TestOrder.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestOrder.settings = settings(stateful_step_count=30)

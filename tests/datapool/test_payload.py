@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool import DataPool, InvalidStepError, Step, VersionSpan
@@ -141,7 +141,6 @@ def test_a_lease_arrives_as_what_was_submitted(steps: list[Step], whole: bool) -
 
 
 @given(trees(), st.booleans(), st.integers(0, 40))
-@settings(max_examples=60)
 def test_the_pool_serves_what_was_submitted_however_it_was_packed(
     steps: list[Step], whole: bool, cut: int
 ) -> None:
@@ -160,7 +159,6 @@ def test_the_pool_serves_what_was_submitted_however_it_was_packed(
 
 
 @given(trees())
-@settings(max_examples=60)
 def test_any_changed_column_is_a_conflict(steps: list[Step]) -> None:
     pool = DataPool()
     pool.apply_steps(steps, now=0.0)

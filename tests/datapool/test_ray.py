@@ -27,15 +27,6 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.journal import FILE_NAME, SCHEMA_VERSION, Journal
 
-NAMESPACE = f"datapool-test-{uuid.uuid4().hex}"
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init("local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
-    yield
-    ray.shutdown()
-
 
 @pytest.fixture(scope="module")
 def shared_actor(cluster):
@@ -316,8 +307,8 @@ async def test_a_producer_that_leaves_does_not_disturb_the_others(client, channe
     assert await staying == "accepted"
 
 
-async def test_a_client_is_found_by_name_and_a_missing_pool_is_named(shared_actor):
-    client = connect("shared", NAMESPACE)
+async def test_a_client_is_found_by_name_and_a_missing_pool_is_named(shared_actor, cluster):
+    client = connect("shared", cluster)
     assert "train" in await client.get_statistics()
     with pytest.raises(PoolUnavailableError, match="no DataPool named 'missing'"):
         connect("missing")

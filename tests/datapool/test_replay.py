@@ -601,18 +601,8 @@ def test_a_state_that_another_release_wrote_is_named(key: str, tmp_path: Path) -
         pool.restart()
 
 
-NAMESPACE = f"replay-test-{uuid.uuid4().hex}"
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def start(cluster: None, tmp_path: Path) -> Iterator[Callable[[], Any]]:
+def start(cluster: str, tmp_path: Path) -> Iterator[Callable[[], Any]]:
     """Starts a pool over the journal in `tmp_path`."""
     handles: list[Any] = []
 

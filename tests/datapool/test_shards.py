@@ -44,15 +44,7 @@ from stepwell.datapool.sharded import client_of, connect, parts
 from stepwell.datapool.shards import shard_of, share
 from stepwell.datapool.transfer import export_channel, import_channel
 
-NAMESPACE = f"shards-test-{uuid.uuid4().hex}"
 N = 2
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init("local", num_cpus=1, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 LIMITS = {
@@ -285,8 +277,8 @@ async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_ru
         ray.kill(actor)
 
 
-async def test_connect_finds_all_shards_and_the_client_travels(client, channel, make_step):
-    found = connect("pool", NAMESPACE)
+async def test_connect_finds_all_shards_and_the_client_travels(client, channel, make_step, cluster):
+    found = connect("pool", cluster)
     assert isinstance(found, ShardedDataPoolClient)
     await fill(found, both(1), make_step, channel)
 
@@ -779,6 +771,7 @@ async def test_a_dead_shard_stops_nobody_but_its_own_groups(own, make_step):
     assert_conserved(stats)
 
 
+@pytest.mark.long
 async def test_under_load_everything_acknowledged_is_served_once_across_kills(own, make_step):
     n = 100
     prompts = both(n, "load")

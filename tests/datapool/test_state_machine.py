@@ -974,5 +974,5 @@ def drain(pool: DataPool, channel: str, now: float) -> list[Any]:
 
 
 TestDataPool = DataPoolMachine.TestCase
-TestDataPool.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestDataPool.settings = settings(stateful_step_count=40)
 TestDataPool = pytest.mark.timeout(120)(TestDataPool)

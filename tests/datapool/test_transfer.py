@@ -36,13 +36,6 @@ NARROW = "narrow"
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
 def shared_actor(cluster):
     narrow = ChannelConfig(max_outstanding_groups=2)
     return start_data_pool(PoolConfig(channels={NARROW: narrow}), name=uuid.uuid4().hex)

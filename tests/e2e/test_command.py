@@ -137,6 +137,7 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
     assert "exists; remove it" in again.stderr
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     argv = command(tmp_path, "trainer.total_steps=6", "trainer.checkpoint_every=2")
     process = subprocess.Popen(
@@ -200,6 +201,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert not alive, [p.cmdline()[:3] for p in alive]
 
 
+@pytest.mark.long
 def test_a_port_in_use_is_one_line_with_key_value_and_remedy_and_one_with_the_log(
     tmp_path: Path,
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from stepwell.run import train
 from tests.e2e.conftest import small_config
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 async def test_a_run_trains_while_its_engine_lends_its_memory_behind_a_router(

@@ -198,6 +198,7 @@ async def complete(cluster: Cluster, agents: list[Agent], origin: str) -> None:
         assert (counts["complete"], counts["open"]) == (CONVERSATIONS / 2, 0)
 
 
+@pytest.mark.long
 def test_the_command_prints_every_address_and_stops_them_all(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [

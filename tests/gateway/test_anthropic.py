@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
@@ -811,7 +811,6 @@ DELTAS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(DELTAS, st.sampled_from(["hidden", "shown", "omitted"]))
 def test_no_block_is_blank_and_none_loses_visible_text(deltas: list[Delta], thinking: Any) -> None:
     writer = BlockWriter(Options(thinking, "", edits_context=False))
@@ -833,7 +832,6 @@ def test_no_block_is_blank_and_none_loses_visible_text(deltas: list[Delta], thin
     assert sum(b["type"] == "tool_use" for b in blocks) == n_calls
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text("a{ ", max_size=6), st.text("a{ b", max_size=6), st.integers(1, 4))
 def test_a_prefill_is_taken_off_wherever_deltas_are_cut(prefill: str, rest: str, n: int) -> None:
     whole = prefill + rest
@@ -885,7 +883,6 @@ JUNK: st.SearchStrategy[Any] = st.sampled_from(
 )
 
 
-@settings(max_examples=1000, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), JUNK)
 def test_a_malformed_body_is_refused_and_nothing_else(path: list[int], junk: Any) -> None:
     body = spoiled(FULL, path, junk)

@@ -11,7 +11,7 @@ import aiohttp
 import httpx
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -662,7 +662,6 @@ MESSAGES = st.lists(
 )
 
 
-@settings(max_examples=500, deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(openai_chat._KNOWN | openai_chat._HINTS | {*openai_chat._NEUTRAL})),

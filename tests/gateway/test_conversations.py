@@ -164,6 +164,7 @@ class Agent:
 MOVES = ["on", "on", "on", "edit", "fork", "side", "twice", "compact"]
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("thinking", ["preserve", "template"])
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "no_tools"])
 def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
@@ -233,7 +234,8 @@ def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
                     reply = await agent.ask(messages, **options)
                 last = len(pool.stored(uid)) - 1
 
-        @settings(max_examples=120, deadline=None)
+        # Fewer would not always meet each cause.
+        @settings(max_examples=max(100, settings().max_examples))
         @given(st.lists(st.sampled_from(MOVES), max_size=7), st.integers(0, 2**32))
         def check(moves: list[str], seed: int) -> None:
             nonlocal n_examples

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.gateway.fleet import MAX_BACKOFF_S, Circuit, Engine, Fleet, backoff_s
@@ -125,7 +125,6 @@ def test_with_one_engine_more_few_trajectories_move_and_only_to_that() -> None:
     assert len(moved) < len(before) * 0.35
 
 
-@settings(max_examples=50)
 @given(st.integers(2, 6), st.integers(0, 200), st.text(max_size=5))
 def test_a_trajectory_passes_a_much_busier_engine_over_unless_it_is_its_home(
     n: int, busy: int, affinity: str
@@ -330,7 +329,6 @@ def test_an_engine_without_versions_is_held_to_none() -> None:
     assert f.state(second) == "up"
 
 
-@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(

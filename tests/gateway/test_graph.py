@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.gateway.graph import TurnGraph, join
@@ -151,7 +151,6 @@ def test_only_json_objects_are_arguments(sent: Any, value: Any) -> None:
     canonical(say("assistant", tool_calls=[call(sent)]))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xyz")), max_size=8), st.data())
 def test_a_request_attaches_exactly_as_deep_as_it_agrees(
     history: list[tuple[str, str]], data: Any

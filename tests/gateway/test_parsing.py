@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -70,7 +70,6 @@ def told(text: ReplyText) -> Any:
 STYLES = st.sampled_from(["hermes", "qwen3_coder", "llama3_json"])
 
 
-@settings(max_examples=500, deadline=None)
 @given(PIECES, st.booleans(), st.booleans(), st.booleans(), STYLES)
 def test_how_text_is_cut_into_pieces_does_not_matter(
     pieces: list[str], tools: bool, reasoning: bool, inside: bool, style: str
@@ -86,14 +85,12 @@ def test_how_text_is_cut_into_pieces_does_not_matter(
     assert told(read(list(whole), **options)) == told(read([whole], **options))
 
 
-@settings(max_examples=200, deadline=None)
 @given(PIECES, STYLES)
 def test_without_markup_wanted_text_passes_unchanged(pieces: list[str], style: str) -> None:
     text = read(pieces, tools=False, reasoning=False, style=style)
     assert told(text) == ("".join(pieces), "", [])
 
 
-@settings(max_examples=300, deadline=None)
 @given(PIECES, STYLES)
 def test_what_makes_no_call_passes_unchanged(pieces: list[str], style: str) -> None:
     text = read(pieces, reasoning=False, style=style)
@@ -276,7 +273,6 @@ def test_nothing_is_held_back_longer_than_needed() -> None:
     assert parser.feed("box>") == [ContentDelta("<toolbox>")]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=3))
 def test_a_stop_string_is_found_across_pieces(text: str, stops: list[str]) -> None:
     cutter = StopCutter(stops)
@@ -300,7 +296,6 @@ def test_only_a_possible_marker_start_is_held_back() -> None:
 
 
 @given(st.lists(st.sampled_from(["a", "▁b", *(f"<0x{b:02X}>" for b in range(128, 256))])))
-@settings(max_examples=300, deadline=None)
 def test_bytes_that_are_no_text_do_not_end_a_stream(tokens: list[str]) -> None:
     """As in Llama 2's and Gemma's vocabularies, sampled by a policy that is not good yet."""
     words = ["a", "▁b", *(f"<0x{b:02X}>" for b in range(256))]

@@ -727,7 +727,7 @@ _notes = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(_notes)
 def test_a_note_reads_back_as_it_was(note: TurnNote) -> None:
     text = note.text()
@@ -735,7 +735,7 @@ def test_a_note_reads_back_as_it_was(note: TurnNote) -> None:
     assert read_note(noted(text)) == note
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.text() | st.binary() | st.integers() | _notes.map(lambda n: n.text()[:-4]))
 def test_what_is_no_note_is_ignored(text: Any) -> None:
     graph = TurnGraph()

@@ -42,6 +42,7 @@ def turns(draw: Any) -> list[dict[str, Any]]:
     )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("family", ["chatml", "qwen3", "llama3", "no_tools"])
 def test_every_continued_turn_strictly_extends_what_was_sampled(
     family: str, tokenizer_of: Callable[[str], Any]
@@ -50,7 +51,8 @@ def test_every_continued_turn_strictly_extends_what_was_sampled(
     renderer = ChatRenderer(tokenizer)
     n_cut = 0
 
-    @settings(max_examples=60, deadline=None)
+    # Fewer would not always cut often enough.
+    @settings(max_examples=max(60, settings().max_examples))
     @given(turns(), st.booleans(), WORDS, st.booleans())
     def check(script: list[dict[str, Any]], system: bool, question: str, tools: bool) -> None:
         nonlocal n_cut
@@ -212,10 +214,10 @@ def test_the_prompt_cache_forgets_what_was_used_least(tokenizer: Any) -> None:
     assert renderer.cached(b"d") is None
 
 
+@pytest.mark.hypothesis
 def test_user_text_round_trips_without_control_tokens(tokenizer: Any) -> None:
     parts = st.lists(st.one_of(TEXT, st.sampled_from(["<|im_end|>", "<|im_start|>"])), max_size=6)
 
-    @settings(max_examples=100, deadline=None)
     @given(parts.map("".join))
     def check(text: str) -> None:
         rendered = tokenizer.render(

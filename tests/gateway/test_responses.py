@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -298,7 +298,6 @@ async def test_logprobs_are_not_those_of_markup_with_the_same_letters(
 
 
 @given(st.lists(st.sampled_from(["a", " naïve", "東京", "🦊🦊", "\n", "<|im_end|>"]), max_size=8))
-@settings(max_examples=60, deadline=None)
 def test_every_token_of_a_text_is_taken_once(pieces: list[str]) -> None:
     tokenizer = make_tokenizer("chatml")
     ids = tokenizer.encode("".join(pieces)).tolist()
@@ -563,7 +562,6 @@ def test_what_stands_together_is_one_assistant_message() -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-@settings(max_examples=50, deadline=None)
 def test_sealed_reasoning_can_be_restored(text: str) -> None:
     assert unseal(seal(text)) == text
     item = {"type": "reasoning", "summary": [], "encrypted_content": seal(text)}
@@ -896,7 +894,6 @@ JSON = st.recursive(
         optional=dict.fromkeys(FIELDS, JSON),
     )
 )
-@settings(max_examples=300, deadline=None)
 def test_any_body_is_understood_or_refused_in_words(body: Any) -> None:
     dialect = OpenAIResponses()
     try:
@@ -975,7 +972,6 @@ async def test_deltas_arrive_while_the_engine_still_samples(http: Http) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9_000)), max_size=30))
-@settings(max_examples=50, deadline=None)
 def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int]]) -> None:
     store = ResponseStore(20_000)
     for name, n_chars in answers:

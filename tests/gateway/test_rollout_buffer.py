@@ -14,7 +14,7 @@ import aiohttp
 import numpy as np
 import pytest
 import ray
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool.actor import start_data_pool
@@ -550,34 +550,31 @@ async def test_held_groups_come_again_when_nobody_acks(world: Any, consumer: Con
     assert (await consumer.post("/ack_rollout_data", {"lease_id": meta["lease_id"]}))[0] == 409
 
 
+@pytest.mark.usefixtures("cluster")
 async def test_a_pool_that_dies_during_an_answer_neither_loses_nor_repeats_it(
     tokenizer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        pool = DataPoolClient(start_data_pool(PoolConfig()))
-        app = create_app(GatewayConfig(), Wiring(), pool, tokenizer_of("chatml"))
-        async with serving(app) as url:
-            consumer = Consumer(url)
-            await consumer.start()
-            for k in range(4):
-                item = written(uid=f"u{k}", instance_id=k // 2)
-                assert (await consumer.post("/buffer/write", item))[0] == 200
-            buffer = app.state.services.rollout_buffer
-            encode = buffer.encode
+    pool = DataPoolClient(start_data_pool(PoolConfig()))
+    app = create_app(GatewayConfig(), Wiring(), pool, tokenizer_of("chatml"))
+    async with serving(app) as url:
+        consumer = Consumer(url)
+        await consumer.start()
+        for k in range(4):
+            item = written(uid=f"u{k}", instance_id=k // 2)
+            assert (await consumer.post("/buffer/write", item))[0] == 200
+        buffer = app.state.services.rollout_buffer
+        encode = buffer.encode
 
-            async def deadly(served: Any) -> bytes:
-                if served.instance_id == 0:
-                    ray.kill(pool.actor, no_restart=False)
-                return await encode(served)  # type: ignore[no-any-return]
+        async def deadly(served: Any) -> bytes:
+            if served.instance_id == 0:
+                ray.kill(pool.actor, no_restart=False)
+            return await encode(served)  # type: ignore[no-any-return]
 
-            monkeypatch.setattr(buffer, "encode", deadly)
-            assert list(consumer.groups(await consumer.items())) == [0, 1]
-            assert await consumer.items() == []
-            groups = (await pool.get_statistics("train"))["groups"]
-            assert (groups["acked"], groups["submitted"]) == (2, 2)
-    finally:
-        ray.shutdown()
+        monkeypatch.setattr(buffer, "encode", deadly)
+        assert list(consumer.groups(await consumer.items())) == [0, 1]
+        assert await consumer.items() == []
+        groups = (await pool.get_statistics("train"))["groups"]
+        assert (groups["acked"], groups["submitted"]) == (2, 2)
 
 
 # -- rewards --------------------------------------------------------------------------------------
@@ -947,7 +944,6 @@ def trees(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
-@settings(max_examples=200, deadline=None)
 @given(trees())
 def test_each_sampled_token_is_trained_in_exactly_one_row(steps: list[Step]):
     trained: list[tuple[int, float]] = []
@@ -969,7 +965,6 @@ def test_each_sampled_token_is_trained_in_exactly_one_row(steps: list[Step]):
     assert rows(steps)[0].steps[-1] is steps[-1]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, 99), min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=12).filter(

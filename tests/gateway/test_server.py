@@ -14,7 +14,6 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-import ray
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
@@ -149,34 +148,29 @@ async def test_a_start_that_fails_frees_its_port() -> None:
     bind("127.0.0.1", port).close()
 
 
+@pytest.mark.usefixtures("cluster")
 async def test_the_ray_actor_serves_agents_and_stores_steps_in_the_pool_actor(
     worlds: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     world = await worlds()
-    ray.init(
-        "local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace="gateway-test"
+    pool = DataPoolClient(start_data_pool(PoolConfig(), name="pool"))
+    config = GatewayConfig(
+        port=0,
+        tokenizer_path=saved(tokenizer, tmp_path),
     )
-    try:
-        pool = DataPoolClient(start_data_pool(PoolConfig(), name="pool"))
-        config = GatewayConfig(
-            port=0,
-            tokenizer_path=saved(tokenizer, tmp_path),
+    (actor,) = start_replicas(config, Wiring((world.engine.url,)), "pool")
+    origin = await actor.start.remote()
+    async with AsyncOpenAI(base_url=f"{origin}/t/p/v1", api_key="x") as client:
+        reply = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}]
         )
-        (actor,) = start_replicas(config, Wiring((world.engine.url,)), "pool")
-        origin = await actor.start.remote()
-        async with AsyncOpenAI(base_url=f"{origin}/t/p/v1", api_key="x") as client:
-            reply = await client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "hi"}]
-            )
-        assert reply.choices[0].message.content == "fine"
-        async with aiohttp.ClientSession() as session:
-            await session.post(f"{origin}/t/p/v1/complete_trajectory", json={"reward": 1.0})
-        steps = await pool.fetch_batch(n_rollouts=1)
-        assert steps is not None
-        assert [(s.trajectory_uid, s.reward, s.is_last) for s in steps] == [("t", 1.0, True)]
-        await actor.stop.remote()
-    finally:
-        ray.shutdown()
+    assert reply.choices[0].message.content == "fine"
+    async with aiohttp.ClientSession() as session:
+        await session.post(f"{origin}/t/p/v1/complete_trajectory", json={"reward": 1.0})
+    steps = await pool.fetch_batch(n_rollouts=1)
+    assert steps is not None
+    assert [(s.trajectory_uid, s.reward, s.is_last) for s in steps] == [("t", 1.0, True)]
+    await actor.stop.remote()
 
 
 async def test_stopping_aborts_what_is_being_generated(

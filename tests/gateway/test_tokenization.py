@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -83,7 +83,6 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("name", KEEPING)
-@settings(max_examples=300, deadline=None)
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens_than_its_length_says(name: str, text: str) -> None:
     text = text.encode(errors="ignore").decode()

@@ -67,7 +67,10 @@ def _gone(pids: list[int], timeout_s: float = 60.0) -> bool:
     return not left
 
 
-@pytest.mark.parametrize("dies", ["driver", "gcs", "raylet"])
+@pytest.mark.parametrize(
+    "dies",
+    ["driver", *(pytest.param(part, marks=pytest.mark.long) for part in ("gcs", "raylet"))],
+)
 def test_no_process_is_left_whoever_is_killed(dies: str) -> None:
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, dies], stdout=subprocess.PIPE, text=True
@@ -172,6 +175,7 @@ except ConfigError as e:
 
 
 @pytest.mark.parametrize("has_token", [True, False])
+@pytest.mark.long
 def test_a_cluster_with_a_token_is_joined_by_its_address(
     head: str, tmp_path: Path, has_token: bool
 ) -> None:
@@ -206,9 +210,12 @@ async def asks(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
         return 1.0
 
 
+@pytest.mark.long
 async def test_on_two_nodes_a_worker_on_the_other_one_reaches_the_gateway(tmp_path: Path) -> None:
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
     cluster.add_node(num_cpus=1, resources={"other": 1})
     overrides = [f"cluster.address={cluster.address}", "gateway.port=0"]
     try:

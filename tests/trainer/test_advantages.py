@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -245,7 +245,6 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value_and_with_zero_the_td_
     assert td == pytest.approx([0.125 - 0.5, 1.0 - 0.25, 1.0 - 2.0, 5.0 - 3.0])
 
 
-@settings(deadline=None)
 @given(
     units=st.lists(st.lists(st.floats(-9, 9), min_size=1, max_size=6), min_size=1, max_size=5),
     discount=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
@@ -277,7 +276,6 @@ def test_equal_rewards_give_exactly_zero(name: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
-@settings(deadline=None)
 @given(rewards=rewards, shift=st.floats(-5, 5))
 def test_advantages_sum_to_zero_and_ignore_a_shift_of_the_rewards(
     name: str, rewards: list[float], shift: float
@@ -288,7 +286,6 @@ def test_advantages_sum_to_zero_and_ignore_a_shift_of_the_rewards(
     assert estimate(Returns.of([r + shift for r in rewards])) == pytest.approx(result, abs=1e-5)
 
 
-@settings(deadline=None)
 @given(rewards=rewards)
 def test_grpo_ignores_the_scale_of_the_rewards(rewards: list[float]) -> None:
     scaled = grpo(Returns.of([1000 * r for r in rewards]), epsilon=0.0)
@@ -322,7 +319,6 @@ def _r(step: tuple[int, int]) -> float:
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(deadline=None)
 @given(trajectories=trajectories_of_steps)
 def test_with_one_reward_at_the_end_every_credit_gives_the_same(
     name: str, trajectories: list[list[tuple[int, int]]]
@@ -334,7 +330,6 @@ def test_with_one_reward_at_the_end_every_credit_gives_the_same(
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(deadline=None)
 @given(trajectories=trajectories_of_steps)
 def test_credit_by_trajectory_only_sees_the_sum_of_the_step_rewards(
     name: str, trajectories: list[list[tuple[int, int]]]
@@ -349,7 +344,6 @@ def test_credit_by_trajectory_only_sees_the_sum_of_the_step_rewards(
 
 
 @pytest.mark.parametrize("name", [n for n in ESTIMATORS if n != "remax"])
-@settings(deadline=None)
 @given(trajectories=trajectories_of_steps)
 def test_a_step_is_credited_with_nothing_that_was_earned_before_it(
     name: str, trajectories: list[list[tuple[int, int]]]
@@ -405,7 +399,6 @@ def test_a_trajectory_is_worth_the_sum_of_its_steps_and_all_its_steps_get_that_a
 
 
 @pytest.mark.parametrize("name", GROUP_BASELINES)
-@settings(deadline=None)
 @given(sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4), data=st.data())
 def test_groups_do_not_touch_each_other(name: str, sizes: list[int], data: st.DataObject) -> None:
     groups = [

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-import pytest
-import ray
 import torch
 
 from stepwell.datapool.types import GREEDY
 from tests.trainer.small_run import small_config, small_run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Any:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 async def test_remax_runs_one_greedy_rollout_more_per_group_and_trains_the_others_against_it(

@@ -19,7 +19,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
@@ -281,7 +281,6 @@ def test_a_restored_source_goes_on_exactly_where_it_stood(handed_out: int) -> No
     assert take(restored, 25) == take(source, 25)
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from(["next", "back", "save"]), max_size=40), st.integers(0, 99))
 def test_whatever_happens_a_restored_source_repeats_and_skips_nothing(
     moves: list[str], seed: int
@@ -498,7 +497,6 @@ def test_a_folder_of_files_is_one_data_set_whose_ids_do_not_collide(tmp_path: Pa
     assert [t["instance_id"] for t in one] == ["a-1", "b-1"]
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=6), st.booleans())
 def test_any_text_is_read_back_from_its_line(texts: list[str], ends: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -841,7 +839,6 @@ def test_cutting_takes_text_from_the_named_side_and_nothing_else(
     assert 70 < length <= 80, "as little as needed"
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     text=st.text(min_size=30, max_size=120),
     limit=st.integers(30, 60),

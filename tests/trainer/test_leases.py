@@ -7,7 +7,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -148,16 +148,9 @@ async def test_a_checkpoint_longer_than_a_lease_trains_every_prompt_once(
 # -- the process stands still ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_process_that_stood_still_longer_than_a_lease_trains_every_prompt_once(
-    cluster: None, tmp_path: Path, mode: str
+    cluster: str, tmp_path: Path, mode: str
 ) -> None:
     """Its event loop does not turn, as after a SIGSTOP; the pool, a process of its own, goes on,
     and serves what ran out to whoever waits."""

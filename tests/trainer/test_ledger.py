@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.trainer.errors import CheckpointError
@@ -156,7 +156,6 @@ KILLED = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
 @given(KILLED)
 def test_whenever_it_is_killed_nothing_is_skipped_or_doubled(
     tmp_path_factory: pytest.TempPathFactory, events: list[str]

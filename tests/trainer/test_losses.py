@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -133,7 +133,6 @@ def test_masked_tokens_and_trajectories_without_a_trained_token_count_nowhere() 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @given(data=st.data())
-@settings(deadline=None)
 def test_one_trajectory_is_one_sample_however_its_tokens_are_split_into_steps(
     aggregation: Aggregation, data: st.DataObject
 ) -> None:
@@ -166,7 +165,6 @@ def test_columns_of_the_wrong_length_are_refused() -> None:
 
 
 @given(seed=st.integers(0, 1000), cuts=st.sets(st.integers(1, 15), max_size=4))
-@settings(deadline=None)
 def test_loss_and_metrics_of_micro_batches_add_up_to_those_of_the_whole(
     seed: int, cuts: set[int]
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -254,7 +254,6 @@ def words_of(messages: Sequence[Message], shown_calls_only: bool = False) -> lis
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_all_that_the_assistant_wrote_has_loss_and_nothing_that_it_was_told(
     family: str, data: st.DataObject
@@ -300,7 +299,6 @@ def test_past_reasoning_stays_in_the_context_as_the_gateway_keeps_it() -> None:
     )
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     messages=conversations(tools=True, reasoning=True), family=st.sampled_from(["chatml", "qwen3"])
 )
@@ -497,7 +495,6 @@ def test_the_shipped_models_own_template_is_masked() -> None:
 
 
 @pytest.mark.parametrize("thinking", ["preserve", "template"])
-@settings(deadline=None, max_examples=40)
 @given(messages=conversations(tools=True, reasoning=True))
 def test_steps_hold_every_turn_once_and_extend_their_parents(
     thinking: str, messages: list[Message]

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -67,7 +67,6 @@ def test_a_version_that_was_never_published_is_an_error() -> None:
 
 
 @given(mu=logits, pi=logits)
-@settings(deadline=None)
 def test_the_mean_weight_under_mu_is_one_minus_the_total_variation(
     mu: list[float], pi: list[float]
 ) -> None:
@@ -79,7 +78,6 @@ def test_the_mean_weight_under_mu_is_one_minus_the_total_variation(
 
 
 @given(mu=logits, pi=logits)
-@settings(deadline=None)
 def test_without_a_cap_the_weighted_mean_under_mu_is_the_mean_under_pi(
     mu: list[float], pi: list[float]
 ) -> None:
@@ -229,7 +227,6 @@ def test_metrics_are_told_per_lag_bucket() -> None:
 
 
 @given(mu=logits, pi=logits)
-@settings(deadline=None)
 def test_the_bucket_metrics_estimate_the_true_divergences(mu: list[float], pi: list[float]) -> None:
     """Averaged over μ exactly (one batch per token), k1, k3 and χ² are the divergences."""
     log_mu, log_pi = torch.tensor(mu).log_softmax(0), torch.tensor(pi).log_softmax(0)

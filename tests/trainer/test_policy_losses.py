@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
@@ -82,7 +82,6 @@ def test_every_name_of_the_configuration_has_its_formula() -> None:
 
 @pytest.mark.parametrize("policy", POLICY_LOSSES)
 @given(seed=st.integers(0, 1000), order=st.permutations(range(5)), cuts=st.sets(st.integers(1, 4)))
-@settings(deadline=None, max_examples=20)
 def test_micro_batches_of_whole_steps_add_up_to_the_whole_for_every_loss(
     policy: str, seed: int, order: list[int], cuts: set[int]
 ) -> None:

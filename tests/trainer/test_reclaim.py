@@ -16,15 +16,8 @@ from stepwell.trainer.reclaim import reclaim
 from stepwell.trainer.rollout import Producer, WorkerHandle
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Any:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def pool(cluster: Any) -> Any:
+def pool(cluster: str) -> Any:
     handle = start_data_pool(PoolConfig(), name=uuid.uuid4().hex)
     yield DataPoolClient(handle)
     ray.kill(handle)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,8 @@ from stepwell.trainer.rollout import INFRASTRUCTURE, LOSSES, Producer, RolloutWo
 from tests.gateway.conftest import make_tokenizer
 from tests.gateway.test_engine import Machine
 from tests.helpers import actor_processes
+
+pytestmark = pytest.mark.usefixtures("cluster")
 
 FAST = {
     "engine_retries": 1,
@@ -158,15 +160,6 @@ async def rig_in(folder: Path, outstanding: int = 16) -> AsyncIterator[Rig]:
         await gateway.stop()
         await engine.stop()
         ray.kill(handle)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_ray() -> Iterator[None]:
-    ray.init(
-        "local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
-    )
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

@@ -33,12 +33,10 @@ POOL = f"slime-{uuid.uuid4().hex}"
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+def pool(cluster: str) -> Iterator[None]:
     handle = start_data_pool(PoolConfig(), name=POOL)
     yield
     ray.kill(handle)
-    ray.shutdown()
 
 
 @pytest.fixture

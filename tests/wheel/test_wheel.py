@@ -125,6 +125,7 @@ def test_the_sdist_holds_the_rooms_and_no_links(sdist: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_a_project_with_modules_of_the_same_names_trains_the_quickstart(
     scripts: Path, tmp_path: Path
 ) -> None:

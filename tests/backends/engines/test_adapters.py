@@ -100,6 +100,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(
     assert adapters.path == str(tmp_path / "good")
 
 
+@pytest.mark.long
 async def test_a_published_adapter_generates_and_survives_a_crash(
     model_dirs: Any,
     make_engine_config: Callable[..., Any],

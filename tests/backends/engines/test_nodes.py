@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -120,17 +120,10 @@ async def test_a_part_that_cannot_start_stops_the_others(
         assert await pids(server) == [None, None]
 
 
-@pytest.fixture
-def own_ray() -> Iterator[None]:
-    ray.init(
-        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.usefixtures("own_ray")
-@pytest.mark.parametrize("victim", ["EngineGroupServer", "EngineNode"])
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    "victim", ["EngineGroupServer", pytest.param("EngineNode", marks=pytest.mark.long)]
+)
 async def test_a_server_outlasts_the_death_of_its_actors(
     config: EngineConfig, tmp_path: Path, eventually: Any, victim: str
 ) -> None:

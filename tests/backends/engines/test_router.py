@@ -246,16 +246,7 @@ async def test_the_list_holds_who_answers_and_has_the_committed_weights(
         await eventually(is_back)
 
 
-@pytest.fixture
-def own_ray() -> Iterator[None]:
-    ray.init(
-        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.mark.usefixtures("own_ray")
+@pytest.mark.usefixtures("cluster")
 async def test_a_router_whose_actor_is_killed_comes_back_at_its_address_and_is_filled_again(
     tmp_path: Path, eventually: Eventually
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,6 @@ from stepwell.backends.weights import WeightStore
 from tests.helpers import actor_processes
 
 
-@pytest.fixture(scope="module")
-def _ray() -> Iterator[None]:
-    ray.init(
-        "local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False
-    )
-    yield
-    ray.shutdown()
-
-
 def gone(pid: int, timeout_s: float = 20.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -37,7 +28,7 @@ def gone(pid: int, timeout_s: float = 20.0) -> bool:
     return False
 
 
-@pytest.mark.usefixtures("_ray")
+@pytest.mark.usefixtures("cluster")
 async def test_the_actor_starts_an_engine_and_killing_it_leaves_none(
     model_dirs: Any, make_engine_config: Callable[..., EngineConfig], tmp_path: Path
 ) -> None:
@@ -56,7 +47,8 @@ async def test_the_actor_starts_an_engine_and_killing_it_leaves_none(
     assert gone(status["pid"])
 
 
-@pytest.mark.usefixtures("_ray")
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.long
 async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_committed_weights(
     model_dirs: Any,
     make_engine_config: Callable[..., EngineConfig],
@@ -89,7 +81,7 @@ async def test_a_killed_actor_comes_back_with_its_engine_at_its_url_and_the_comm
     assert gone(status["pid"])
 
 
-@pytest.mark.usefixtures("_ray")
+@pytest.mark.usefixtures("cluster")
 async def test_a_failed_start_reaches_the_caller_as_itself(tmp_path: Path) -> None:
     server = start_engine(EngineConfig(model_path=tmp_path / "absent"), log_dir=tmp_path)
     with pytest.raises(EngineStartError, match=r"engine\.model_path"):

@@ -193,6 +193,7 @@ def test_an_engine_that_does_not_continue_is_restarted(tmp_path: Path) -> None:
         supervisor.stop()
 
 
+@pytest.mark.long
 async def test_an_engine_that_hangs_comes_back_at_its_address_with_the_committed_weights(
     launch: Launch,
     model_dirs: Any,
@@ -217,6 +218,7 @@ async def test_an_engine_that_hangs_comes_back_at_its_address_with_the_committed
         assert await client.weight_version() == 5
 
 
+@pytest.mark.long
 async def test_an_engine_that_is_paused_or_busy_does_not_hang(
     launch: Launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,6 +366,7 @@ def test_killing_the_supervisors_process_leaves_no_engine(
     assert all(gone(pid) for pid in own)
 
 
+@pytest.mark.long
 async def test_a_publication_during_a_restart_is_caught_up(
     launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
 ) -> None:
@@ -390,6 +393,7 @@ async def test_a_publication_during_a_restart_is_caught_up(
     await asyncio.sleep(0)
 
 
+@pytest.mark.long
 async def test_a_restarted_engine_serves_nothing_until_a_publication_under_way_has_ended(
     launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
 ) -> None:
@@ -414,6 +418,7 @@ async def test_a_restarted_engine_serves_nothing_until_a_publication_under_way_h
     assert answer["meta_info"]["weight_versions"] == [{"version": "5", "start": 0, "end": 2}]
 
 
+@pytest.mark.long
 async def test_an_engine_that_dies_again_while_it_is_brought_up_to_date_is_restarted_again(
     launch: Launch, model_dirs: Any, tmp_path: Path, eventually: Callable[..., Any]
 ) -> None:

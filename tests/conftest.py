@@ -1,0 +1,46 @@
+"""What tests of all rooms share: one Ray, and on how many examples a property is tried.
+
+make test         25 examples of each property, nothing that is marked `long`
+make test-long    500 examples, and everything that is marked `long`
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import ray
+from hypothesis import settings
+from ray.cluster_utils import Cluster
+
+settings.register_profile("short", max_examples=25, deadline=None, print_blob=True)
+settings.register_profile("long", settings.get_profile("short"), max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+
+def pytest_collection_finish() -> None:
+    """The garbage collector has a million objects less to walk through in each test: those that
+    importing torch, transformers and all tests made."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def _ray_address() -> Iterator[str]:
+    without = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+    ray_of_the_tests = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **without})
+    yield ray_of_the_tests.address
+    ray_of_the_tests.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(_ray_address: str) -> Iterator[str]:
+    """The namespace of a test file on the Ray that all files share; its actors end with it. Who
+    stops nodes, or needs resources of another kind, starts a Ray of their own."""
+    namespace = uuid.uuid4().hex
+    ray.init(_ray_address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    yield namespace
+    ray.shutdown()
