@@ -25,7 +25,7 @@ from stepwell.cluster import Cluster, start_cluster
 from stepwell.datapool.types import Step
 from tests.e2e.conftest import ROOT, SMALL, small_config
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 CONVERSATIONS = 8
 TURNS = 6
@@ -198,7 +198,6 @@ async def complete(cluster: Cluster, agents: list[Agent], origin: str) -> None:
         assert (counts["complete"], counts["open"]) == (CONVERSATIONS / 2, 0)
 
 
-@pytest.mark.long
 def test_the_command_prints_every_address_and_stops_them_all(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [

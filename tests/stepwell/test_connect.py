@@ -17,7 +17,7 @@ import pytest
 from stepwell.run_file import live_run
 from tests.e2e.conftest import ROOT, SMALL
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 LOOK = """
 import asyncio, json, sys
