@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stepwell.cli import main
 from stepwell.trainer.ledger import LEDGER, audit
 from tests.e2e.conftest import ROOT, SMALL
 
@@ -37,6 +41,14 @@ def run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
+def run_here(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has imported torch and transformers already."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(ROOT), redirect_stdout(out), redirect_stderr(err):
+        status = main(argv[argv.index("stepwell.cli") + 1 :])
+    return subprocess.CompletedProcess(argv, status, out.getvalue(), err.getvalue())
+
+
 def records_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -48,7 +60,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recorded = f"trainer.save_debug_rollout_data={folder / 'batches'}"
     first = run(command(folder, "trainer.total_steps=2", recorded))
     assert first.returncode == 0, first.stderr
-    second = run(command(folder, "trainer.total_steps=4", recorded))
+    second = run_here(command(folder, "trainer.total_steps=4", recorded))
     assert second.returncode == 0, second.stderr
     assert "resumed at optimizer step 2" in second.stdout
     return folder
@@ -97,7 +109,7 @@ def test_its_ledger_accounts_for_every_prompt(resumed: Path) -> None:
 
 
 def test_a_recording_is_trained_again_without_engines_to_the_same_bits(resumed: Path) -> None:
-    done = run(
+    done = run_here(
         command(
             resumed,
             "trainer.total_steps=4",
@@ -112,7 +124,7 @@ def test_a_recording_is_trained_again_without_engines_to_the_same_bits(resumed: 
         assert [r[key] for r in replayed] == [r[key] for r in recorded], key
     assert "gateway" not in done.stdout
 
-    missing = run(command(resumed, f"trainer.load_debug_rollout_data={resumed / 'nowhere'}"))
+    missing = run_here(command(resumed, f"trainer.load_debug_rollout_data={resumed / 'nowhere'}"))
     assert missing.returncode == 1
     assert "no batch is recorded" in missing.stderr
 
@@ -121,7 +133,7 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
     resumed: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "model"
-    done = run(
+    done = run_here(
         [sys.executable, "-m", "stepwell.cli", "export", str(resumed), "--to", str(target)],
     )
     assert done.returncode == 0, done.stderr
@@ -132,7 +144,9 @@ def test_its_policy_is_exported_as_a_model_that_transformers_loads(
     assert any(not torch.equal(w, start[name]) for name, w in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template
 
-    again = run([sys.executable, "-m", "stepwell.cli", "export", str(resumed), "--to", str(target)])
+    again = run_here(
+        [sys.executable, "-m", "stepwell.cli", "export", str(resumed), "--to", str(target)]
+    )
     assert again.returncode == 1
     assert "exists; remove it" in again.stderr
 
@@ -154,7 +168,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> No
         process.wait()
         psutil.wait_procs(children, timeout=30)
 
-    second = run(argv)
+    second = run_here(argv)
     assert second.returncode == 0, second.stderr
     assert "resumed at optimizer step" in second.stdout
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -209,7 +223,7 @@ def test_a_port_in_use_is_one_line_with_key_value_and_remedy_and_one_with_the_lo
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run(command(tmp_path, f"gateway.port={port}"))
+        done = run_here(command(tmp_path, f"gateway.port={port}"))
     assert done.returncode == 1
     line, last = done.stderr.strip().splitlines()
     assert "gateway.port" in line
@@ -220,7 +234,7 @@ def test_a_port_in_use_is_one_line_with_key_value_and_remedy_and_one_with_the_lo
 
 
 def test_a_wrong_key_costs_no_start(tmp_path: Path) -> None:
-    done = run(command(tmp_path, "trainer.total_step=2"))
+    done = run_here(command(tmp_path, "trainer.total_step=2"))
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert "trainer.total_step is not a known key; did you mean 'total_steps'?" in line
@@ -228,7 +242,7 @@ def test_a_wrong_key_costs_no_start(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
-    done = run(command(tmp_path, "rollout.agent=examples.nowhere:agent"))
+    done = run_here(command(tmp_path, "rollout.agent=examples.nowhere:agent"))
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()
     assert "rollout.agent is 'examples.nowhere:agent'" in line
