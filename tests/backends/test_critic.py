@@ -368,7 +368,7 @@ def test_gae_with_a_critic_learns_both_the_value_and_the_task(
     rng = np.random.default_rng(0)
     policy = TorchBackend(TorchBackendConfig(device="cpu", lr=8e-3, rows="step"), paths["toy"])
     one = critic(paths["toy"], lr=4e-3, warmup_updates=5)
-    advantage = AdvantageConfig.model_validate({"name": "gae", "lam": 0.95})
+    advantage = AdvantageConfig.model_validate({"adv_estimator": "gae", "lam": 0.95})
     loss_config = LossConfig()
     loss_fn = make_loss_fn(loss_config)
     history: list[dict[str, float]] = []
