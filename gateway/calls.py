@@ -807,19 +807,20 @@ class CallService:
         """Generate while the pool is asked about the trajectory: nearly always that knows nothing.
         It is not asked about calls that are refused, which so open nothing.
         None: it knows something, or has no room, and the calls were given up."""
-        greedy = trajectory.greedy
+        as_begun = trajectory.greedy, self._forced(trajectory)
         listeners = begin(ahead=True)
         try:
             if not any([await listener.call.prepared() for listener in listeners]):
                 return listeners
             await trajectory.open(waits=False)
-            if trajectory.steps == 0 and trajectory.greedy == greedy:
+            as_known = trajectory.greedy, self._forced(trajectory)
+            if trajectory.steps == 0 and as_begun == as_known:
                 for listener in listeners:
                     listener.call.confirm()
                 trajectory.touch()
                 return listeners
-            # Another gateway stored turns of it, of which this may be one, or was told to be
-            # greedy.
+            # Another gateway stored turns of it, of which this may be one, or was told that it is
+            # greedy or in a channel that is sampled otherwise.
         except ChannelFullError:
             self._blocking.add(trajectory.channel)
         except BaseException as e:  # a refusal, or a cancellation: nobody is going to listen
@@ -999,7 +1000,7 @@ class CallService:
         Raises:
             ContextLengthError: the prompt leaves no room for one token.
         """
-        forced = self._sampling.get(trajectory.channel, ChannelSampling())
+        forced = self._forced(trajectory)
         context = await self.engine.context_length()
         # Engines refuse a request whose prompt and response reach the context length.
         room = context - n_prompt - 1
@@ -1021,6 +1022,9 @@ class CallService:
             n_top_logprobs=request.n_logprobs or 0,
             constraint=request.constraint,
         )
+
+    def _forced(self, trajectory: LiveTrajectory) -> ChannelSampling:
+        return self._sampling.get(trajectory.channel, ChannelSampling())
 
     async def count_tokens(self, graph: TurnGraph | None, request: ChatRequest) -> int:
         """Tokens of the prompt that this request would have in a trajectory; nothing is stored."""

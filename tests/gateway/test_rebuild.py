@@ -34,7 +34,7 @@ from stepwell.gateway.parsing import ToolCall
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.retries import RetryKey
 from stepwell.gateway.server import bind
-from stepwell.gateway.wiring import Wiring
+from stepwell.gateway.wiring import ChannelSampling, Wiring
 from tests.gateway.conftest import LocalPool, World, serving
 
 TOOLS: list[Any] = [
@@ -617,6 +617,19 @@ async def test_a_baseline_that_another_gateway_was_told_of_is_greedy_from_its_fi
     (step,) = fleet.pool.stored()
     assert step.metadata["sampling_params"]["temperature"] == 0.0
     assert other.tokenizer.decode(step.response_ids.tolist()).startswith("the likeliest")
+
+
+async def test_a_trajectory_that_another_gateway_put_into_a_channel_is_sampled_as_that_one(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{fleet.world.url}/init_trajectory"
+    await post(url, trajectory_uid="t1", prompt_uid="p1", channel="val")
+    sampling = {"train": ChannelSampling(1.0), "val": ChannelSampling(0.2)}
+    other = await fleet.another(sampling=sampling)
+    slow_to_answer(other, monkeypatch)
+    await ask(await other.client(), [user("hi")])
+    (step,) = fleet.pool.stored()
+    assert step.metadata["sampling_params"]["temperature"] == 0.2
 
 
 async def test_a_first_call_on_a_trajectory_that_is_closed_elsewhere_answers_410(
