@@ -140,7 +140,7 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
             engine_urls=tuple(urls) if router is None else (router,),
             via_router=router is not None,
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
-            sampling=channel_sampling(config.rollout, config.validation),
+            sampling=channel_sampling(config.rollout, config.validation, config.gateway.channel),
         )
         gateway_urls = await _start_gateways(gateway_config, wiring, folder / LOGS, stack)
         keys = gateway_config.admin_keys
@@ -218,13 +218,18 @@ def _write_key(path: Path, key: SecretStr) -> None:
 
 
 def channel_sampling(
-    rollout: RolloutConfig, validation: ValidationConfig
+    rollout: RolloutConfig, validation: ValidationConfig, others: str
 ) -> dict[str, ChannelSampling]:
-    """How the gateway samples, by channel; what `validation` leaves open is `rollout`'s."""
+    """How the gateway samples, by channel; what `validation` leaves open is `rollout`'s.
+
+    Args:
+        others: channel of agents that come by themselves (`gateway.channel`).
+    """
     names = [field.name for field in fields(ChannelSampling)]
     train = {name: getattr(rollout, name) for name in names}
     own = {name: value for name in names if (value := getattr(validation, name)) is not None}
-    return {TRAIN: ChannelSampling(**train), VAL: ChannelSampling(**train | own)}
+    rolled_out = ChannelSampling(**train)
+    return {TRAIN: rolled_out, others: rolled_out, VAL: ChannelSampling(**train | own)}
 
 
 def _on_this_node() -> dict[str, Any]:

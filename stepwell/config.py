@@ -182,14 +182,17 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _prompts_have_room(self) -> RunConfig:
-        context = self.engine.context_length
-        for name in ("rollout", "validation"):
-            longest = getattr(self, name).max_tokens
-            if context is not None and longest is not None and longest >= context:
-                raise ValueError(
-                    f"{name}.max_tokens is {longest} but engine.context_length is {context}; "
-                    "leave room for a prompt"
-                )
+        for part, context in (
+            ("engine", self.engine.context_length),
+            ("gateway", self.gateway.context_length),
+        ):
+            for name in ("rollout", "validation"):
+                longest = getattr(self, name).max_tokens
+                if context is not None and longest is not None and longest >= context:
+                    raise ValueError(
+                        f"{name}.max_tokens is {longest} but {part}.context_length is {context}; "
+                        "leave room for a prompt"
+                    )
         return self
 
     @model_validator(mode="after")

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from stepwell.cluster import channel_sampling
+from stepwell.config import RunConfig
 from stepwell.gateway.wiring import ChannelSampling
 from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
+
+
+def chosen(config: RunConfig) -> dict[str, ChannelSampling]:
+    return channel_sampling(config.rollout, config.validation, config.gateway.channel)
 
 
 def test_validation_samples_as_rollouts_do_but_for_the_keys_of_its_own() -> None:
@@ -18,19 +23,30 @@ def test_validation_samples_as_rollouts_do_but_for_the_keys_of_its_own() -> None
             *("validation.temperature=0", "validation.max_tokens=128"),
         ],
     )
-    assert channel_sampling(config.rollout, config.validation) == {
+    assert chosen(config) == {
         "train": ChannelSampling(1.0, 0.9, None, 64),
         "val": ChannelSampling(0.0, 0.9, None, 128),
     }
 
 
+def test_agents_that_come_by_themselves_are_sampled_as_rollouts_are() -> None:
+    keys = ["gateway.channel=collected", "rollout.temperature=0.7", "validation.temperature=0"]
+    sampling = chosen(load_config("quickstart", keys))
+    assert {name: channel.temperature for name, channel in sampling.items()} == {
+        "train": 0.7,
+        "collected": 0.7,
+        "val": 0.0,
+    }
+
+
 def test_without_keys_agents_choose() -> None:
-    config = load_config("quickstart")
-    chosen = channel_sampling(config.rollout, config.validation)
-    assert set(chosen.values()) == {ChannelSampling()}
+    assert set(chosen(load_config("quickstart")).values()) == {ChannelSampling()}
 
 
+@pytest.mark.parametrize("part", ["engine", "gateway"])
 @pytest.mark.parametrize("section", ["rollout", "validation"])
-def test_a_response_as_long_as_the_context_leaves_no_room_for_a_prompt(section: str) -> None:
-    with pytest.raises(ConfigError, match=f"{section}.max_tokens is 64 but engine.context_length"):
-        load_config("quickstart", ["engine.context_length=64", f"{section}.max_tokens=64"])
+def test_a_response_as_long_as_the_context_leaves_no_room_for_a_prompt(
+    section: str, part: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{section}.max_tokens is 64 but {part}.context_length"):
+        load_config("quickstart", [f"{part}.context_length=64", f"{section}.max_tokens=64"])
