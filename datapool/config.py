@@ -1,7 +1,4 @@
-"""The `data_pool` section of a run's configuration: limits and defaults per channel.
-
-Owned by the DataPool, composed into `RunConfig` by the trainer. No other package reads it.
-"""
+"""The section `pool`: limits and defaults per channel."""
 
 from __future__ import annotations
 

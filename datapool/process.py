@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 BETWEEN_COLLECTIONS = (25_000, 5, 20)
 """Allocations, less what was freed, before the youngest objects are looked through; and how many
@@ -124,11 +124,18 @@ def numbered_log(folder: Path | None, name: str, k: int, n: int) -> Path | None:
 
 def _file_handler(path: Path) -> logging.Handler:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
+    handler = _LogFile(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(
         logging.Formatter("%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
     )
     return handler
+
+
+class _LogFile(RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - its name in logging
+        # A full disk loses lines and ends no part; to say so is to print, which is logged, too.
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 class _Printed(io.TextIOBase):
@@ -142,8 +149,9 @@ class _Printed(io.TextIOBase):
 
     def write(self, text: str) -> int:
         self._stream.write(text)
-        *lines, self._line = (self._line + text).split("\n")
-        for line in filter(None, lines):
+        *lines, line = (self._line + text).split("\n")
+        self._line = line.rpartition("\r")[2]  # of a progress bar, what the terminal shows
+        for line in filter(None, (line.rstrip("\r").rpartition("\r")[2] for line in lines)):
             record = logging.LogRecord(self._name, logging.INFO, "", 0, line, None, None)
             self._handler.handle(record)
         return len(text)
@@ -163,3 +171,6 @@ class _Printed(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._stream.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # `buffer`, `reconfigure`, …

@@ -1,4 +1,4 @@
-"""The `stepwell` command. The only module that sees every package.
+"""The `stepwell` command.
 
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
                      --dry-run [--gpus 8[,8…]]           print what would run on which GPU

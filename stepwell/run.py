@@ -207,7 +207,7 @@ def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> 
             },
         ),
         seed=config.run.seed,
-        logs=config.run.dir / "logs",
+        logs=config.run.dir / LOGS,
     )
     try:
         yield trainer

@@ -66,6 +66,39 @@ def test_a_folder_that_cannot_be_written_does_not_end_a_part(tmp_path: Path) -> 
     assert "an agent prints 1" in done.stdout
 
 
+def test_a_disk_that_is_full_ends_no_part(tmp_path: Path) -> None:
+    full = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", full + ACTOR, str(tmp_path / "gateway.log")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout == "an agent prints 1\n"
+    assert done.stderr.splitlines() == ["to stderr", "a stream broke off", "the user's own"]
+
+
+def test_an_agent_finds_all_of_its_standard_output(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from stepwell.datapool.process import log_to_file\n"
+        "log_to_file(Path(sys.argv[1]))\n"
+        "sys.stdout.reconfigure(line_buffering=True)\n"
+        "sys.stdout.buffer.write(b'bytes\\n')\n"
+        "for percent in range(0, 101, 10):\n"
+        "    print(f'\\r{percent} %', end='')\n"
+        "print()\n"
+    )
+    path = tmp_path / "rollout.log"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, check=True
+    )
+    assert done.stdout.startswith(b"bytes\n")
+    assert [line.rpartition(": ")[2] for line in lines(path)] == ["100 %"]
+
+
 def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "LOG_BYTES", 10_000)
     with logging_to(tmp_path / "trainer.log"):
