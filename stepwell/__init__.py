@@ -114,10 +114,17 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_nearest(name)}")
     value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
+def _nearest(name: str) -> str:
+    from difflib import get_close_matches  # for a mistake alone
+
+    close = [] if name.startswith("_") else get_close_matches(name, __all__, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,4 +1,5 @@
-"""The `stepwell` command.
+"""This module is the `stepwell` command: it reads the command line and tells what went wrong in one
+line.
 
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
                      --dry-run [--gpus 8[,8…]]           print what would run on which GPU
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stepwell.trainer.errors import ConfigError, TrainerError
+from stepwell.version import __version__
 
 T = TypeVar("T")
 
@@ -36,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(argv)
     # argparse takes no KEY=VALUE after an option that follows others, and none with dashes.
     if rest and not (hasattr(args, "overrides") and all("=" in part for part in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = "; keys are given as KEY=VALUE, without dashes" if hasattr(args, "overrides") else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         args.overrides += rest
     # Agents, rewards and configs are looked up from the folder the command is run in, as with
@@ -62,7 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="stepwell", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="stepwell",
+        description="Point any agent's base_url at it and get a better model.",
+        epilog="First: stepwell train --config quickstart.  Keys: stepwell config --keys PATTERN.",
+    )
+    parser.add_argument("--version", action="version", version=f"stepwell {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, run, text in (
         ("train", _train, "train an agent by async GRPO through the gateway"),

@@ -20,6 +20,7 @@ import torch
 
 from stepwell.backends.base import build_backend, loop_backend
 from stepwell.backends.critic import Critic
+from stepwell.backends.errors import BackendError
 from stepwell.backends.weights import WeightStore
 from stepwell.cluster import GATEWAY_KEY, LOGS, POOL, POOL_NAME, WEIGHTS, Cluster, start_cluster
 from stepwell.config import RunConfig
@@ -34,7 +35,7 @@ from stepwell.run_file import RUN_FILE, GatewayPart, PoolPart, begin, only_run_i
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
-from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.errors import ConfigError, StarvedError, TrainerError
 from stepwell.trainer.ledger import LEDGER, Ledger
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.memory import EngineMemory
@@ -73,7 +74,8 @@ async def train(config: RunConfig) -> dict[str, Any]:
     if config.trainer.load_debug_rollout_data is not None:
         backend = build_backend(config.trainer.backend, config.backend, config.model.path)
         return await replay(config, backend, build_critic(config))
-    source = training_prompts(config)  # a mistake in the data costs no start, and removes no run
+    with configured():
+        source = training_prompts(config)  # a mistake costs no start, and removes no run
     with only_run_in(config.run.dir):
         return await _run(config, source)
 
@@ -87,11 +89,13 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
         display.status("this run is complete; run.resume=never starts it over")
         display.summary(done, folder)
         return done
-    load_agent(config.rollout.agent)  # a wrong path costs no start
-    loop_backend(config.trainer.backend)
-    if config.rollout.reward is not None:
-        build_manager(config.rollout.reward)
-    CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)  # nor a wrong checkpoint
+    with configured():
+        load_agent(config.rollout.agent)
+        loop_backend(config.trainer.backend)
+        if config.rollout.reward is not None:
+            with configured("rollout.reward"):
+                build_manager(config.rollout.reward)
+        CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)
     with logged(folder), display, MemoryMeter() as memory:
         display.status("starting Ray, the pool, the engine and the gateway")
         async with start_run(config) as cluster:
@@ -106,6 +110,21 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
                     await trainer.memory.take_back()
                     await trainer.validator.stop()
                     await trainer.scorer.aclose()
+
+
+@contextmanager
+def configured(key: str = "") -> Iterator[None]:
+    """What cannot be loaded here was named by the configuration: an error is the configuration's.
+
+    Args:
+        key: of what is loaded; not every message names it.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TrainerError, BackendError) as e:
+        raise ConfigError(str(e) if str(e).startswith(key) else f"{key}: {e}") from e
 
 
 @contextmanager
@@ -140,10 +159,12 @@ def training_prompts(config: RunConfig) -> PromptSource:
     """The prompts of `data.train` that `data.val` does not hold out.
 
     Raises:
-        DataError: they cannot be read, or there is none.
+        ConfigError: they cannot be read, or there is none.
     """
-    held_out = PromptSource(config.data.val, tokenizer_path=config.model.path).prompts()
-    return PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
+    with configured("data.val"):
+        held_out = PromptSource(config.data.val, tokenizer_path=config.model.path).prompts()
+    with configured("data.train"):
+        return PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def test_every_public_name_is_there(name: str) -> None:
 
 def test_names_are_sorted_and_a_wrong_one_is_an_attribute_error() -> None:
     assert stepwell.__all__ == sorted(stepwell.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'Stepp'"):
+    with pytest.raises(AttributeError, match=r"no attribute .Stepp.; did you mean .Step.\?"):
         _ = stepwell.Stepp
 
 
@@ -71,3 +71,8 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
+
+
+def test_tab_completion_offers_the_public_names_alone() -> None:
+    offered = {name for name in dir(stepwell) if not name.startswith("__")}
+    assert offered == set(stepwell.__all__) - {"__version__"}

@@ -10,7 +10,7 @@ import ray
 from stepwell.presets import load_config
 from stepwell.run import train
 from stepwell.run_file import only_run_in
-from stepwell.trainer.errors import ConfigError, DataError
+from stepwell.trainer.errors import ConfigError
 
 
 async def test_training_prompts_that_are_all_held_out_are_refused_before_anything_starts(
@@ -22,7 +22,7 @@ async def test_training_prompts_that_are_all_held_out_are_refused_before_anythin
     shared = config.data.model_copy(update={"val": config.data.train})
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("of the run before\n")
-    with pytest.raises(DataError, match=r"data\.train .* also in data\.val .* name other data"):
+    with pytest.raises(ConfigError, match=r"data\.train .* also in data\.val .* name other data"):
         await train(config.model_copy(update={"data": shared}))
     assert not ray.is_initialized()
     assert (folder / "metrics.jsonl").exists()

@@ -1,0 +1,70 @@
+"""What the command line answers to somebody who does not know it yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+
+import stepwell
+from stepwell.cli import main
+
+
+def _refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What is said of a command line that cannot be read."""
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_help_says_what_stepwell_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "Point any agent's base_url at it" in capsys.readouterr().out
+
+
+def test_it_tells_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"stepwell {stepwell.__version__}\n"
+
+
+@pytest.mark.parametrize("option", [["--resume"], ["--learning_rate", "1e-5"], ["--seed=1"]])
+def test_an_option_of_another_framework_is_told_to_be_an_override(
+    capsys: pytest.CaptureFixture[str], option: list[str]
+) -> None:
+    if option == ["--seed=1"]:  # a whole KEY=VALUE: the configuration answers
+        assert main(["config", "--config", "quickstart", *option]) == 2
+        assert "begins with dashes; write seed=1" in capsys.readouterr().err
+    else:
+        told = _refused(capsys, "train", "--config", "quickstart", *option)
+        assert f"unrecognized arguments: {option[0]}" in told
+        assert "keys are given as KEY=VALUE, without dashes" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("rollout.agent=nowhere:agent", "rollout.agent is 'nowhere:agent'"),
+        ("rollout.reward=nowhere.py:score", "rollout.reward: reward is 'nowhere.py:score'"),
+        ("data.train.path=nowhere.jsonl", "data.train: path is 'nowhere.jsonl'"),
+        ("run.resume=7", "run.resume"),
+    ],
+)
+def test_what_a_run_names_and_nobody_has_is_a_configuration_error_before_ray_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, named: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    overrides = [
+        f"run.dir={tmp_path / 'run'}",
+        "data.train.kind=jsonl",
+        f"data.train.path={tmp_path / 'rows.jsonl'}",
+        override,
+    ]
+    assert main(["train", "--config", "quickstart", *overrides]) == 2
+    told = capsys.readouterr().err
+    assert named in told
+    assert len(told.splitlines()) == 1
+    assert not ray.is_initialized()
