@@ -174,12 +174,20 @@ def _config(args: argparse.Namespace) -> int:
     if args.keys is not None:
         from stepwell.config_keys import show_keys
 
-        print(show_keys(args.keys, config, width=min(shutil.get_terminal_size().columns, 120)))
+        _show(show_keys(args.keys, config, width=min(shutil.get_terminal_size().columns, 120)))
     elif config is not None:
         from omegaconf import OmegaConf
 
-        print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))), end="")
+        _show(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))).rstrip())
     return 0
+
+
+def _show(text: str) -> None:
+    """Print `text`, which `head` or a pager may not read to its end."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
 
 
 def _export(args: argparse.Namespace) -> int:

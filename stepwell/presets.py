@@ -129,7 +129,8 @@ def _read_files(path: Path, above: tuple[Path, ...]) -> list[Layer]:
         values: Any = OmegaConf.to_container(loaded)
     except MarkedYAMLError as e:
         line = f"line {e.problem_mark.line + 1}: " if e.problem_mark else ""
-        raise ConfigError(f"{path}: {line}{e.problem or e.context}") from e
+        remedy = "; indent with spaces: YAML takes no tabs" if _is_indented_by_tab(path, e) else ""
+        raise ConfigError(f"{path}: {line}{e.problem or e.context}{remedy}") from e
     except OmegaConfBaseException as e:
         raise ConfigError(f"{path}: {e.full_key}: {str(e).splitlines()[0]}") from e
     except (OSError, UnicodeError, YAMLError) as e:
@@ -153,12 +154,25 @@ def _read_files(path: Path, above: tuple[Path, ...]) -> list[Layer]:
     return [*_read_files(found, (*above, path)), Layer(path, values)]
 
 
+def _is_indented_by_tab(path: Path, error: MarkedYAMLError) -> bool:
+    lines = path.read_text().splitlines()
+    number = error.problem_mark.line if error.problem_mark else len(lines)
+    line = lines[number] if number < len(lines) else ""
+    return "\t" in line[: len(line) - len(line.lstrip())]
+
+
 def _read_overrides(overrides: Sequence[str]) -> tuple[Raw, list[str]]:
     """All overrides as one layer, and a line for each that is none."""
     layer: Raw = {}
     lines = []
-    for override in overrides:
+    left = list(overrides)
+    while left:
+        override = left.pop(0)
         key, sep, value = override.partition("=")
+        if not sep and left and "=" not in left[0]:
+            value = left.pop(0)
+            lines.append(f"override {override!r} {value!r} has a space; write {key}={value}")
+            continue
         if wrong := _malformed(key, sep, value):
             lines.append(f"override {override!r} {wrong}")
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,18 @@ def test_what_a_run_names_and_nobody_has_is_a_configuration_error_before_ray_sta
     assert named in told
     assert len(told.splitlines()) == 1
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("options", [["--keys", "*"], ["--config", "quickstart"]])
+def test_a_reader_that_has_seen_enough_of_the_output_is_no_error(options: list[str]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "stepwell", "config", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        assert command.stdout is not None
+        assert command.stderr is not None
+        command.stdout.close()  # as `| head` does
+        assert command.stderr.read() == ""
+    assert command.returncode == 0

@@ -42,6 +42,12 @@ def test_an_override_that_is_none_is_named_with_what_is_right(override: str, rem
     assert len(said.splitlines()) == 1
 
 
+def test_a_space_where_the_equals_sign_belongs_is_told_once() -> None:
+    said = fails("trainer.total_steps", "5")
+    assert "'trainer.total_steps' '5' has a space; write trainer.total_steps=5" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_all_wrong_overrides_are_told_at_once_and_wrong_values_with_them() -> None:
     lines = fails("trainer.total_steps", "=5", "rollout.n=0", "rolout.min_n=2").splitlines()
     assert len(lines) == 4
@@ -112,6 +118,7 @@ def test_all_interpolations_that_lead_nowhere_are_told() -> None:
         ("5\n", "write a mapping of sections"),
         ("", "holds nothing; write a mapping of sections"),
         ("run:\n\tname: x\n", "line 2"),
+        ("run:\n\tname: x\n", "indent with spaces: YAML takes no tabs"),
         ("a: &a [*a]\n", "a.yaml: "),
     ],
 )
