@@ -95,7 +95,7 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
         if config.rollout.reward is not None:
             with configured("rollout.reward"):
                 build_manager(config.rollout.reward)
-        CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)
+    CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)  # a wrong one costs no start
     with logged(folder), display, MemoryMeter() as memory:
         display.status("starting Ray, the pool, the engine and the gateway")
         async with start_run(config) as cluster:

@@ -243,6 +243,6 @@ def test_a_wrong_key_costs_no_start(tmp_path: Path) -> None:
 
 def test_an_agent_that_cannot_be_imported_is_one_line(tmp_path: Path) -> None:
     done = run_here(command(tmp_path, "rollout.agent=examples.nowhere:agent"))
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert "rollout.agent is 'examples.nowhere:agent'" in line

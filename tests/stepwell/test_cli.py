@@ -52,7 +52,6 @@ def test_an_option_of_another_framework_is_told_to_be_an_override(
         ("rollout.agent=nowhere:agent", "rollout.agent is 'nowhere:agent'"),
         ("rollout.reward=nowhere.py:score", "rollout.reward: reward is 'nowhere.py:score'"),
         ("data.train.path=nowhere.jsonl", "data.train: path is 'nowhere.jsonl'"),
-        ("run.resume=7", "run.resume"),
     ],
 )
 def test_what_a_run_names_and_nobody_has_is_a_configuration_error_before_ray_starts(
