@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from stepwell.report import SUMMARY, plot_reward, read_summary, summarise, write
 from stepwell.run_file import RUN_FILE, GatewayPart, PoolPart, begin, only_run_in
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.config import TrainerConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.errors import ConfigError, StarvedError, TrainerError
 from stepwell.trainer.ledger import LEDGER, Ledger
@@ -251,9 +252,10 @@ async def _train(
     display: Display,
     memory: MemoryMeter,
 ) -> dict[str, Any]:
-    if await trainer.resume(config.run.resume):
-        display.resume_at(trainer.progress.updates)
-        display.status(f"resumed at optimizer step {trainer.progress.updates}")
+    resumed = await trainer.resume(config.run.resume)
+    display.resume_at(trainer.progress.updates)
+    if status := resume_status(resumed, trainer.progress.updates, metrics.read(), config.trainer):
+        display.status(status)
     # Of a run that was complete and goes back: it is not any more, also if it is killed now.
     (config.run.dir / SUMMARY).unlink(missing_ok=True)
     tasks = PromptSource(config.data.val, tokenizer_path=config.model.path).all()
@@ -302,6 +304,24 @@ async def _train(
     plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])
     display.summary(summary, config.run.dir)
     return summary
+
+
+def resume_status(
+    resumed: bool, updates: int, records: Sequence[object], config: TrainerConfig
+) -> str | None:
+    """Where a run goes on; None if it is a new one.
+
+    Args:
+        records: of the optimizer steps of the run before.
+    """
+    if resumed:
+        return f"resumed at optimizer step {updates}"
+    if records:
+        return (
+            "begins at optimizer step 1 again: the run before ended before its first checkpoint "
+            f"(trainer.checkpoint_every is {config.checkpoint_every})"
+        )
+    return None
 
 
 def _start_over(folder: Path) -> None:

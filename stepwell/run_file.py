@@ -201,11 +201,18 @@ def only_run_in(folder: Path) -> Iterator[None]:
     process that dies.
 
     Raises:
-        ConfigError: one does already.
+        ConfigError: one does already, or the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("a")
+    except OSError as e:
+        raise ConfigError(
+            f"run.dir is {str(folder)!r}, which cannot be written ({e.strerror}: {e.filename}); "
+            "name a folder that this user may make and write"
+        ) from e
     give_up = time.monotonic() + LOCK_WAIT_S
-    with (folder / LOCK).open("a") as file:
+    with lock as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

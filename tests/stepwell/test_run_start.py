@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from stepwell.presets import load_config
-from stepwell.run import train
+from stepwell.run import resume_status, train
 from stepwell.run_file import only_run_in
 from stepwell.trainer.errors import ConfigError
 
@@ -26,6 +26,14 @@ async def test_training_prompts_that_are_all_held_out_are_refused_before_anythin
         await train(config.model_copy(update={"data": shared}))
     assert not ray.is_initialized()
     assert (folder / "metrics.jsonl").exists()
+
+
+async def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    options = ["logging.console=quiet", f"run.dir={tmp_path / 'file' / 'run'}"]
+    with pytest.raises(ConfigError, match=r"run\.dir is '.*file/run', .* \(Not a directory"):
+        await train(load_config("quickstart", options))
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize("resume", ["never", "auto"])
@@ -46,3 +54,13 @@ async def test_the_folder_of_a_live_run_is_refused_whatever_its_pool_keeps_on_di
         await train(load_config("quickstart", options))
     assert not ray.is_initialized()
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_again() -> None:
+    trainer = load_config("quickstart", ["trainer.checkpoint_every=7"]).trainer
+    told = resume_status(False, 0, [{"step": 1}], trainer)
+    assert told is not None
+    assert "begins at optimizer step 1 again" in told
+    assert "trainer.checkpoint_every is 7" in told
+    assert resume_status(True, 14, [{"step": 1}], trainer) == "resumed at optimizer step 14"
+    assert resume_status(False, 0, [], trainer) is None
