@@ -188,7 +188,7 @@ def first_line(found: Any) -> str:
 
 BACKEND_NAMES = Names(
     group="stepwell.backends",
-    key="backend",
+    key="trainer.backend",
     built_in={
         "torch": "stepwell.backends.torch_backend:TorchBackend",
         "verl": "stepwell.backends.verl_backend:VerlBackend",
@@ -198,7 +198,7 @@ BACKEND_NAMES = Names(
 
 ENGINE_NAMES = Names(
     group="stepwell.engines",
-    key="engine kind",
+    key="engine.kind",
     built_in={
         "embedded": "stepwell.backends.engines.commands:embedded",
         "sglang": "stepwell.backends.engines.sglang:command",

@@ -141,14 +141,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _plug_ins_are_known(self) -> RunConfig:
-        for key, names, name in (
-            ("trainer.backend", BACKEND_NAMES, self.trainer.backend),
-            ("engine.kind", ENGINE_NAMES, self.engine.kind),
-        ):
-            try:
-                names.check(name)
-            except BackendConfigError as e:
-                raise ValueError(f"{key}: {e}") from e
+        try:
+            BACKEND_NAMES.check(self.trainer.backend)
+            ENGINE_NAMES.check(self.engine.kind)
+        except BackendConfigError as e:
+            raise ValueError(str(e)) from e
         return self
 
     @model_validator(mode="after")

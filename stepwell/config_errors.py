@@ -39,8 +39,12 @@ def explain(error: ValidationError, raw: Mapping[str, Any]) -> Iterator[Problem]
         elif detail["type"] == "missing":
             yield Problem(parts, f"{'.'.join(parts)} is missing; add it")
         elif detail["type"] == "value_error":
-            key = "".join(f"{'.'.join(parts)}: " for _ in parts[:1])
-            yield Problem(parts, f"{key}{detail['ctx']['error']}")
+            text = str(detail["ctx"]["error"])
+            if parts:
+                yield Problem(parts, f"{'.'.join(parts)}: {text}")
+            else:  # sections that do not fit together: the line begins with a key
+                first = tuple(text.partition(" ")[0].split("."))
+                yield Problem(first if _given(first, raw) else (), text)
         else:  # what may be one of several types has an error for each
             tagged = detail["type"].startswith("union_tag")
             parts = (*parts, "kind") if tagged else parts

@@ -205,9 +205,9 @@ def test_the_names_of_plug_ins_are_proposed_too(install: Install) -> None:
 
 
 def test_an_unknown_name_in_a_configuration_costs_no_start() -> None:
-    with pytest.raises(ConfigError, match=r"trainer.backend: .*'troch'; did you mean torch\?"):
+    with pytest.raises(ConfigError, match=r"^trainer.backend is 'troch'; did you mean torch\?"):
         load_config("quickstart", ["trainer.backend=troch"])
-    with pytest.raises(ConfigError, match=r"engine.kind: .*'embeded'; did you mean embedded\?"):
+    with pytest.raises(ConfigError, match=r"^engine.kind is 'embeded'; did you mean embedded\?"):
         load_config("quickstart", ["engine.kind=embeded"])
 
 

@@ -48,5 +48,5 @@ def test_without_keys_agents_choose() -> None:
 def test_a_response_as_long_as_the_context_leaves_no_room_for_a_prompt(
     section: str, part: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{section}.max_tokens is 64 but {part}.context_length"):
+    with pytest.raises(ConfigError, match=f"^{section}.max_tokens is 64 but {part}.context_length"):
         load_config("quickstart", [f"{part}.context_length=64", f"{section}.max_tokens=64"])
