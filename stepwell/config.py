@@ -11,14 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import Field, NonNegativeInt, ValidationInfo, model_validator
 
 from stepwell.backends.config import EngineConfig, TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
@@ -36,10 +29,7 @@ from stepwell.trainer.config import (
     ValidationConfig,
     check_sampling,
 )
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+from stepwell.trainer.config.base import Section
 
 
 class RunSection(Section):

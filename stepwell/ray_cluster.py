@@ -167,14 +167,16 @@ def attached(part: RayPart, run_dir: str) -> Iterator[None]:
         try:
             ray.init(address=part.address, namespace=part.namespace, **_QUIET)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
-            remedy = (
-                "; its token stands in the run's environment alone: set RAY_AUTH_TOKEN here, too"
-                if part.auth_mode == "token" and part.token_file is None
-                else ""
-            )
+            why = _first_line(e)
+            if part.auth_mode == "token" and _is_about_a_token(e):
+                why = (
+                    "its token stands in the run's environment alone; set RAY_AUTH_TOKEN here, too"
+                    if part.token_file is None
+                    else f"it wants another token than {part.token_file} holds; put that back there"
+                )
             raise RunUnavailableError(
-                f"the run in {run_dir} is alive, but its Ray at {part.address} cannot be joined "
-                f"({_first_line(e)}){remedy}"
+                f"the run in {run_dir} is alive, but its Ray at {part.address} cannot be joined: "
+                f"{why}"
             ) from e
         finally:
             ray_constants.NUM_REDIS_GET_RETRIES = before

@@ -236,7 +236,9 @@ def test_a_broken_package_is_named_and_the_others_are_listed(
     install("counter", "1", module=COUNTER, backends={"count": "counter:Counter"})
     with pytest.raises(BackendConfigError) as e:
         backend_class("wreck")
-    assert str(e.value).startswith("backend 'wreck' (wrecked 0.3: wrecked:Wreck) cannot be imp")
+    assert str(e.value).startswith(
+        "trainer.backend 'wreck' (wrecked 0.3: wrecked:Wreck) cannot be imp"
+    )
     assert exception in str(e.value)
     assert "uninstall the package wrecked" in str(e.value)
     assert "\n" not in str(e.value)

@@ -118,3 +118,11 @@ def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Pa
         found = [json.loads(line) for line in ask(LOOK, one, two)]
         assert f"the run in {one} is not alive" in found[0]
         assert found[1] == [f"of {two}"]
+
+        other = tmp_path / "another_token"
+        other.write_text("0" * 64)
+        assert files[1].ray is not None
+        ray = files[1].ray.model_copy(update={"auth_mode": "token", "token_file": other})
+        files[1].model_copy(update={"ray": ray}).write(two)
+        (refused,) = ask(LOOK, two)
+        assert f"it wants another token than {other} holds" in refused
