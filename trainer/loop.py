@@ -558,7 +558,7 @@ class Trainer:
         reasons = (await self.pool.get_statistics(channel))["trajectories"]["abort_reasons"]
         common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
         said = "; ".join(f"{count} × {reason}" for reason, count in common) or "none was aborted"
-        return f"aborted: {said}. Look into the agent and {self._logs}"
+        return f"aborted: {said}. Look into the agent, the reward and {self._logs}"
 
     async def _record(self, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, Any]:
         trajectories = [t for g in groups for t in g.trajectories]

@@ -35,6 +35,7 @@ import asyncio
 import inspect
 import logging
 import time
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import (
@@ -166,6 +167,8 @@ class RolloutWorker:
         self._agent = load_agent(config.agent)
         self._slots = asyncio.Semaphore(config.concurrency)
         self._session: aiohttp.ClientSession | None = None
+        self._traced: set[tuple[str, int | None]] = set()
+        """Lines of code whose traceback is in the log: every rollout may fail at the same one."""
         settle_heap()
 
     async def run_group(
@@ -274,8 +277,12 @@ class RolloutWorker:
         except _ClosedError as closed:
             log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
             return CLOSED
-        except (Exception, SystemExit) as e:  # noqa: BLE001 - an agent is foreign code
+        except (Exception, SystemExit) as e:  # an agent is foreign code
             reason = f"{type(e).__name__}: {e}"[:200]
+            frame = traceback.extract_tb(e.__traceback__)[-1]
+            if (place := (frame.filename, frame.lineno)) not in self._traced:
+                self._traced.add(place)
+                log.warning("the first rollout that failed there", exc_info=True)
         else:
             return COMPLETE
         origin = base_url.rsplit("/", 2)[0]

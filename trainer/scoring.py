@@ -118,14 +118,17 @@ class Scorer:
         samples = await asyncio.to_thread(self._samples, asked)
         outcomes = await self._manager.score(samples)
         rewarded: dict[str, Trajectory] = {}
+        failed: dict[str, list[str]] = defaultdict(list)
         for (_, trajectory), outcome in zip(asked, outcomes, strict=True):
             if trajectory.reward is not None:
                 continue
             if isinstance(outcome, RewardError):
-                log.warning("%s is aborted: %s", trajectory.trajectory_uid, outcome)
+                failed[str(outcome)].append(trajectory.trajectory_uid)
                 self.unscored[type(outcome).__name__] += 1
             else:
                 rewarded[trajectory.trajectory_uid] = _rewarded(trajectory, outcome)
+        for reason, uids in failed.items():  # one line for a reward that fails on all of them
+            log.warning("%d aborted (the first is %s): %s", len(uids), uids[0], reason)
         return rewarded
 
     def _samples(self, asked: Sequence[tuple[Group, Trajectory]]) -> list[RewardSample]:

@@ -307,7 +307,7 @@ class Validator:
         reasons = (await self._pool.get_statistics(VAL))["trajectories"]["abort_reasons"]
         common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
         said = "; ".join(f"{count} × {reason}" for reason, count in common) or "none was aborted"
-        return f"aborted: {said}. Look into the agent and {self._folder / 'logs'}"
+        return f"aborted: {said}. Look into the agent, the reward and {self._folder / 'logs'}"
 
     def _write(self, groups: Sequence[Group], policy: Policy) -> None:
         if self._tokenizer is None:

@@ -163,6 +163,15 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
     assert gateway.told("complete") == []
 
 
+async def test_the_traceback_of_an_agents_mistake_is_logged_once(
+    gateway: RecordingGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    await run(gateway, "crashes", n=4, max_attempts=2)
+    assert caplog.text.count("Traceback (most recent call last)") == 1
+    assert f"{__file__}" in caplog.text
+    assert "in crashes" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("agent", "end"), [("exits", "SystemExit"), ("is_cancelled_within", "CancelledError")]
 )

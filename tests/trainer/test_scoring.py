@@ -130,6 +130,15 @@ async def test_a_score_that_is_missing_takes_its_trajectory_out_with_a_reason(
         }
 
 
+async def test_a_reward_that_fails_alike_on_many_is_logged_in_one_line(
+    make: Any, write: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scoring(write("return 1 / 0")) as scorer:
+        await scorer.score([make("1", "2"), make("3", "4", uid="p2")])
+    (line,) = [r.getMessage() for r in caplog.records if "ZeroDivisionError" in r.getMessage()]
+    assert line.startswith("4 aborted (the first is p1-t0): ")
+
+
 async def test_a_group_that_loses_too_many_is_not_trained(make: Any, write: Any) -> None:
     async with scoring(write("return 1 / int(solution_str)")) as scorer:
         assert await scorer.score([make("1", "0", n=2)], 2) == []
