@@ -989,7 +989,7 @@ def start_data_pool(
     config = config or PoolConfig()
     if config.shards > 1:
         raise InvalidRequestError(
-            f"data_pool.shards is {config.shards}, and start_data_pool starts one actor; use "
+            f"pool.shards is {config.shards}, and start_data_pool starts one actor; use "
             "start_shards, and connect(name)"
         )
     handle = create_actor(config, journal_folder(config), 0, name, namespace, **options)
@@ -1078,12 +1078,12 @@ def _check_shards(folder: Path, n_shards: int) -> None:
     except OSError as e:
         raise JournalError(
             f"{folder}: the number of shards cannot be read or written there ({e}); set "
-            "data_pool.journal_dir to a folder that can be written"
+            "pool.journal_dir to a folder that can be written"
         ) from e
     if before != str(n_shards):
         raise JournalError(
-            f"data_pool.shards is {n_shards}, but {folder} was written by {before} "
-            f"shard(s); start with data_pool.shards={before}, or export, and import into a pool "
+            f"pool.shards is {n_shards}, but {folder} was written by {before} "
+            f"shard(s); start with pool.shards={before}, or export, and import into a pool "
             "with another journal_dir"
         )
 

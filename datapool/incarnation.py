@@ -69,7 +69,7 @@ class Incarnation(NamedTuple):
         raise PoolReplacedError(
             f"this is DataPool {self}, but DataPool {met} was here before: the pool was started "
             f"from {what}, and what it acknowledged since is not in there. Put the journal of "
-            f"{met.pool} back into data_pool.journal_dir and start the run again"
+            f"{met.pool} back into pool.journal_dir and start the run again"
         )
 
 

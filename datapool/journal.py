@@ -855,7 +855,7 @@ class Journal:
             if mode != "wal":
                 raise JournalError(
                     f"{self.path}: SQLite uses journal mode {mode!r} here instead of 'wal'; "
-                    "set data_pool.journal_dir to a folder on a local disk"
+                    "set pool.journal_dir to a folder on a local disk"
                 )
         except BaseException:  # whatever it was: the file must not stay open
             db.close()
@@ -940,7 +940,7 @@ class Journal:
                 )
             logger.warning(
                 "%s: %s The machine was restarted since, and durability 'process' does not "
-                "survive that; set data_pool.durability to 'power' for one that does",
+                "survive that; set pool.durability to 'power' for one that does",
                 self.path,
                 lost,
             )
@@ -1136,7 +1136,7 @@ def _make_folder(folder: Path) -> list[Path]:
     except OSError as e:
         raise JournalError(
             f"the journal's folder {folder} cannot be created ({e}); "
-            "set data_pool.journal_dir to one that can be written"
+            "set pool.journal_dir to one that can be written"
         ) from e
     return [path.parent for path in missing]
 
@@ -1168,11 +1168,11 @@ def lock_folder(folder: Path, timeout_s: float) -> int:
                 continue
             raise JournalLockedError(
                 f"{folder} is in use by process {_pid_of_holder(folder)} (waited {timeout_s} s); "
-                "stop that process, or set data_pool.journal_dir to another folder"
+                "stop that process, or set pool.journal_dir to another folder"
             ) from None
         except OSError as e:
             raise JournalError(
-                f"{folder} cannot be locked ({e}); set data_pool.journal_dir to a local disk"
+                f"{folder} cannot be locked ({e}); set pool.journal_dir to a local disk"
             ) from e
 
 
@@ -1205,5 +1205,5 @@ def _fsync(path: Path) -> None:
     except OSError as e:
         raise JournalError(
             f"{path} cannot be synced ({e}), so what is in it might not survive a power "
-            "failure; set data_pool.journal_dir to a local disk, or durability to 'process'"
+            "failure; set pool.journal_dir to a local disk, or durability to 'process'"
         ) from e

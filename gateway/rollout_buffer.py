@@ -296,8 +296,8 @@ class RolloutBuffer:
             if reason == UNSCORED:
                 log.warning(
                     "group %r has unscored trajectories and was dropped, as a leased group cannot "
-                    "be scored any more; put `scored` among data_pool's selection.filters and the "
-                    "pool holds such groups until they are",
+                    "be scored any more; put `scored` among the channel's selection.filters in "
+                    "`pool` and the pool holds such groups until they are",
                     group.prompt_uid,
                 )
 

@@ -1,4 +1,4 @@
-"""The `data_pool` section of a run's configuration."""
+"""The `pool` section of a run's configuration."""
 
 from __future__ import annotations
 

@@ -576,7 +576,7 @@ def test_a_creation_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(JournalError, match=r"data_pool\.journal_dir"):
+    with pytest.raises(JournalError, match=r"pool\.journal_dir"):
         Journal(tmp_path / "file" / "journal", "process")
 
 

@@ -1,11 +1,16 @@
 """`stepwell config --keys` tells every key's type, bound, default and meaning from its section."""
 
+import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from stepwell.config_keys import keys, show_keys
+import stepwell
+from stepwell.config_keys import all_keys, keys, show_keys
 from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 
@@ -65,3 +70,51 @@ def test_the_command_prints_keys_without_a_configuration() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("trainer.total_steps: int ≥ 1, required\n    Optimizer steps")
+
+
+NO_KEYS = frozenset({"oc.env", "sampling_params.n", "tool_choice.mode"})
+FIRST = {name.partition(".")[0] for name in all_keys()}
+LAST = {name.rpartition(".")[2] for name in all_keys()}
+FILE = re.compile(r"\.(py|log|json|lock|sqlite3|safetensors|acked)$")
+
+
+def _texts(source: str) -> Iterator[str]:
+    """The strings of a module, docstrings left out."""
+    tree = ast.parse(source)
+    docs = {id(e.value) for e in ast.walk(tree) if isinstance(e, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+def _keys_in(text: str) -> set[str]:
+    """Words of `text` that look like keys: they begin with a section, or end as a key does."""
+    words = re.findall(r"(?<![\w./-])[a-z_]+(?:\.[a-z_]+)+(?![\w(/])", text)
+    return {
+        word
+        for word in words
+        if (word.partition(".")[0] in FIRST or word.rpartition(".")[2] in LAST)
+        and not (FILE.search(word) or word.startswith("stepwell."))
+    }
+
+
+@pytest.mark.parametrize("room", ["datapool", "gateway", "backends", "trainer", "stepwell"])
+def test_every_key_that_a_message_names_exists(room: str) -> None:
+    known = {part for name in all_keys() for part in _parts_of(name)}
+    missing = {
+        f"{path.name}: {key}"
+        for path in sorted(Path(stepwell.__file__).parents[1].joinpath(room).rglob("*.py"))
+        if room != "stepwell" or path.parent.name == "stepwell"
+        for text in _texts(path.read_text())
+        for key in _keys_in(text)
+        if key not in known and key not in NO_KEYS
+    }
+    assert not missing
+
+
+def _parts_of(name: str) -> Iterator[str]:
+    """A key, the sections that it is in, and what it is called inside of one."""
+    parts = name.split(".")
+    for i in range(len(parts)):
+        for k in range(i + 1, len(parts) + 1):
+            yield ".".join(parts[i:k])

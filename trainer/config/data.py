@@ -155,6 +155,6 @@ class DataConfig(Section):
             raise ValueError(
                 f"train draws seeds [{a.seeds.start}, {a.seeds.stop}) and val "
                 f"[{b.seeds.start}, {b.seeds.stop}) of {a.dataset}: they share problems; "
-                f"set val.seed to {a.seeds.stop} or more"
+                f"set data.val.seed to {a.seeds.stop} or more"
             )
         return self

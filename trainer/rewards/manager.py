@@ -73,7 +73,7 @@ def build_manager(config: RewardConfig) -> RewardManager:
         manager: RewardManager = resolve(config.manager)(config)
     except Exception as e:  # any error of foreign code at import
         raise RewardLoadError(
-            f"reward.manager is {config.manager!r}, which cannot be made "
+            f"rollout.reward.manager is {config.manager!r}, which cannot be made "
             f"({type(e).__name__}: {e}); name a class as package.module:Class"
         ) from e
     return manager
