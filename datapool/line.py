@@ -251,7 +251,8 @@ class Line:
             if here.met == self._pool.met:
                 return here
             here.transport.close()  # to a former process, which somebody else has followed
-        busy = self._connecting is not None and not self._connecting.done()
+        task = self._connecting
+        busy = task is not None and task.get_loop() is loop and not task.done()
         if not busy and loop.time() >= self._again_at:
             self._again_at = loop.time() + RECONNECT_S
             self._connecting = loop.create_task(self._connect(loop))

@@ -174,17 +174,22 @@ class Outbox:
         self._away: dict[_Batch, set[str]] = {}
         """Calls under way, and what they are about."""
         self._posted: set[asyncio.Task[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def send(
         self, name: str, *arguments: Any, subjects: Iterable[str], n_steps: int = 1
     ) -> Any:
-        """The result of operation `name`; its refusal is raised."""
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """The result of operation `name`; its refusal is raised. Cancelled before it left, it is
+        not sent."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._follow(loop)
+        answer: asyncio.Future[Any] = loop.create_future()
         self._waiting.append(_Letter((name, arguments), frozenset(subjects), n_steps, answer))
         self._n_waiting_steps += n_steps
         if len(self._waiting) == 1:
             # Behind those who are about to send something, too.
-            asyncio.get_running_loop().call_soon(self._dispatch)
+            loop.call_soon(self._dispatch)
         elif self._n_waiting_steps >= STEPS_FOR_A_SECOND_CALL:
             self._dispatch()
         return await answer
@@ -204,6 +209,15 @@ class Outbox:
         """Return once everything posted has its answer."""
         while self._posted:
             await asyncio.wait(self._posted)
+
+    def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What a closed event loop left behind gets no answer, and must hold up nobody."""
+        if self._loop is not None and self._loop.is_closed():
+            self._waiting.clear()
+            self._n_waiting_steps = 0
+            self._away.clear()
+            self._posted.clear()
+        self._loop = loop
 
     def _dispatch(self) -> None:
         """Start the calls that can start now."""
@@ -227,7 +241,9 @@ class Outbox:
         n_steps = 0
         while self._waiting and n_steps < STEPS_PER_CALL:
             letter = self._waiting.popleft()
-            if barred.isdisjoint(letter.subjects):
+            if letter.answer.cancelled():
+                self._n_waiting_steps -= letter.n_steps
+            elif barred.isdisjoint(letter.subjects):
                 letters.append(letter)
                 subjects |= letter.subjects
                 n_steps += letter.n_steps
@@ -242,8 +258,8 @@ class Outbox:
         try:
             await self._hand_out(batch)
         finally:
-            del self._away[batch]
-            self._dispatch()
+            self._away.pop(batch, None)
+        self._dispatch()  # unless cancelled: an event loop that ends runs no further call
 
     async def _hand_out(self, batch: _Batch) -> None:
         """Each letter's result to whoever waits for it. An error that is all theirs, too."""

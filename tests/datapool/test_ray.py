@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sqlite3
 import threading
 import uuid
@@ -487,3 +488,27 @@ def test_each_event_loop_has_a_line_of_its_own(own_actor, make_step):
     assert asyncio.run(submit()) == 1
     assert asyncio.run(submit()) == 1
     assert ray.is_initialized()
+
+
+def test_a_client_whose_event_loop_ended_amid_its_calls_works_in_the_next_one(
+    client, make_step, channel, caplog
+):
+    """A notebook that is interrupted, `asyncio.run` called twice."""
+
+    async def leave_amid_calls(turns):
+        # Of one trajectory: the next waits until the one before has come back.
+        steps = [make_step("t", index=k) for k in range(20)]
+        calls = [asyncio.create_task(client.submit_step(s, channel=channel)) for s in steps]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert not all(call.done() for call in calls)
+
+    for turns in range(5):
+        asyncio.run(leave_amid_calls(turns))
+    gc.collect()
+    assert "was destroyed" not in caplog.text
+
+    async def go_on():
+        return await asyncio.wait_for(client.submit_step(make_step("t"), channel=channel), 20)
+
+    assert asyncio.run(go_on()) in ("accepted", "duplicate")
