@@ -23,6 +23,17 @@ PublishMode = Literal["abort", "retract", "in_place", "drain"]
 WeightTransport = Literal["disk", "disk_delta", "tensor", "distributed", "lora"]
 
 
+def _plain_url(option: str, url: str, remedy: str) -> str:
+    if "@" in url.partition("?")[0]:
+        raise ValueError(
+            f"{option} holds a URL with a user name or password, which logs and statistics would "
+            "show; leave it out and let engines listen where only the gateway can reach them"
+        )
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"{option} is {url!r}; {remedy}")
+    return url.rstrip("/")
+
+
 class EngineConfig(Section):
     """One inference engine: launched and supervised (`embedded`, `sglang`), or already running
     elsewhere (`attach`)."""
@@ -89,12 +100,17 @@ class EngineConfig(Section):
     fit on the same GPUs; nothing is generated meanwhile. A launched SGLang server keeps its weights
     in the host's memory then (`--enable-memory-saver --enable-weights-cpu-backup`)."""
 
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_plain(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_plain_url("urls", url, "write http://host:port") for url in urls)
+
     @field_validator("router")
     @classmethod
     def _router_is_known(cls, router: str) -> str:
-        if router in ("none", "launch") or router.startswith(("http://", "https://")):
-            return router.rstrip("/")
-        raise ValueError(f"router is {router!r}; use none, launch or the url http://host:port")
+        if router in ("none", "launch"):
+            return router
+        return _plain_url("router", router, "use none, launch or the url http://host:port")
 
     @model_validator(mode="after")
     def _source_fits_kind(self) -> EngineConfig:

@@ -54,24 +54,6 @@ def test_a_wrong_option_is_refused_with_its_remedy(options: Any, named: str) -> 
         GatewayConfig(**options)
 
 
-@pytest.mark.parametrize(
-    ("url", "named"),
-    [
-        ("localhost:1", "write http://host:port"),
-        ("http://me:hushed@10.0.0.1:1", "user name or password"),
-        ("me:hushed@10.0.0.1:1", "user name or password"),
-    ],
-)
-@pytest.mark.parametrize("via_router", [False, True])
-def test_an_engines_url_that_cannot_be_used_is_refused_by_its_option(
-    url: str, named: str, via_router: bool
-) -> None:
-    with pytest.raises(GatewayConfigError, match=named) as refused:
-        Wiring((url,), via_router=via_router)
-    assert ("engine.router" if via_router else "engine.urls") in str(refused.value)
-    assert "hushed" not in str(refused.value)
-
-
 def test_urls_given_twice_are_one_engine() -> None:
     assert Wiring(("http://a", "http://a/", "http://b")).engine_urls == ("http://a", "http://b")
 

@@ -138,3 +138,26 @@ def test_a_missing_file_a_folder_and_bytes_are_told_in_one_line(tmp_path: Path) 
     assert f"--config is {missing!r}: no such file" in fails(config=missing)
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\x00")
     assert len(fails(config=str(tmp_path / "b.yaml")).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("localhost:1", "http://host:port"),
+        ("http://me:hushed@10.0.0.1:1", "user name or password"),
+        ("me:hushed@10.0.0.1:1", "user name or password"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("key", "override"),
+    [("urls", "engine.urls=['{}']"), ("router", "engine.router='{}'")],
+)
+def test_an_engines_url_that_cannot_be_used_is_refused_without_its_password(
+    url: str, named: str, key: str, override: str
+) -> None:
+    kind = ["engine.kind=attach"] if key == "urls" else []
+    said = fails(*kind, override.format(url))
+    assert f"engine.{key}" in said
+    assert named in said
+    assert "hushed" not in said
+    assert len(said.splitlines()) == 1
