@@ -174,7 +174,7 @@ class GatewayConfig(Section):
     `--rollout-batch-size`, whose consumer throws away what it gets beyond a batch; null: all that
     are ready."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
-    """Of the gateway's process and its HTTP server."""
+    """What the HTTP server (uvicorn) logs, from this level on."""
 
     @field_validator("host")
     @classmethod

@@ -77,7 +77,7 @@ class EngineChecks:
     async def close(self) -> None:
         """Idempotent."""
         self._running = False
-        tasks = [*self._watchers.values()]
+        tasks = tuple(self._watchers.values())
         self._watchers.clear()
         self._wake.clear()
         for task in tasks:
