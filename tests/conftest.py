@@ -21,6 +21,14 @@ settings.register_profile("long", settings.get_profile("short"), max_examples=50
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that share one Ray come first. A process that had a Ray of its own on 127.0.0.1 cannot
+    join another at the machine's address any more: its driver's port stays on 127.0.0.1, and Ray
+    takes it for dead."""
+    shared = {item.path for item in items if "_ray_address" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in shared)
+
+
 def pytest_collection_finish() -> None:
     """The garbage collector has a million objects less to walk through in each test: those that
     importing torch, transformers and all tests made."""
