@@ -10,6 +10,7 @@ import gc
 import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -21,12 +22,18 @@ settings.register_profile("long", settings.get_profile("short"), max_examples=50
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that share one Ray come first. A process that had a Ray of its own on 127.0.0.1 cannot
-    join another at the machine's address any more: its driver's port stays on 127.0.0.1, and Ray
-    takes it for dead."""
-    shared = {item.path for item in items if "_ray_address" in getattr(item, "fixturenames", ())}
+LAST_ON_SHARED_RAY = pytest.StashKey[Path]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that share one Ray come first, and it ends with the last of them. A process that had a
+    Ray of its own on 127.0.0.1 cannot join another at the machine's address any more: its driver's
+    port stays on 127.0.0.1, and Ray takes it for dead. And a run looks at every Ray that its
+    process has started."""
+    shared = [item.path for item in items if "_shared_ray" in getattr(item, "fixturenames", ())]
     items.sort(key=lambda item: item.path not in shared)
+    if shared:
+        config.stash[LAST_ON_SHARED_RAY] = shared[-1]
 
 
 def pytest_collection_finish() -> None:
@@ -37,18 +44,21 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session")
-def _ray_address() -> Iterator[str]:
+def _shared_ray() -> Iterator[Cluster]:
     without = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
     ray_of_the_tests = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **without})
-    yield ray_of_the_tests.address
+    yield ray_of_the_tests
     ray_of_the_tests.shutdown()
 
 
 @pytest.fixture(scope="module")
-def cluster(_ray_address: str) -> Iterator[str]:
+def cluster(_shared_ray: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
     """The namespace of a test file on the Ray that all files share; its actors end with it. Who
     stops nodes, or needs resources of another kind, starts a Ray of their own."""
     namespace = uuid.uuid4().hex
-    ray.init(_ray_address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    address = _shared_ray.address
+    ray.init(address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     yield namespace
     ray.shutdown()
+    if request.path == request.config.stash[LAST_ON_SHARED_RAY]:
+        _shared_ray.shutdown()

@@ -120,7 +120,7 @@ def test_a_training_run_with_it_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ["trainer.backend=jsonl", f"run.dir={tmp_path / 'run'}", "logging.console=quiet"]
-    assert main(["train", "--config", "quickstart", *overrides]) == 1
+    assert main(["train", "--config", "quickstart", *overrides]) == 2
     assert "'jsonl', which does not implement compute_log_probs" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """The reward stage: what gets a reward, what is left out, and what is said of it."""
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -135,7 +136,7 @@ async def test_a_reward_that_fails_alike_on_many_is_logged_in_one_line(
 ) -> None:
     async with scoring(write("return 1 / 0")) as scorer:
         await scorer.score([make("1", "2"), make("3", "4", uid="p2")])
-    (line,) = [r.getMessage() for r in caplog.records if "ZeroDivisionError" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert line.startswith("4 aborted (the first is p1-t0): ")
 
 
