@@ -224,7 +224,7 @@ class DataPoolActor:
         self._line = LineServer({"apply": self.apply, "lease_batch": self.lease_batch})
         if ray.is_initialized():
             settle_heap()
-            return_large_blocks()
+            return_large_blocks(1 << 18)
 
     def _recover(self, folder: Path, restarted: bool) -> Journal:
         """Open the journal and make the pool what it says."""

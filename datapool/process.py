@@ -57,13 +57,14 @@ def settle_heap() -> None:
     gc.set_threshold(*BETWEEN_COLLECTIONS)
 
 
-def return_large_blocks() -> None:
-    """Give memory blocks of 256 kB and more back to the system as soon as they are free, as glibc
-    does until the first of them is freed. For a process that passes messages on: what it received
-    them in is freed in another order, and the holes would stay. Elsewhere than on glibc: nothing.
+def return_large_blocks(n_bytes: int) -> None:
+    """Give memory blocks of `n_bytes` and more back to the system as soon as they are free, as
+    glibc does with 128 kB until the first of them is freed. For a process that passes messages on:
+    what it received them in is freed in another order, and the holes would stay. Elsewhere than on
+    glibc: nothing.
     """
     try:
-        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 1 << 18)
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, n_bytes)
     except (OSError, AttributeError):
         return
 
