@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from stepwell.trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,15 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    checks: dict[str, Check]
+    """Filled by the sections of a bench, one after the other."""
+
+    checks: dict[str, Check] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+
+    def without_bounds(self) -> BenchResult:
+        """Every check as a mere figure: what a quick run measures says nothing about a bound."""
+        values = {name: check.value for name, check in self.checks.items()}
+        return BenchResult(figures={**self.figures, **values})
 
     def as_json(self, name: str) -> dict[str, Any]:
         return {
@@ -33,3 +43,15 @@ class BenchResult:
             },
             "figures": self.figures,
         }
+
+
+def chosen_sections(only: Sequence[str], sections: Collection[str]) -> set[str]:
+    """Those named in `only`, or all.
+
+    Raises:
+        ConfigError: `only` names another.
+    """
+    for name in only:
+        if name not in sections:
+            raise ConfigError(f"only is {name!r}; choose from {', '.join(sections)}")
+    return set(only or sections)

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checks import BenchResult, Check
+from benchmarks.checks import BenchResult, Check, chosen_sections
 from benchmarks.gateway.measure import (
     CONNECTIONS,
     Bench,
@@ -106,12 +106,6 @@ QUICK = _Size(
 )
 
 
-@dataclass(slots=True)
-class _Report:
-    figures: dict[str, Any] = field(default_factory=dict)
-    checks: dict[str, Check] = field(default_factory=dict)
-
-
 async def run(
     *, quick: bool = False, only: Sequence[str] = (), minutes: float = SOAK_MINUTES
 ) -> BenchResult:
@@ -124,16 +118,13 @@ async def run(
         ConfigError: `only` names no section, or `minutes` is none.
         RuntimeError: a system failed to answer, or stored other content than the engine's.
     """
-    for name in only:
-        if name not in SECTIONS:
-            raise ConfigError(f"only is {name!r}; choose from {', '.join(SECTIONS)}")
     if not 0 < minutes <= MOST_MINUTES:
         raise ConfigError(f"minutes is {minutes:g}; give a number in (0, {MOST_MINUTES:g}]")
-    wanted = set(only or SECTIONS)
+    wanted = chosen_sections(only, SECTIONS)
     if not only:
         wanted -= set(ON_DEMAND)
     size = QUICK if quick else FULL
-    report = _Report()
+    report = BenchResult()
     async with _running() as (bench, ours):
         if "throughput" in wanted:
             await _throughput(bench, ours, size, report)
@@ -152,10 +143,7 @@ async def run(
     for other in (Rllm, SglangRouter):
         if not is_installed(other):
             report.figures[f"{other.package}, not installed"] = INSTALL
-    if quick:
-        report.figures |= {name: check.value for name, check in report.checks.items()}
-        report.checks.clear()
-    return BenchResult(report.checks, report.figures)
+    return report.without_bounds() if quick else report
 
 
 @asynccontextmanager
@@ -182,7 +170,7 @@ async def _running() -> AsyncIterator[tuple[Bench, Stepwell]]:
             yield Bench(workload, engine, client, systems), ours
 
 
-async def _throughput(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+async def _throughput(bench: Bench, ours: Stepwell, size: _Size, report: BenchResult) -> None:
     samples = await throughput(bench, size.connections, rounds=size.rounds, groups=size.groups)
     report.figures["systems"] = table(samples, Direct.name)
     few, most = min(size.connections), max(size.connections)
@@ -207,7 +195,7 @@ def _by_rllm(samples: Samples, system: System | type[System], connections: int) 
     )
 
 
-async def _delayed(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+async def _delayed(bench: Bench, ours: Stepwell, size: _Size, report: BenchResult) -> None:
     most = max(size.connections)
     samples, left_open, stalls = await delayed(
         bench, ours, most, rounds=size.delayed_rounds, groups=size.delayed_groups
@@ -246,7 +234,7 @@ async def _delayed(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -
             report.checks[name] = Check(added, 40.0)
 
 
-async def _long(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+async def _long(bench: Bench, ours: Stepwell, size: _Size, report: BenchResult) -> None:
     await long_conversations(bench, ours, 1)
     cpu_s = await long_conversations(bench, ours, size.conversations)
     by_turn = [1e3 * statistics.median(turn) for turn in zip(*cpu_s, strict=True)]
@@ -258,7 +246,7 @@ async def _long(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> N
     ]
 
 
-async def _stream(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+async def _stream(bench: Bench, ours: Stepwell, size: _Size, report: BenchResult) -> None:
     measured = await streams(bench, rounds=size.stream_rounds, turns=TURNS)
     direct = statistics.median(measured[Direct.name].first_ms)
     rows = []
@@ -280,7 +268,7 @@ async def _stream(bench: Bench, ours: Stepwell, size: _Size, report: _Report) ->
     report.checks["chunks_seen_before_the_next"] = Check(mine.prompt_share, 0.99, upper=False)
 
 
-async def _many(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+async def _many(bench: Bench, ours: Stepwell, size: _Size, report: BenchResult) -> None:
     waves = [await wave(bench, ours, size.agents) for _ in range(WAVES)]
     report.figures[f"waves_of_{size.agents}_agents"] = [
         {
@@ -307,7 +295,7 @@ async def _many(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> N
     report.checks["rss_of_later_waves"] = Check(grown, 1.03)
 
 
-async def _memory(bench: Bench, ours: Stepwell, size: _Size, report: _Report) -> None:
+async def _memory(bench: Bench, ours: Stepwell, size: _Size, report: BenchResult) -> None:
     live = await live_trajectories(bench, ours, size.live_prompts, size.live_turns)
     report.figures["live_trajectory"] = {
         "tokens": live.n_tokens,
@@ -320,7 +308,9 @@ async def _memory(bench: Bench, ours: Stepwell, size: _Size, report: _Report) ->
     report.checks["resident_by_bound"] = Check(live.resident_bytes / live.bound_bytes, 1.0)
 
 
-async def _soak(bench: Bench, ours: Stepwell, size: _Size, minutes: float, report: _Report) -> None:
+async def _soak(
+    bench: Bench, ours: Stepwell, size: _Size, minutes: float, report: BenchResult
+) -> None:
     measured = await soak(bench, ours, size.agents, minutes)
     report.figures[f"soak_of_{size.agents}_agents"] = {
         "minutes": minutes,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.checks import BenchResult, Check
+from benchmarks.checks import BenchResult, Check, chosen_sections
 from benchmarks.pool.cluster import bench_cluster
 from benchmarks.pool.latency import latency_by_size
 from benchmarks.pool.measure import (
@@ -54,12 +54,6 @@ FULL = _Size(rounds=3, stored=20_096, sizes=(1_000, 100_000, 1_000_000), turns=1
 QUICK = _Size(rounds=1, stored=512, sizes=(256, 1_024), turns=3, conversions=2)
 
 
-@dataclass(slots=True)
-class _Report:
-    figures: dict[str, Any] = field(default_factory=dict)
-    checks: dict[str, Check] = field(default_factory=dict)
-
-
 async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
     """All sections, or those named in `only`.
 
@@ -67,13 +61,10 @@ async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
         ConfigError: `only` names no section.
         RuntimeError: a system gave back other content than it was given.
     """
-    for name in only:
-        if name not in SECTIONS:
-            raise ConfigError(f"only is {name!r}; choose from {', '.join(SECTIONS)}")
-    wanted = set(only or SECTIONS)
+    wanted = chosen_sections(only, SECTIONS)
     size = QUICK if quick else FULL
     systems = Systems()
-    report = _Report()
+    report = BenchResult()
     with bench_cluster():
         if {"memory", "throughput"} & wanted:
             async with running(systems.all):
@@ -86,10 +77,8 @@ async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
             await _latency(size, report)
         if "conversion" in wanted:
             await _conversion(size, report)
-    if quick:
-        report.figures |= {name: check.value for name, check in report.checks.items()}
-        report.checks.clear()
-    return BenchResult(report.checks, {**report.figures, "systems": systems.table()})
+    report.figures["systems"] = systems.table()
+    return report.without_bounds() if quick else report
 
 
 class Systems:
@@ -117,7 +106,7 @@ class Systems:
         return rows
 
 
-async def _throughput(systems: Systems, size: _Size, quick: bool, report: _Report) -> None:
+async def _throughput(systems: Systems, size: _Size, quick: bool, report: BenchResult) -> None:
     rates = await throughput(systems.all, rounds=size.rounds, quick=quick)
     for system in systems.all:
         systems.note(system, **{mode.name: median(rates, system, mode) for mode in MODES})
@@ -140,7 +129,7 @@ async def _throughput(systems: Systems, size: _Size, quick: bool, report: _Repor
         at_least("process_by_transfer_queue", 8.0, process, (systems.other, ONE_AT_A_TIME))
 
 
-async def _memory(systems: Systems, size: _Size, report: _Report) -> None:
+async def _memory(systems: Systems, size: _Size, report: BenchResult) -> None:
     for system in systems.all:
         grown = await memory(system, size.stored)
         systems.note(system, rss_bytes_per_step=grown.rss, private_bytes_per_step=grown.private)
@@ -151,7 +140,7 @@ async def _memory(systems: Systems, size: _Size, report: _Report) -> None:
             report.checks[name] = Check(grown.private, 3_000)
 
 
-async def _latency(size: _Size, report: _Report) -> None:
+async def _latency(size: _Size, report: BenchResult) -> None:
     pools = await latency_by_size(size.sizes, size.turns)
     smallest = pools[0]
     for pool in pools:
@@ -174,7 +163,7 @@ async def _latency(size: _Size, report: _Report) -> None:
     ]
 
 
-async def _conversion(size: _Size, report: _Report) -> None:
+async def _conversion(size: _Size, report: BenchResult) -> None:
     from benchmarks.pool.conversion import conversion
 
     measured = await conversion(size.conversions)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checks import BenchResult, Check
+from benchmarks.checks import BenchResult, Check, chosen_sections
 from benchmarks.trainer.memory import Peak, peak_memory
 from benchmarks.trainer.workload import (
     FULL,
@@ -47,12 +47,6 @@ QUICK = Shape(prompts=1, rollouts=2, turns=2, prompt=32, turn=8, response=8)
 EQUALITY = Shape(prompts=2, rollouts=3, turns=3, prompt=48, turn=13, response=9)
 
 
-@dataclass(slots=True)
-class _Report:
-    figures: dict[str, Any] = field(default_factory=dict)
-    checks: dict[str, Check] = field(default_factory=dict)
-
-
 async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
     """All sections, or those named in `only`.
 
@@ -60,12 +54,9 @@ async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
         ConfigError: `only` names no section.
         RuntimeError: a process that measures memory failed.
     """
-    for name in only:
-        if name not in SECTIONS:
-            raise ConfigError(f"only is {name!r}; choose from {', '.join(SECTIONS)}")
-    wanted = set(only or SECTIONS)
+    wanted = chosen_sections(only, SECTIONS)
     shape = QUICK if quick else FULL
-    report = _Report()
+    report = BenchResult()
     with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder, _one_thread():
         if "equality" in wanted:
             _equality(Path(folder) / "equality", report)
@@ -75,10 +66,7 @@ async def run(*, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
                 _speed(model, Path(folder) / model, shape, report)
         if "29M" in wanted:
             _memory(Path(folder) / "29M", shape, report)
-    if quick:
-        report.figures |= {name: check.value for name, check in report.checks.items()}
-        report.checks.clear()
-    return BenchResult(report.checks, report.figures)
+    return report.without_bounds() if quick else report
 
 
 @contextmanager
@@ -93,7 +81,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _equality(folder: Path, report: _Report) -> None:
+def _equality(folder: Path, report: BenchResult) -> None:
     """The gradient is read from AdamW, whose first moment after one step with β1 = 0 it is."""
     from benchmarks.trainer.forms import Rows
 
@@ -118,7 +106,7 @@ def _equality(folder: Path, report: _Report) -> None:
     report.checks["gradient_difference_max"] = Check(worst, GRADIENT_ERROR)
 
 
-def _speed(model: ModelName, folder: Path, shape: Shape, report: _Report) -> None:
+def _speed(model: ModelName, folder: Path, shape: Shape, report: BenchResult) -> None:
     from benchmarks.trainer.forms import Plain, make_form
     from benchmarks.trainer.trl_forms import INSTALL, is_installed
 
@@ -165,7 +153,7 @@ def _speed(model: ModelName, folder: Path, shape: Shape, report: _Report) -> Non
             )
 
 
-def _memory(folder: Path, shape: Shape, report: _Report) -> None:
+def _memory(folder: Path, shape: Shape, report: BenchResult) -> None:
     vocab = make_model("29M", folder)
     peaks: dict[str, Peak] = {
         name: peak_memory(name, folder, shape, vocab) for name in ("plain", *OURS)
