@@ -69,7 +69,7 @@ class SlimeBackend(TrainingBackend):
             raise BackendConfigError(
                 "backend is 'slime', which runs its own loop, so `stepwell train` cannot drive it: "
                 "start slime with --rollout-function-path "
-                "stepwell.trainer.slime_rollout.generate_rollout beside `stepwell gateway` "
+                "stepwell.trainer.slime_rollout.generate_rollout beside `stepwell serve` "
                 "(docs/design/backends.md), or set trainer.backend=torch"
             )
         return cls(**kwargs)

@@ -3,7 +3,7 @@ line.
 
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
                      --dry-run [--gpus 8[,8…]]           print what would run on which GPU
-    stepwell gateway --config quickstart [key=value …]   pool + engine + gateway, no training;
+    stepwell serve   --config quickstart [key=value …]   pool, engines and gateway for agents;
                      --replicas N                        N gateways, each at its own address
     stepwell config  --config quickstart [key=value …]   print the resolved configuration
                      --keys PATTERN                      list keys with type, default and meaning
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, run, text in (
         ("train", _train, "train an agent by async GRPO through the gateway"),
-        ("gateway", _gateway, "serve the gateway over a pool and an engine, without training"),
+        ("serve", _serve, "keep pool, engines and gateway running, for agents to call"),
         ("config", _config, "print the resolved configuration"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="N[,N…]",
                 help="with --dry-run: plan for nodes with so many GPUs each, whatever is here",
             )
-        if name == "gateway":
+        if name == "serve":
             command.add_argument(
                 "--replicas", type=int, metavar="N", help="as gateway.replicas=N (default 1)"
             )
@@ -154,7 +154,7 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _gateway(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace) -> int:
     from stepwell.presets import load_config
 
     chosen = [] if args.replicas is None else [f"gateway.replicas={args.replicas}"]

@@ -127,7 +127,7 @@ def read_run(run_dir: Path) -> RunFile:
     Raises:
         RunUnavailableError: there is none, or it is damaged.
     """
-    start = "start it (`stepwell train` or `stepwell gateway`)"
+    start = "start it (`stepwell train` or `stepwell serve`)"
     if not (run_dir / RUN_FILE).is_file():
         raise RunUnavailableError(
             f"{run_dir} is no run's folder: it has no {RUN_FILE}; name the folder that run.dir "

@@ -13,7 +13,7 @@
     (killed; started again)
     load(7) ──────────────────────────────────────────────────────► resume(7) ── all else ► ready
 
-Agents run elsewhere, against the gateway (`stepwell gateway`, on slime's Ray cluster, with slime's
+Agents run elsewhere, against the gateway (`stepwell serve`, on slime's Ray cluster, with slime's
 SGLang router as its engine). slime waits for `--rollout-batch-size` groups and gets all rollouts of
 them, `--n-samples-per-prompt` each. Without `--save-interval` slime never saves, and a rollout's
 groups are acked when the next one is asked for.

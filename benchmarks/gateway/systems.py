@@ -220,7 +220,7 @@ class Stepwell(System):
 
 
 class StepwellReplicas(Stepwell):
-    """As many processes as `stepwell gateway --replicas 2` starts: one for each core here."""
+    """As many processes as `stepwell serve --replicas 2` starts: one for each core here."""
 
     name = "Stepwell, 2 replicas"
 

@@ -56,10 +56,10 @@ asyncio.run(look())
 
 @contextmanager
 def gateway(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """`stepwell gateway` as a user runs it."""
+    """`stepwell serve` as a user runs it."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "stepwell", "gateway", "--config", "quickstart"),
+            *(sys.executable, "-m", "stepwell", "serve", "--config", "quickstart"),
             *(*SMALL, f"run.dir={folder}", f"run.name={folder.name}", "gateway.port=0"),
         ],
         cwd=ROOT,
