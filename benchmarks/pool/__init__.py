@@ -13,7 +13,7 @@ and no bounds: its figures are those of a start-up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.checks import BenchResult, Check, chosen_sections
@@ -33,7 +33,6 @@ from benchmarks.pool.measure import (
 )
 from benchmarks.pool.systems import BareActor, Stepwell, System
 from benchmarks.pool.transfer_queue import INSTALL, TransferQueue, is_installed
-from stepwell.trainer.errors import ConfigError
 
 SECTIONS = ("memory", "throughput", "latency", "conversion")
 

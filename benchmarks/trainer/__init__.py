@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from benchmarks.trainer.workload import (
     logical_tokens,
     make_model,
 )
-from stepwell.trainer.errors import ConfigError
 
 SECTIONS = ("equality", "tiny", "29M")
 OURS = ("step", "merged", "tree")
