@@ -61,7 +61,7 @@ from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
-from stepwell.datapool.types import GREEDY, TRAIN
+from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import DataExhaustedError, PromptSource, Task, slug
 from stepwell.trainer.errors import RolloutError
@@ -126,6 +126,23 @@ def load_agent(path: str) -> Agent:
             "write it as async def agent(task, base_url, api_key) -> float | None"
         )
     return cast(Agent, agent)
+
+
+def read_reward(agent: str, returned: object) -> float | None:
+    """What the agent at the path `agent` returned, as a reward.
+
+    Raises:
+        RolloutError: it is none. Nothing is converted: "347" would be a reward of 347.
+    """
+    if returned is None:
+        return None
+    if not is_reward(returned):
+        named = returned if isinstance(returned, int | float) else f"a {type(returned).__name__}"
+        raise RolloutError(
+            f"{agent} returned {named}; return a number within ±{MAX_REWARD:g}, or None to leave "
+            "the rollout unscored"
+        )
+    return float(returned)
 
 
 class _UnavailableError(Exception):
@@ -265,7 +282,8 @@ class RolloutWorker:
         base_url: str = started["base_url"]
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                reward = await self._agent(task, base_url, started.get("api_key", "none"))
+                returned = await self._agent(task, base_url, started.get("api_key", "none"))
+            reward = read_reward(self._config.agent, returned)
             await self._ask([f"{base_url}/v1/complete_trajectory"], {"reward": reward})
         except TimeoutError:
             reason = "timeout"

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -91,6 +92,18 @@ async def crashes(task: Mapping[str, Any], base_url: str, api_key: str) -> float
     raise ValueError("no such tool")
 
 
+async def returns_text(task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    return "347"
+
+
+async def returns_nan(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    return float("nan")
+
+
+async def returns_numpy(task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+    return np.float32(0.5)
+
+
 async def exits(task: Mapping[str, Any], base_url: str, api_key: str) -> float:
     sys.exit("usage: agent [--help]")
 
@@ -161,6 +174,21 @@ async def test_a_crash_is_an_abort_with_its_reason_and_no_reward(gateway: Record
     assert await run(gateway, "crashes", max_attempts=1) == {"ValueError": 1}
     assert gateway.told("abort") == [{"reason": "ValueError: no such tool", "will_retry": False}]
     assert gateway.told("complete") == []
+
+
+@pytest.mark.parametrize(("agent", "named"), [("returns_text", "a str"), ("returns_nan", "nan")])
+async def test_what_is_no_reward_is_an_abort_that_names_the_agent_and_what_it_returned(
+    gateway: RecordingGateway, agent: str, named: str
+) -> None:
+    assert await run(gateway, agent, max_attempts=1) == {"RolloutError": 1}
+    assert gateway.told("complete") == []
+    (told,) = gateway.told("abort")
+    assert f"{__name__}:{agent} returned {named}; return a number" in told["reason"]
+
+
+async def test_an_agent_may_return_a_number_of_numpy(gateway: RecordingGateway) -> None:
+    assert await run(gateway, "returns_numpy") == {"complete": 1}
+    assert gateway.told("complete") == [{"reward": 0.5}]
 
 
 async def test_the_traceback_of_an_agents_mistake_is_logged_once(
