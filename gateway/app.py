@@ -47,6 +47,7 @@ from stepwell.gateway.rewards import RewardFunction, load_reward_function
 from stepwell.gateway.rollout_buffer import Generator, RolloutBuffer, load_generator
 from stepwell.gateway.rollout_routes import router as rollout_router
 from stepwell.gateway.routes import router
+from stepwell.gateway.serve import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
 from stepwell.gateway.services import Services
 from stepwell.gateway.shortcut import Shortcut
 from stepwell.gateway.tokenization import ChatTokenizer
@@ -206,7 +207,11 @@ def create_app(
             return protected
         # Browsers ask before they send JSON, and need leave to read the answer.
         return CORSMiddleware(
-            protected, config.allowed_origins, allow_methods=["*"], allow_headers=["*"]
+            protected,
+            config.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER],
         )
 
     app = _App(guarded, title="Stepwell gateway", lifespan=lifespan, docs_url=None, redoc_url=None)

@@ -224,6 +224,7 @@ class Call:
         self._why_cancelled: GatewayError | None = None
         self._begun = False
         self._reader: ReplyReader | None = None
+        self._streamed_version: int | None = None
         self._finished = finished
         self._known = asyncio.Event() if ahead else None
         """Set when the pool has said that the trajectory is what the call takes it for."""
@@ -242,6 +243,13 @@ class Call:
         listener = Listener(self)
         self._listeners.add(listener)
         return listener
+
+    @property
+    def version(self) -> int | None:
+        """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
+        if self.reply is None:
+            return self._streamed_version
+        return max(span.version for span in self.reply.generation.spans)
 
     @property
     def has_failed(self) -> bool:
@@ -466,7 +474,9 @@ class Call:
         ids: Sequence[int],
         log_probs: Sequence[float] = (),
         alternatives: Sequence[TopLogProbs] = (),
+        version: int | None = None,
     ) -> None:
+        self._streamed_version = version
         if self.request.n_logprobs is not None:
             tops = alternatives or [()] * len(ids)
             self.tokens += map(SampledToken, ids, log_probs, tops)

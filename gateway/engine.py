@@ -53,8 +53,11 @@ log = logging.getLogger(__name__)
 
 TopLogProbs: TypeAlias = tuple[tuple[int, float], ...]
 """The likeliest tokens at one position with their log-probs, best first."""
-OnTokens: TypeAlias = Callable[[Sequence[int], Sequence[float], Sequence[TopLogProbs]], None]
-"""Called with new ids, their log-probs, and their alternatives (empty unless asked for)."""
+OnTokens: TypeAlias = Callable[
+    [Sequence[int], Sequence[float], Sequence[TopLogProbs], int | None], None
+]
+"""Called with new ids, their log-probs, their alternatives (empty unless asked for), and the weight
+version that the engine has now (None: it does not say)."""
 
 _JSON = {"content-type": "application/json"}
 _RETRIED = frozenset({429, 502, 503, 504})
@@ -164,6 +167,8 @@ class _Part:
     """What the engine had when it was asked; None: not known."""
     is_certain: bool = True
     """And at every event since."""
+    reported: int | None = None
+    """What the engine said last that it has."""
 
     def certain_spans(self) -> list[VersionSpan] | None:
         """The spans of a part without an end; None: they are not known."""
@@ -246,6 +251,11 @@ class EngineClient:
                     raise
                 await self._back_off(failures, set())
         return self._context_length
+
+    @property
+    def version(self) -> int | None:
+        """The newest weight version that an engine was seen to have."""
+        return self._fleet.version
 
     async def ready(self) -> None:
         """Raises EngineUnavailableError unless some engine is healthy."""
@@ -504,7 +514,10 @@ async def _follow(body: AsyncIterator[bytes], part: _Part, on_tokens: OnTokens) 
                 incremental = n_here != n_total
             _take(part, chunk, incremental=bool(incremental))
             if len(part.ids) > n_before:
-                on_tokens(part.ids[n_before:], part.log_probs[n_before:], part.tops[n_before:])
+                on_tokens(
+                    *(part.ids[n_before:], part.log_probs[n_before:], part.tops[n_before:]),
+                    part.reported,
+                )
             if part.finish is not None:
                 return
     raise aiohttp.ServerDisconnectedError("the stream ended without a finish reason")
@@ -607,6 +620,7 @@ def _note_version(part: _Part, reported: Any) -> None:
         version = version_number(reported)
     except (TypeError, ValueError):
         version = None
+    part.reported = version
     if version is None or version != part.version:
         part.is_certain = False
 

@@ -31,7 +31,7 @@ from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryConfli
 from stepwell.gateway.paths import Uid, quoted, uid_of
 from stepwell.gateway.pool_port import ask
 from stepwell.gateway.rewards import compute_reward
-from stepwell.gateway.serve import refuse_builtin_tools, serve
+from stepwell.gateway.serve import refuse_builtin_tools, say_origin, serve
 from stepwell.gateway.services import Services, services_of
 from stepwell.gateway.web import (
     OrjsonResponse,
@@ -296,7 +296,7 @@ async def generate(request: Request) -> Response:
     finally:
         listener.close()
     generation = reply.generation
-    return OrjsonResponse(
+    answer = OrjsonResponse(
         {
             "trajectory_uid": uid,
             "prompt_uid": prompt_uid,
@@ -317,6 +317,8 @@ async def generate(request: Request) -> Response:
             },
         }
     )
+    say_origin(answer, services, trajectory, listener.call.version)
+    return answer
 
 
 def _white_box(body: dict[str, Any]) -> ChatRequest:

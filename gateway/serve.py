@@ -13,7 +13,9 @@ from starlette.responses import Response
 
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.errors import PreviousResponseError, RequestError, UnknownItemError
+from stepwell.gateway.paths import quoted
 from stepwell.gateway.services import Services
+from stepwell.gateway.trajectories import LiveTrajectory
 from stepwell.gateway.web import (
     EventStream,
     OrjsonResponse,
@@ -24,6 +26,8 @@ from stepwell.gateway.web import (
 )
 
 IGNORED_HEADER = "x-stepwell-ignored"
+TRAJECTORY_HEADER = "x-stepwell-trajectory"
+VERSION_HEADER = "x-stepwell-version"
 MAX_TOLD = 32
 
 
@@ -74,7 +78,7 @@ async def serve(
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
-        return _told(EventStream(dialect.frames(exchange), exchange), services, parsed)
+        return _told(EventStream(dialect.frames(exchange), exchange), services, exchange)
     try:
         with aborts_on_disconnect(request.scope, request.receive, exchange):
             replies = await exchange.results()
@@ -83,7 +87,7 @@ async def serve(
         exchange.delivered()
     finally:
         exchange.close()
-    return _told(answer, services, parsed)
+    return _told(answer, services, exchange)
 
 
 def refuse_builtin_tools(services: Services, parsed: Parsed) -> None:
@@ -117,10 +121,22 @@ def _refuse_others_response(request: Request, parsed: Parsed) -> None:
         raise UnknownItemError("Item not found; send the item itself", "input")
 
 
-def _told(answer: Response, services: Services, parsed: Parsed) -> Response:
-    """`answer` with a header that says what was left aside of the request."""
-    if parsed.ignored:
-        services.calls.counts["ignored_fields"] += len(parsed.ignored)
-        shown, more = parsed.ignored[:MAX_TOLD], len(parsed.ignored) - MAX_TOLD
+def _told(answer: Response, services: Services, exchange: Exchange) -> Response:
+    """`answer` with headers that say what sampled it, and what was left aside of the request."""
+    say_origin(answer, services, exchange.trajectory, exchange.version)
+    if ignored := exchange.parsed.ignored:
+        services.calls.counts["ignored_fields"] += len(ignored)
+        shown, more = ignored[:MAX_TOLD], len(ignored) - MAX_TOLD
         answer.headers[IGNORED_HEADER] = ", ".join(shown) + (f", {more} more" * (more > 0))
     return answer
+
+
+def say_origin(
+    answer: Response, services: Services, trajectory: LiveTrajectory, version: int | None
+) -> None:
+    """Say in headers whose call it is and which policy version answers it. Of a stream that has no
+    token yet, that is the newest one that an engine has."""
+    version = services.engine.version if version is None else version
+    if version is not None:
+        answer.headers[VERSION_HEADER] = str(version)
+    answer.headers[TRAJECTORY_HEADER] = quoted(trajectory.uid)

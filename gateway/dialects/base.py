@@ -94,6 +94,11 @@ class Exchange:
         return self._listeners[0].call.uid
 
     @property
+    def version(self) -> int | None:
+        """The newest policy version that sampled of it so far; None: nothing is sampled yet."""
+        return max((v for call in self.calls if (v := call.version) is not None), default=None)
+
+    @property
     def created(self) -> int:
         """Unix seconds."""
         return self._listeners[0].call.created

@@ -165,7 +165,10 @@ class Rig:
         self.seen_tops: list[TopLogProbs] = []
 
         def on_tokens(
-            ids: Sequence[int], log_probs: Sequence[float], tops: Sequence[TopLogProbs]
+            ids: Sequence[int],
+            log_probs: Sequence[float],
+            tops: Sequence[TopLogProbs],
+            version: int | None,
         ) -> None:
             self.seen += ids
             self.seen_log_probs += log_probs
