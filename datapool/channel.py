@@ -510,6 +510,8 @@ class Channel:
                 f"it has {sorted(record.steps)}"
             )
         self._write(group, "reward", trajectory_uid, reward, step_index)
+        if record.is_complete:
+            self._notice_score(record)
         self._judge_again(group)
         return "accepted"
 
@@ -941,6 +943,12 @@ class Channel:
         if self._tell is not None:
             self._tell(self, kind, *uids, **data)
 
+    def _notice_score(self, record: TrajectoryRecord) -> None:
+        if (reward := record.reward()) is not None:
+            versions = [step.policy_version for step in record.steps.values()]
+            scored = {"reward": reward, "oldest": min(versions), "newest": max(versions)}
+            self._notice("scored", record.prompt_uid, record.trajectory_uid, **scored)
+
     # -- inside: births ----------------------------------------------------------------------
 
     def _new_group(self, prompt_uid: str) -> GroupRecord:
@@ -1001,6 +1009,7 @@ class Channel:
         oldest = min(step.policy_version for step in record.steps.values())
         if group.oldest_version is None or oldest < group.oldest_version:
             group.oldest_version = oldest
+        self._notice_score(record)
         if group.terms is None and not group.due:
             self._order.reach(group.prompt_uid)
         self._settle(group)

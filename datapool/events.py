@@ -17,13 +17,13 @@ from typing import Any
 from stepwell.datapool.errors import InvalidRequestError
 
 REMEMBERED = 20_000
-KINDS = ("ready", "leased", "returned", "acked", "dropped", "aborted")
+KINDS = ("ready", "leased", "returned", "acked", "dropped", "aborted", "scored")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """A group became `ready`, was `leased`, `returned`, `acked` or `dropped`; or a trajectory was
-    `aborted`."""
+    `scored` or `aborted`."""
 
     number: int
     time: float
@@ -35,7 +35,8 @@ class Event:
     data: dict[str, Any] = field(default_factory=dict)
     """`ready`: size, why. `leased`, `returned`: delivery. `dropped`: reason, complete, metadata of
     the group, and `returned`: whether its source should issue the prompt again. `aborted`: reason.
-    """
+    `scored`, of a complete trajectory, and again if its reward changes: reward, and the oldest and
+    newest policy version of its steps."""
 
 
 @dataclass(frozen=True, slots=True)

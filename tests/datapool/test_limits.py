@@ -613,3 +613,24 @@ async def test_a_watcher_is_woken_by_the_event_that_it_waits_for(
     page = await watching
     assert [(e.prompt_uid, e.data["reason"]) for e in page.events] == [("p", "test")]
     assert not (await client.get_events(page.cursor, **where)).events
+
+
+def test_a_reward_is_told_with_the_versions_that_earned_it_and_again_when_it_changes(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool()
+    pool.open_group("p", 3)
+    for uid, versions in {"a": (4, 5), "b": (5,), "c": (5,)}.items():
+        for index, version in enumerate(versions):
+            pool.submit_step(make_step(uid, "p", index, policy_version=version))
+    pool.complete_trajectory("a", 1.0)
+    pool.complete_trajectory("b")
+    pool.abort_trajectory("c", "test")
+    pool.set_reward("b", 0.5, **now_of(pool))
+    pool.set_reward("b", 0.25, **now_of(pool))
+    scored = pool.pool.events.after(None, kinds=["scored"]).events
+    assert [(e.prompt_uid, e.trajectory_uid, e.data) for e in scored] == [
+        ("p", "a", {"reward": 1.0, "oldest": 4, "newest": 5}),
+        ("p", "b", {"reward": 0.5, "oldest": 5, "newest": 5}),
+        ("p", "b", {"reward": 0.25, "oldest": 5, "newest": 5}),
+    ]
