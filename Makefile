@@ -39,6 +39,11 @@ check: install
 test-long: install
 	@HYPOTHESIS_PROFILE=long exec $(COST) "long tests" $(BIN)/pytest -o timeout=1800 -m "long or hypothesis"
 
+#   make test-newcomer  a newcomer's first hour: the built wheel in an empty folder, an own agent, live traffic, mistakes
+.PHONY: test-newcomer
+test-newcomer: install
+	$(BIN)/python -m tests.newcomer
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.newcomer.user import Step, User, WentWrongError, busy
+
 CONFIGURATION = 1.0
 LOADED = 5.0
 RUNNING = None
@@ -21,11 +23,47 @@ RUNNING = None
 class Mistake:
     name: str
     argv: tuple[str, ...]
-    """After `stepwell`."""
     says: tuple[str, ...]
     """All in one line of what is printed."""
     limit_s: float | None = CONFIGURATION
     environment: dict[str, str] = field(default_factory=dict)
+
+
+LATE = "too late"
+
+
+def make(user: User, mistake: Mistake, folder: Path) -> Step:
+    """What is told of it, and after how long.
+
+    A limit that was missed is measured again, once. If the machine is busy with other work the CPU
+    seconds count, which are what the user of an idle one waits.
+    """
+    step = _make(user, mistake, folder)
+    return _make(user, mistake, folder) if step.why_not.startswith(LATE) else step
+
+
+def _make(user: User, mistake: Mistake, folder: Path) -> Step:
+    name, limit_s = f"mistake: {mistake.name}", mistake.limit_s
+    try:
+        done = user.run(*mistake.argv, cwd=folder, fails=True, environment=mistake.environment)
+    except WentWrongError as e:
+        return Step(name, 0.0, str(e), limit_s)
+    # What argparse says of how to call the command is not of the mistake.
+    told = [line for line in done.err.splitlines() if not line.startswith(("usage:", " "))]
+    lines = [*told, *done.out.splitlines()]
+    why = note = ""
+    if not any(all(text in line for text in mistake.says) for line in lines):
+        why = f"no line says {', '.join(mistake.says)}: {done.last_line}"
+    elif "Traceback" in done.err:
+        why = "a traceback"
+    elif limit_s is not None and len(told) != 1:
+        why = f"{len(told)} lines, not one"
+    elif limit_s is not None and done.seconds > limit_s:
+        if busy() and done.cpu_s <= limit_s:
+            note = f" ({done.cpu_s:.1f} s of CPU; the machine is busy)"
+        else:
+            why = f"{LATE}, {done.cpu_s:.1f} s of CPU"
+    return Step(name, done.seconds, why, limit_s, note)
 
 
 FILES = {
@@ -117,7 +155,7 @@ def write_files(folder: Path) -> None:
 
 
 def train(*overrides: str) -> tuple[str, ...]:
-    return ("train", "--config", "wrong.yaml", *overrides)
+    return ("stepwell", "train", "--config", "wrong.yaml", *overrides)
 
 
 def tasks(path: str) -> str:
@@ -128,7 +166,7 @@ MISTAKES = (
     # the configuration
     Mistake(
         "a preset's name with a typo",
-        ("train", "--config", "quickstrat"),
+        ("stepwell", "train", "--config", "quickstrat"),
         ("did you mean 'quickstart'", "smollm2"),
     ),
     Mistake("a key with a typo", train("trainer.total_step=5"), ("did you mean 'total_steps'",)),
@@ -143,7 +181,7 @@ MISTAKES = (
     Mistake(
         "a word where a number belongs",
         train("trainer.total_steps=ten"),
-        ("trainer.total_steps", "'ten'", "whole number"),
+        ("trainer.total_steps", "'ten'", "integer"),
     ),
     Mistake(
         "a batch larger than what is outstanding",
@@ -152,11 +190,11 @@ MISTAKES = (
     ),
     Mistake("no such file of tasks", train(tasks("task.jsonl")), ("data.train", "'task.jsonl'")),
     Mistake("an empty file of tasks", train(tasks("empty.jsonl")), ("data.train", "empty.jsonl")),
-    Mistake("a broken line in the tasks", train(tasks("broken.jsonl")), ("broken.jsonl", "line 2")),
+    Mistake("a broken line in the tasks", train(tasks("broken.jsonl")), ("broken.jsonl:2",)),
     Mistake(
         "tasks with another key",
         train(tasks("other_key.jsonl")),
-        ("other_key.jsonl", "'question'", "prompt_key", "instruction"),
+        ("other_key.jsonl:1", "no question", "prompt_key", "instruction"),
     ),
     Mistake(
         "no such model folder", train("model.path=/models/none"), ("model.path", "/models/none")
@@ -171,17 +209,21 @@ MISTAKES = (
     Mistake(
         "a run folder that cannot be", train("run.dir=in_the_way/run"), ("run.dir", "in_the_way")
     ),
-    Mistake("no CUDA", train("backend.device=cuda"), ("backend.device", "cuda", "cpu"), LOADED),
+    Mistake(
+        "no CUDA",
+        train("backend.device=cuda"),
+        ("backend.device", "'cuda'", "no GPU", "auto"),
+        LOADED,
+    ),
     Mistake("no SGLang", train("engine=sglang"), ("engine", "sglang", "install"), LOADED),
     Mistake(
-        "more GPUs than the machine has",
-        train("backend.device=cuda", "placement.trainer.gpus=4"),
-        ("GPU",),
-        LOADED,
+        "more GPUs than there are",
+        ("stepwell", "train", "--config", "sglang_qwen3", "--dry-run", "--gpus", "2"),
+        ("GPU", "2"),
     ),
     Mistake(
         "to attach to a folder that is no run's",
-        ("train", "--attach", "runs/nothing"),
+        ("stepwell", "train", "--attach", "runs/nothing"),
         ("runs/nothing", "stepwell serve"),
     ),
     # an agent, a reward or a model that is loaded
@@ -194,13 +236,13 @@ MISTAKES = (
     Mistake(
         "an agent's function with a typo",
         train("rollout.agent=agents:god"),
-        ("rollout.agent", "'agents:god'", "good"),
+        ("rollout.agent", "'agents:god'", "did you mean 'good'"),
         LOADED,
     ),
     Mistake(
         "an agent with a syntax error",
         train("rollout.agent=unclosed:agent"),
-        ("rollout.agent", "unclosed.py", "line 1"),
+        ("rollout.agent", "unclosed.py:1", "never closed"),
         LOADED,
     ),
     Mistake(
