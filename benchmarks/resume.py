@@ -42,8 +42,8 @@ import psutil
 from benchmarks.checks import BenchResult, Check
 from stepwell.datapool.lease_keeper import USED
 from stepwell.presets import load_config
+from stepwell.run import training_prompts
 from stepwell.trainer.checkpoint import CheckpointStore
-from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
 from stepwell.trainer.reclaim import TRAINED
 
@@ -284,7 +284,7 @@ async def _finish(run: _Run, books: _Books) -> None:
 
 def _compare(run: _Run, books: _Books, kills: int) -> BenchResult:
     config = load_config("quickstart", run.options(1))
-    source = PromptSource(config.data.train, exclude=PromptSource(config.data.val).prompts())
+    source = training_prompts(config)
     n_draws = len(audit(run.ledger).draws)
     found = audit(run.ledger, order=[source.next()["instance_id"] for _ in range(n_draws)])
     store = CheckpointStore(run.folder / "checkpoints")

@@ -5,7 +5,8 @@ line.
                      --dry-run [--gpus 8[,8…]]           print what would run on which GPU
     stepwell serve   --config quickstart [key=value …]   pool, engines and gateway for agents;
                      --replicas N                        N gateways, each at its own address
-    stepwell config  --config quickstart [key=value …]   print the resolved configuration
+    stepwell config                                      list the presets
+                     --config quickstart [key=value …]   print the resolved configuration
                      --keys PATTERN                      list keys with type, default and meaning
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
     stepwell data salvage PATH                           a usable journal of a damaged one
@@ -79,7 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
-            "--config", required=name != "config", help="a preset's name or a YAML file"
+            "--config",
+            required=name == "serve",
+            help="a preset's name or a YAML file; `stepwell config` alone lists the presets",
         )
         command.add_argument(
             "overrides", nargs="*", metavar="KEY=VALUE", help="e.g. trainer.total_steps=5"
@@ -136,6 +139,11 @@ def _train(args: argparse.Namespace) -> int:
 
     if args.gpus and not args.dry_run:
         raise ConfigError("--gpus plans for nodes that need not exist; it goes with --dry-run")
+    if args.config is None and not args.overrides:
+        raise ConfigError(
+            "--config is missing; name a YAML file or a preset (`stepwell config` lists them), or "
+            "give at least rollout.agent=MODULE:FUNCTION data=TASKS.jsonl"
+        )
     config = load_config(args.config, args.overrides, paths_exist=not args.dry_run)
     # after the configuration: a typo costs no second of importing torch
     if args.dry_run:
@@ -166,11 +174,11 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> int:
-    from stepwell.presets import load_config
+    from stepwell.presets import load_config, show_presets
 
-    if args.config is None and (args.keys is None or args.overrides):
-        raise ConfigError("--config is missing; name a preset or a YAML file")
-    config = None if args.config is None else load_config(args.config, args.overrides)
+    config = None
+    if args.config is not None or args.overrides:
+        config = load_config(args.config, args.overrides)
     if args.keys is not None:
         from stepwell.config_keys import show_keys
 
@@ -179,6 +187,8 @@ def _config(args: argparse.Namespace) -> int:
         from omegaconf import OmegaConf
 
         _show(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))).rstrip())
+    else:
+        _show(show_presets())
     return 0
 
 

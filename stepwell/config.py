@@ -33,8 +33,9 @@ from stepwell.trainer.config.base import Section
 
 
 class RunSection(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    """Names the run; part of its folder."""
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    """Names the run; part of its folder. Default: as the file is called, else the agent's module.
+    """
     dir: Path = Path("runs")
     """Everything the run writes: metrics.jsonl, summary.json, weights, checkpoints, logs. Default
     runs/NAME."""
@@ -47,8 +48,9 @@ class RunSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _dir_of_name(cls, raw: Any) -> Any:
-        if isinstance(raw, Mapping) and isinstance(raw.get("name"), str) and "dir" not in raw:
-            return {**raw, "dir": Path("runs") / raw["name"]}
+        name = raw.get("name", "run") if isinstance(raw, Mapping) else None
+        if isinstance(name, str) and "dir" not in raw:
+            return {**raw, "dir": Path("runs") / name}
         return raw
 
 
@@ -80,20 +82,21 @@ class ClusterConfig(Section):
 
 class ModelConfig(Section):
     path: Path
-    """Hugging Face directory: weights, config and tokenizer with a chat template."""
+    """Hugging Face directory: weights, config and tokenizer with a chat template. Where none is
+    named, the quickstart's, with the quickstart's settings beneath those that are given."""
 
 
 class RunConfig(Section):
     """The whole configuration of `stepwell train`."""
 
-    run: RunSection
+    run: RunSection = RunSection()
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    trainer: TrainerConfig
+    trainer: TrainerConfig = TrainerConfig()
     validation: ValidationConfig = ValidationConfig()
     backend: TorchBackendConfig = TorchBackendConfig()
     engine: EngineConfig

@@ -11,7 +11,7 @@ import difflib
 import functools
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -47,6 +47,14 @@ def kinds_of(model: type[BaseModel]) -> tuple[Any, ...]:
 def named_by(model: type[BaseModel]) -> str | None:
     """The key of `model` that text alone stands for."""
     return getattr(model, "named_by", None)
+
+
+def by_kind(model: type[BaseModel]) -> Callable[[str], dict[str, str]] | None:
+    """Spells out text alone where `model` is one of several kinds; None if it is not."""
+    if "kind" not in model.model_fields:
+        return None
+    spelled_out: Callable[[str], dict[str, str]] | None = getattr(model, "spelled_out", None)
+    return spelled_out or (lambda kind: {"kind": kind})
 
 
 def types_of(types: Sequence[Any], value: object, key: str) -> list[Any]:

@@ -13,6 +13,7 @@ wording of errors (`config_errors.py`). Loads no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from stepwell.config import RunConfig
 from stepwell.config_errors import Problem, explain, nearest, told_value
-from stepwell.config_keys import ROOT, models_of, named_by, types_of
+from stepwell.config_keys import ROOT, by_kind, models_of, named_by, types_of
 from stepwell.trainer.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -72,31 +73,57 @@ def find_config(name: str, beside: Path = Path()) -> Path:
             return preset
     if path.is_dir():
         raise ConfigError(f"is {name!r}, a folder; name a YAML file in it")
-    known = sorted({p.stem for folder in PRESET_DIRS for p in folder.glob("*.yaml")})
+    known = [path.stem for path in presets()]
     raise ConfigError(
         f"is {name!r}: no such file or preset{nearest(Path(name).stem, known)} "
         f"(presets: {', '.join(known)})"
     )
 
 
-def load_config(name: str, overrides: Sequence[str] = (), *, paths_exist: bool = True) -> RunConfig:
+def presets() -> list[Path]:
+    """The files that `--config NAME` finds by name, in alphabetical order."""
+    found: dict[str, Path] = {}
+    for folder in PRESET_DIRS:
+        for path in folder.glob("*.yaml"):
+            found.setdefault(path.stem, path)
+    return [found[name] for name in sorted(found)]
+
+
+def show_presets() -> str:
+    """A line for each preset: its name, and what its first comment says it is."""
+    paths = presets()
+    width = max(len(path.stem) for path in paths)
+
+    def about(path: Path) -> str:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            first = next(lines, "")
+        return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+    return "\n".join(f"{path.stem:{width}}  {about(path)}".rstrip() for path in paths)
+
+
+def load_config(
+    name: str | None, overrides: Sequence[str] = (), *, paths_exist: bool = True
+) -> RunConfig:
     """Read a preset or file and what it extends, apply `key=value` overrides, validate.
 
     Args:
+        name: of the preset or file; None: the overrides are everything.
         paths_exist: the model is here; False to look at a configuration for another machine.
 
     Raises:
         ConfigError: one line per problem, each naming the key, the value and the remedy.
     """
     try:
-        path = find_config(name)
+        path = None if name is None else find_config(name)
     except ConfigError as e:
         raise ConfigError(f"--config {e}") from None
     given, lines = _read_overrides(overrides)
-    layers = [*_read_files(path, ()), Layer(None, given)]
-    merged: Raw = {}
-    for layer in layers:
-        merged = _over(merged, layer.values, ROOT)
+    layers = [*(_read_files(path, ()) if path else ()), Layer(None, given)]
+    merged = _merged(layers)
+    if not (isinstance(merged.get("model"), dict) and "path" in merged["model"]):
+        merged = _merged([_for_the_quickstarts_model(), *layers])
+    _name(merged, path)
     raw, problems, unread = _resolve(merged)
     try:
         config = RunConfig.model_validate(raw, context={"paths_exist": paths_exist})
@@ -110,12 +137,37 @@ def load_config(name: str, overrides: Sequence[str] = (), *, paths_exist: bool =
     raise ConfigError("\n".join([*lines, *(_with_origin(p, layers, path) for p in problems)]))
 
 
-def _with_origin(problem: Problem, layers: Sequence[Layer], path: Path) -> str:
+def _merged(layers: Sequence[Layer]) -> Raw:
+    merged: Raw = {}
+    for layer in layers:
+        merged = _over(merged, layer.values, ROOT)
+    return merged
+
+
+def _for_the_quickstarts_model() -> Layer:
+    """The quickstart's model and the settings that suit it, without its agent and tasks."""
+    path = _PACKAGE / "configs" / "quickstart.yaml"
+    (layer,) = _read_files(path, ())
+    rollout = {key: value for key, value in layer.values["rollout"].items() if key != "agent"}
+    values = {key: value for key, value in layer.values.items() if key != "data"}
+    return Layer(path, values | {"rollout": rollout})
+
+
+def _name(values: Raw, path: Path | None) -> None:
+    """A run that has no name is called as its file, else as its agent's module."""
+    run, rollout = values.setdefault("run", {}), values.get("rollout")
+    agent = rollout.get("agent") if isinstance(rollout, dict) else None
+    name = path.stem if path else re.split("[:.]", agent)[-2:][0] if isinstance(agent, str) else ""
+    if isinstance(run, dict) and "name" not in run and name:
+        run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+
+
+def _with_origin(problem: Problem, layers: Sequence[Layer], path: Path | None) -> str:
     """The problem's line, after the file it is in; what the command line gives needs none."""
     # The last layer among those that set most of the key is where its value comes from.
     layer = max(reversed(layers), key=lambda layer: layer.depth(problem.parts))
     if not layer.depth(problem.parts):
-        return f"{path}: {problem.text}"
+        return f"{path}: {problem.text}" if path else problem.text
     return problem.text if layer.path is None else f"{layer.path}: {problem.text}"
 
 
@@ -222,13 +274,15 @@ def _unreadable(value: str, error: Exception) -> str:
 
 def _over(below: Any, above: Any, types: Sequence[Any], *, one_layer: bool = False) -> Any:
     """`above` over `below`, both values of `types`. Within one layer a new kind drops nothing."""
-    sections = models_of(types, above)
-    if isinstance(above, str) and any("kind" in m.model_fields for m in sections):
-        above = {"kind": above}
+    if isinstance(above, str) and "${" not in above:
+        sections = models_of(types, above)
+        if name := next(filter(None, map(named_by, sections)), None):
+            above = {name: above}  # the whole section: keys of another function or source go
+            below = below if one_layer else {}
+        elif spelled_out := next(filter(None, map(by_kind, sections)), None):
+            above = spelled_out(above)
     if not isinstance(above, dict):
         return above
-    if isinstance(below, str) and (name := next(filter(None, map(named_by, sections)), None)):
-        below = {name: below}
     if not isinstance(below, dict):
         below = {}
     if not one_layer:

@@ -35,7 +35,7 @@ from stepwell.run_file import RUN_FILE, GatewayPart, PoolPart, begin, only_run_i
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import TrainerConfig
-from stepwell.trainer.data import PromptSource
+from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.errors import ConfigError, StarvedError, TrainerError
 from stepwell.trainer.ledger import LEDGER, Ledger
 from stepwell.trainer.loop import Trainer
@@ -157,15 +157,26 @@ async def start_run(config: RunConfig) -> AsyncIterator[Cluster]:
 
 
 def training_prompts(config: RunConfig) -> PromptSource:
-    """The prompts of `data.train` that `data.val` does not hold out.
+    """The prompts of `data.train` that are not held out for validation.
 
     Raises:
         ConfigError: they cannot be read, or there is none.
     """
-    with configured("data.val"):
-        held_out = PromptSource(config.data.val, tokenizer_path=config.model.path).prompts()
+    held_out: frozenset[str] = frozenset()
+    if config.data.val is not None:
+        with configured("data.val"):
+            held_out = PromptSource(config.data.val, tokenizer_path=config.model.path).prompts()
     with configured("data.train"):
-        return PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
+        source = PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
+        if config.data.val is None:
+            source.hold_out()
+        return source
+
+
+def validation_tasks(config: RunConfig) -> list[Task]:
+    """The tasks of `data.val`, or those of `data.train` that are held out for it."""
+    source = PromptSource(config.data.val or config.data.train, tokenizer_path=config.model.path)
+    return source.hold_out() if config.data.val is None else source.all()
 
 
 @contextmanager
@@ -258,7 +269,7 @@ async def _train(
         display.status(status)
     # Of a run that was complete and goes back: it is not any more, also if it is killed now.
     (config.run.dir / SUMMARY).unlink(missing_ok=True)
-    tasks = PromptSource(config.data.val, tokenizer_path=config.model.path).all()
+    tasks = validation_tasks(config)
     total = config.trainer.total_steps
 
     def report() -> None:

@@ -17,6 +17,8 @@ in flight (`Producer`), scoring (`rewards/`). Loads no torch.
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import json
 import logging
 import random
@@ -35,6 +37,9 @@ from stepwell.trainer.tables import describe
 __all__ = ["DataError", "DataExhaustedError", "PromptSource", "Returned", "Task", "slug"]
 
 log = logging.getLogger(__name__)
+
+HELD_OUT = 128
+"""Tasks held out for validation where `data.val` names none."""
 
 
 class PromptSource:
@@ -103,6 +108,27 @@ class PromptSource:
     def prompts(self) -> frozenset[str]:
         """What the tasks ask, as one comparable string each; for another source's `exclude`."""
         return frozenset(_prompt(task) for task in self._tasks)
+
+    def hold_out(self) -> list[Task]:
+        """Take a tenth of the tasks, at least one and at most `HELD_OUT`, out of what is handed
+        out. Which ones depends on what they ask alone, not on their order or any seed.
+
+        Raises:
+            DataError: no task would be left to train on.
+        """
+        first: dict[bytes, int] = {}
+        for index, task in enumerate(self._tasks):
+            if self._wanted(task):
+                first.setdefault(hashlib.sha256(_prompt(task).encode()).digest(), index)
+        if len(first) < 2:
+            raise DataError(
+                f"data.train ({describe(self._config)}) has 1 task, and without data.val some are "
+                "held out of it; add tasks, or name others in data.val"
+            )
+        smallest = heapq.nsmallest(min(HELD_OUT, max(1, len(first) // 10)), first)
+        held_out = [self._tasks[first[digest]] for digest in smallest]
+        self._excluded |= {_prompt(task) for task in held_out}
+        return held_out
 
     def next(self) -> Task:
         """The next task: one that was put back, or else the next of the epoch.

@@ -32,8 +32,7 @@ from stepwell.datapool.pool import DataPool
 from stepwell.datapool.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.presets import load_config
-from stepwell.run import CHECKPOINTS
-from stepwell.trainer.data import PromptSource
+from stepwell.run import CHECKPOINTS, training_prompts
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
 from stepwell.trainer.recording import load_recording, recordings
 from tests.chaos.lives import Run
@@ -205,11 +204,7 @@ def _check_ledger(
     config: RunConfig, trained: _Trained, rollouts: Mapping[str, Rollout], found: Verdict
 ) -> None:
     path = config.run.dir / CHECKPOINTS / LEDGER
-    source = PromptSource(
-        config.data.train,
-        exclude=PromptSource(config.data.val, tokenizer_path=config.model.path).prompts(),
-        tokenizer_path=config.model.path,
-    )
+    source = training_prompts(config)
     n_draws = len(audit(path).draws)
     books: Audit = audit(path, order=[source.next()["instance_id"] for _ in range(n_draws)])
     for uid in books.doubled:

@@ -84,3 +84,25 @@ def test_a_reader_that_has_seen_enough_of_the_output_is_no_error(options: list[s
         command.stdout.close()  # as `| head` does
         assert command.stderr.read() == ""
     assert command.returncode == 0
+
+
+def test_the_presets_are_listed_with_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "mine.yaml").write_text("# Our own.\nextends: quickstart\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["config"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == sorted(line.split()[0] for line in lines)
+    assert any(line.startswith("quickstart ") and "calculator" in line for line in lines)
+    assert any(line.split(maxsplit=1) == ["mine", "Our own."] for line in lines)
+
+
+def test_training_nothing_in_particular_is_told_what_to_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train"]) == 2
+    told = capsys.readouterr().err
+    assert "--config is missing" in told
+    assert len(told.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -12,6 +13,8 @@ class Section(BaseModel):
 
     named_by: ClassVar[str | None] = None
     """The key that text alone stands for: `reward: math` is `reward: {function: math}`."""
+    spelled_out: ClassVar[Callable[[str], dict[str, str]] | None] = None
+    """What text alone stands for where sections differ by `kind`; None: for the kind."""
 
     @model_validator(mode="before")
     @classmethod

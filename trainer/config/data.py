@@ -2,6 +2,9 @@
 
 A source is a procedural data set (`reasoning_gym`) or rows of a table (`jsonl`, `parquet`,
 `huggingface`), whose columns the `*_key` fields name. `rollout.n` says how often a prompt is tried.
+Text alone is a source, and a source alone is what is trained on:
+
+    data: tasks.jsonl      is      data: { train: { kind: jsonl, path: tasks.jsonl } }
 """
 
 from __future__ import annotations
@@ -9,14 +12,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from stepwell.trainer.config.base import Section
 
 Truncation: TypeAlias = Literal["left", "right", "middle", "error"]
 
 
+def source_of(text: str) -> dict[str, str]:
+    """What text alone stands for: a file, by how it ends; else what `datasets` loads, if it has a
+    `/` or a `.` as files, folders and names on the hub have; else a kind."""
+    for suffix in ("jsonl", "parquet"):
+        if text.endswith(f".{suffix}"):
+            return {"kind": suffix, "path": text}
+    return {"kind": "huggingface", "path": text} if {"/", "."} & set(text) else {"kind": text}
+
+
 class _Source(Section):
+    spelled_out = source_of
+
     shuffle: bool = True
     """A new order each epoch, drawn from `shuffle_seed`; false keeps the source's order."""
     shuffle_seed: int = 0
@@ -133,14 +147,20 @@ class HuggingFaceSource(RowSource):
 
 
 TableConfig: TypeAlias = JsonlSource | ParquetSource | HuggingFaceSource
-SourceConfig: TypeAlias = Annotated[ReasoningGymSource | TableConfig, Field(discriminator="kind")]
+SourceConfig: TypeAlias = Annotated[
+    Annotated[ReasoningGymSource | TableConfig, Field(discriminator="kind")],
+    BeforeValidator(lambda value: source_of(value) if isinstance(value, str) else value),
+]
 
 
 class DataConfig(Section):
-    """Prompts to train on and to evaluate on."""
+    """Prompts to train on and to evaluate on; a path or a source alone is `train`."""
+
+    named_by = "train"
 
     train: SourceConfig
-    val: SourceConfig
+    val: SourceConfig | None = None
+    """null: a tenth of `train` is held out of training, at most 128 tasks."""
 
     @model_validator(mode="after")
     def _disjoint(self) -> DataConfig:

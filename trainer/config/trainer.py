@@ -8,7 +8,7 @@ from stepwell.trainer.config.base import Section
 
 
 class TrainerConfig(Section):
-    total_steps: int = Field(ge=1)
+    total_steps: int = Field(default=100, ge=1)
     """Optimizer steps."""
     backend: str = "torch"
     """Training backend: a name that `stepwell backends` lists, or a dotted path `module:Class`."""
