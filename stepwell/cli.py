@@ -5,6 +5,7 @@ line.
                      --dry-run [--gpus 8[,8…]]           print what would run on which GPU
     stepwell serve   --config quickstart [key=value …]   pool, engines and gateway for agents;
                      --replicas N                        N gateways, each at its own address
+    stepwell init    NAME                                a folder with an agent of your own to train
     stepwell config                                      list the presets
                      --config quickstart [key=value …]   print the resolved configuration
                      --keys PATTERN                      list keys with type, default and meaning
@@ -69,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stepwell",
         description="Point any agent's base_url at it and get a better model.",
-        epilog="First: stepwell train --config quickstart.  Keys: stepwell config --keys PATTERN.",
+        epilog="First: stepwell train --config quickstart.  Your own agent: stepwell init NAME.  "
+        "Keys: stepwell config --keys PATTERN.",
     )
     parser.add_argument("--version", action="version", version=f"stepwell {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -109,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--replicas", type=int, metavar="N", help="as gateway.replicas=N (default 1)"
             )
+    text = "write a folder with an agent, a reward, tasks, a configuration and a test"
+    init = commands.add_parser("init", help=text, description=text)
+    init.add_argument("folder", metavar="NAME", type=Path, help="a new folder")
+    init.set_defaults(run=_init)
     text = "list training backends and engines, built in and of installed packages"
     commands.add_parser("backends", help=text, description=text).set_defaults(run=_backends)
     text = "write the policy of a checkpoint as a Hugging Face directory"
@@ -198,6 +204,13 @@ def _show(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+
+
+def _init(args: argparse.Namespace) -> int:
+    from stepwell.init import write_project
+
+    print(write_project(args.folder))
+    return 0
 
 
 def _export(args: argparse.Namespace) -> int:
