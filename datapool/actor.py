@@ -62,7 +62,7 @@ from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, Tra
 from stepwell.datapool.payload import PackedLease, PackedStep, PackedSteps
 from stepwell.datapool.pool import Credit, DataPool, check_lease_request
 from stepwell.datapool.process import growing_heap, log_to_file, return_large_blocks, settle_heap
-from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.records import Deleted, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.replay import restore
 from stepwell.datapool.selection import DryRun, Marks
 from stepwell.datapool.turns import Numbering, Order, Turns
@@ -683,6 +683,10 @@ class DataPoolActor:
             channel,
         )
 
+    async def delete(self, trajectory_uid: str | None = None, tag: str | None = None) -> Deleted:
+        """`DataPool.delete`."""
+        return await self._commit(lambda: self._pool.delete(trajectory_uid, tag, now=self._now()))
+
     async def advance_version(self, version: int, channel: str = TRAIN) -> None:
         """`DataPool.advance_version`."""
         await self._commit(
@@ -777,6 +781,7 @@ class DataPoolActor:
 
     async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
         """`DataPool.get_statistics`, with the waiting callers of each channel."""
+        self._set_timer()  # after a restart nobody else may call
         stats = self._pool.get_statistics(channel, now=self._now())
         for name, counts in stats.items() if channel is None else [(channel, stats)]:
             waiting = self._waiting.get(name, _Waiting())

@@ -25,11 +25,13 @@ Every operation is O(log n) or better in whatever is stored.
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any, Literal, TypeAlias
+from itertools import islice
+from typing import Any, Final, Literal, TypeAlias
 
 from sortedcontainers import SortedDict
 
@@ -56,6 +58,7 @@ from stepwell.datapool.payload import PackedGroup, PackedStep, PackedTrajectory,
 from stepwell.datapool.ready import ReadyOrder
 from stepwell.datapool.records import (
     Closing,
+    Deleted,
     GroupRecord,
     GroupTerms,
     Log,
@@ -67,24 +70,34 @@ from stepwell.datapool.records import (
 from stepwell.datapool.selection import (
     NOT_TRAINABLE,
     STALE,
+    UNSCORED,
     Drop,
     GroupInfo,
     Hold,
     Marks,
     Selection,
     TrajectoryInfo,
+    Verdict,
 )
 
 NO_STEPS = "no_steps"
 GROUP_SERVED = "group_served"
 GROUP_DROPPED = "group_dropped"
 GROUP_CLOSED = "group_closed"
-DEADLINE = "deadline"
+DELETED = "deleted"
+DEADLINE: Final = "deadline"
+IDLE: Final = "idle"
+REWARD_WAIT: Final = "reward_wait"
+RETENTION: Final = "retention"
+Timer: TypeAlias = Literal["deadline", "idle", "reward_wait", "retention"]
+"""What a group is due for at some time; the first two and the last are reasons of a drop, too."""
 TOO_FEW_ROLLOUTS = "too_few_rollouts"
 MAX_QUEUE_SIZE = "max_queue_size"
 MAX_BYTES = "max_bytes"
 
 N_OLDEST_OPEN = 5
+AT_ONCE = 16
+"""Groups that one change deletes, or drops for their age: 2 ms of work."""
 
 Load: TypeAlias = Callable[[Sequence[int]], Sequence[bytes]]
 """Payloads by row of the log."""
@@ -97,6 +110,7 @@ class Channel:
 
     Args:
         notice: is told what happened to groups and trajectories.
+        retention_s: from its opening on, after which a group goes whatever became of it.
     """
 
     def __init__(
@@ -105,6 +119,7 @@ class Channel:
         config: ChannelConfig,
         remembered_uids: int,
         notice: Notice | None = None,
+        retention_s: float | None = None,
     ) -> None:
         self.name = name
         self.config = config
@@ -118,7 +133,8 @@ class Channel:
         """Live groups (open, ready or leased), by prompt uid."""
         self.groups_by_number: SortedDict[int, GroupRecord] = SortedDict()
         """The same, in the order they were opened in."""
-        self.deadlines = KeyedHeap()
+        self.timers: KeyedHeap[tuple[Timer, str]] = KeyedHeap()
+        """When which group is due for what."""
         self.shut_down = False
         self.version = 0
         """The policy version that generation uses now."""
@@ -143,12 +159,15 @@ class Channel:
         self._withheld: set[str] = set()
         """Undeclared groups that are not ready yet, nor served to consumers of fewer."""
         self._leased: dict[str, GroupRecord] = {}
-        self._ready_versions = KeyedHeap()
+        self._ready_versions: KeyedHeap[str] = KeyedHeap()
         """Oldest policy version of each ready group."""
         self._closed_trajectories: Remembered[Closing] = Remembered(remembered_uids)
         self._closed_groups: Remembered[str] = Remembered(remembered_uids)
         self._closed_rows: deque[int] = deque()
+        self._tagged: dict[str, dict[str, None]] = {}
+        """Live groups by the tags of their marks."""
         self._remembered_uids = remembered_uids
+        self._retention_s = retention_s
         self.first_version: int | None = None
         self._n_numbers = 0
         self._unwritten: list[StoredStep] = []
@@ -198,6 +217,7 @@ class Channel:
         about = prompt_uid, tuple(terms), group.metadata, self.now, group.number
         self._write(group, "group", *about)
         self._set_deadline(group, terms.deadline_s)
+        self._touch(group)
         self._settle(group)
         return "accepted"
 
@@ -286,6 +306,7 @@ class Channel:
         group = self.prompt_groups[prompt_uid]
         about = trajectory_uid, prompt_uid, attempt, metadata, self.now, group.number
         self._write(group, "trajectory", *about)
+        self._touch(group)
         return outcome
 
     def knows(self, trajectory_uid: str, prompt_uid: str) -> Literal["open", "closed"] | None:
@@ -351,7 +372,7 @@ class Channel:
             self._complete(record, Closing(record.prompt_uid, "is_last"))
         if self.config.max_bytes is not None:
             # Last, because it may drop the very group that the step belongs to.
-            self._trim()
+            self._trim(sparing=step.prompt_uid)
         return "accepted"
 
     def _store(self, record: TrajectoryRecord, step: PackedStep) -> None:
@@ -372,6 +393,7 @@ class Channel:
         self.memory_bytes += stored.n_bytes
         self.counts.tokens += stored.n_tokens
         self.counts.steps.stored += 1
+        self._touch(group)
 
     def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int]:
         """The group's own copy of a root's prompt, and the row that holds it."""
@@ -449,9 +471,7 @@ class Channel:
             return "aborted"
         closing = self._closing(trajectory_uid)
         if closing.by == "pool":
-            self.counts.trajectories.late += 1
-            self.changed = True
-            return "late"
+            return self._late()
         if closing.by == "abort" or closing.reward != reward:
             raise TrajectoryClosedError(
                 f"trajectory {trajectory_uid!r} in channel {self.name!r} was already "
@@ -472,9 +492,7 @@ class Channel:
             return "aborted"
         closing = self._closing(trajectory_uid)
         if closing.by == "pool":
-            self.counts.trajectories.late += 1
-            self.changed = True
-            return "late"
+            return self._late()
         if closing.aborted is None or (will_retry and not closing.will_retry):
             raise TrajectoryClosedError(
                 f"trajectory {trajectory_uid!r} in channel {self.name!r} was already "
@@ -496,10 +514,10 @@ class Channel:
         record = self.trajectory_index.get(trajectory_uid)
         if record is None:
             self._closing(trajectory_uid)
-            return "late"
+            return self._late()
         group = self.prompt_groups[record.prompt_uid]
         if group.frozen or (record.closing is not None and record.closing.aborted is not None):
-            return "late"
+            return self._late()
         if step_index is None:
             record.outcome = reward
         elif step_index in record.steps:
@@ -524,8 +542,7 @@ class Channel:
             raise GroupClosedError(
                 f"group {prompt_uid!r} in channel {self.name!r} was {gone}; it cannot be marked"
             )
-        group.marks = group.marks.merged(marks)
-        group.is_marked = True
+        self.put_marks(group, None, group.marks.merged(marks))
         self._write(group, "mark", prompt_uid, None, group.marks)
         self._judge_again(group)
         return group.marks
@@ -540,11 +557,52 @@ class Channel:
                 "closed with its group; mark it before"
             )
         group = self.prompt_groups[record.prompt_uid]
-        record.marks = record.marks.merged(marks)
-        group.is_marked = True
+        self.put_marks(group, record, record.marks.merged(marks))
         self._write(group, "mark", group.prompt_uid, trajectory_uid, record.marks)
         self._judge_again(group)
         return record.marks
+
+    def put_marks(self, group: GroupRecord, record: TrajectoryRecord | None, marks: Marks) -> None:
+        """These are the marks of the group, or of one of its trajectories."""
+        (group if record is None else record).marks = marks
+        group.is_marked = True
+        tags = group.marks.tags.union(*(t.marks.tags for t in group.trajectories.values()))
+        self._untag(group, group.tags - tags)
+        for tag in tags - group.tags:
+            self._tagged.setdefault(tag, {})[group.prompt_uid] = None
+        group.tags = tags
+
+    def _untag(self, group: GroupRecord, tags: Iterable[str]) -> None:
+        for tag in tags:
+            del self._tagged[tag][group.prompt_uid]
+            if not self._tagged[tag]:
+                del self._tagged[tag]
+
+    def delete(self, trajectory_uid: str | None, tag: str | None) -> Deleted:
+        """Drop the groups of this trajectory, or with this tag; `AT_ONCE` of them."""
+        if tag is not None:
+            uids = list(self._tagged.get(tag, ()))
+        else:
+            record = self.trajectory_index.get(trajectory_uid or "")
+            uids = [] if record is None else [record.prompt_uid]
+        groups = [self.prompt_groups[uid] for uid in uids]
+        free = [group for group in groups if group.prompt_uid not in self._leased]
+        leased = [group for group in groups if group.prompt_uid in self._leased]
+        for group in (*free[:AT_ONCE], *leased):
+            self._retire(group, DELETED)
+        return Deleted(
+            tuple(uid for group in free[:AT_ONCE] for uid in group.trajectories),
+            tuple(uid for group in leased for uid in group.trajectories),
+            len(free) > AT_ONCE,
+        )
+
+    def _retire(self, group: GroupRecord, reason: str) -> None:
+        """Drop a group; one that a consumer has, once it is handed back."""
+        if group.prompt_uid not in self._leased:
+            self._drop(group, reason)
+        elif group.retired is None:
+            group.retired = reason
+            self._write(group, "retire", group.prompt_uid, reason)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -670,6 +728,9 @@ class Channel:
     def give_back(self, prompt_uid: str) -> None:
         """Return a leased group to the front. Call in reverse order for the groups of one lease."""
         group = self._leased.pop(prompt_uid)
+        if group.retired is not None:
+            self._drop(group, group.retired)
+            return
         group.delivery += 1
         group.due = True
         self._write(group, "return", prompt_uid)
@@ -683,17 +744,28 @@ class Channel:
 
     # -- time and memory ---------------------------------------------------------------------
 
-    def expire_deadlines(self) -> None:
-        """Serve or drop every group whose deadline has passed."""
-        while (prompt_uid := self.deadlines.pop_until(self.now)) is not None:
-            self.close_by_deadline(self.prompt_groups[prompt_uid])
+    def expire(self) -> None:
+        """Do what is due. Of groups that are too old only `AT_ONCE`: nobody waits for thousands."""
+        n_retired = 0
+        while n_retired < AT_ONCE and (due := self.timers.pop_until(self.now)) is not None:
+            timer, group = due[0], self.prompt_groups[due[1]]
+            if timer == RETENTION:
+                self._retire(group, RETENTION)
+                n_retired += 1
+            elif timer == REWARD_WAIT:
+                group.reward_due = -math.inf
+                self._write(group, "wait", group.prompt_uid, group.reward_due)
+                self._judge(group)
+            else:
+                self.close_by_deadline(group, timer)
 
-    def close_by_deadline(self, group: GroupRecord) -> None:
+    def close_by_deadline(self, group: GroupRecord, reason: str = DEADLINE) -> None:
+        """Serve it with what is complete, or drop it."""
         if len(group.complete) >= (group.terms.min_rollouts if group.terms else 1):
             self._write(group, "due", group.prompt_uid)
-            self._make_due(group, DEADLINE)
+            self._make_due(group, reason)
         else:
-            self._drop(group, DEADLINE)
+            self._drop(group, reason)
 
     def written(self, limit: int | None) -> None:
         """The log was flushed: payloads that came since may leave memory, beyond the limits.
@@ -820,12 +892,15 @@ class Channel:
 
     def _judge(self, group: GroupRecord) -> bool:
         """Whether a ready group may be served. Otherwise it is held, or dropped."""
-        if self.replaying or (self.selection.is_trivial and not group.is_marked):
+        waits = self.config.reward_wait_s is not None
+        if self.replaying or (self.selection.is_trivial and not group.is_marked and not waits):
             return True
         uid = group.prompt_uid
         try:
             info = self.info(group)
             verdict = self.selection.judge(info)
+            if self.config.reward_wait_s is not None:
+                verdict = self._await_rewards(group, info, verdict, self.config.reward_wait_s)
             # Equal keys stand by readiness for the very n that a consumer asks for.
             key = 0.0 if self.config.selection.order == "fifo" else self.selection.key(info)
         except SelectionError as e:
@@ -845,6 +920,26 @@ class Channel:
         self._held.pop(uid, None)
         self._order.rekey(uid, key)
         return True
+
+    def _await_rewards(
+        self, group: GroupRecord, info: GroupInfo, verdict: Verdict | None, seconds: float
+    ) -> Verdict | None:
+        """The verdict on a group that may lack rewards: held for some time from its readiness."""
+        served, refusal = self.selection.gate(info)
+        if refusal or isinstance(verdict, Drop) or served.is_scored or group.frozen:
+            self._stop_timers(group, REWARD_WAIT)
+            return verdict
+        if group.prompt_uid in self._ready:
+            if group.reward_due is None:
+                group.reward_due = self.now + seconds
+                self._write(group, "wait", group.prompt_uid, group.reward_due)
+            if group.reward_due == -math.inf:
+                return Drop(UNSCORED) if verdict == Hold(UNSCORED) else verdict
+            self.timers.set((REWARD_WAIT, group.prompt_uid), group.reward_due)
+        return Hold(UNSCORED)
+
+    def awaits_rewards(self, group: GroupRecord) -> bool:
+        return (REWARD_WAIT, group.prompt_uid) in self.timers
 
     def _judge_again(self, group: GroupRecord) -> None:
         """Its marks, rewards or trajectories changed."""
@@ -918,6 +1013,12 @@ class Channel:
             f"group {prompt_uid!r} is unknown in channel {self.name!r}; check both names"
         )
 
+    def _late(self) -> Literal["late"]:
+        """What is said of a trajectory after its group went on without it."""
+        self.counts.trajectories.late += 1
+        self.changed = True
+        return "late"
+
     def _is_settled(self, prompt_uid: str) -> bool:
         """Whether the group's content can no longer change: gone, or served before."""
         group = self.prompt_groups.get(prompt_uid)
@@ -957,6 +1058,8 @@ class Channel:
         self.prompt_groups[prompt_uid] = group
         self.groups_by_number[group.number] = group
         self._open[prompt_uid] = group
+        if self._retention_s is not None:
+            self.timers.set((RETENTION, prompt_uid), self.now + self._retention_s)
         self.counts.groups.submitted += 1
         return group
 
@@ -992,7 +1095,16 @@ class Channel:
         seconds = self.config.group_deadline_s if deadline_s is None else deadline_s
         if seconds is not None and not group.due:
             group.deadline = self.now + seconds
-            self.deadlines.set(group.prompt_uid, group.deadline)
+            self.timers.set((DEADLINE, group.prompt_uid), group.deadline)
+
+    def _touch(self, group: GroupRecord) -> None:
+        """Something came in for it: it is not idle."""
+        if self.config.group_idle_s is not None and not group.due:
+            self.timers.set((IDLE, group.prompt_uid), self.now + self.config.group_idle_s)
+
+    def _stop_timers(self, group: GroupRecord, *timers: Timer) -> None:
+        for timer in timers:
+            self.timers.discard((timer, group.prompt_uid))
 
     # -- inside: trajectories close ----------------------------------------------------------
 
@@ -1070,7 +1182,7 @@ class Channel:
                 self._drop(group, TOO_FEW_ROLLOUTS)
 
     def _make_due(self, group: GroupRecord, why: str) -> None:
-        self.deadlines.discard(group.prompt_uid)
+        self._stop_timers(group, DEADLINE, IDLE)
         group.due = True
         if group.prompt_uid in self._ready:
             # It was, for the channel's own n: now it is for any, in the same place.
@@ -1093,8 +1205,9 @@ class Channel:
         if group.oldest_version is not None:
             self._ready_versions.set(group.prompt_uid, group.oldest_version)
 
-    def _trim(self) -> None:
-        """Drop the oldest ready groups while the channel holds more than it may."""
+    def _trim(self, sparing: str = "") -> None:
+        """Drop the oldest groups while the channel holds more than it may: ready ones, and where
+        none is left and only bytes matter, open ones."""
         config = self.config
         if config.overflow == "block" or self.replaying:
             return
@@ -1102,8 +1215,12 @@ class Channel:
             self._drop(next(iter(self._ready.values())), MAX_QUEUE_SIZE)
         if config.max_bytes is None or config.overflow == "spill":
             return
-        while self.memory_bytes > config.max_bytes and self._ready:
-            self._drop(next(iter(self._ready.values())), MAX_BYTES)
+        while self.memory_bytes > config.max_bytes:
+            others = (g for g in islice(self._open.values(), 2) if g.prompt_uid != sparing)
+            oldest = next(iter(self._ready.values()), None) or next(others, None)
+            if oldest is None:
+                return
+            self._drop(oldest, MAX_BYTES)
 
     def _unready(self, group: GroupRecord) -> None:
         """Out of what is ready."""
@@ -1112,12 +1229,13 @@ class Channel:
         self._held.pop(group.prompt_uid, None)
         self._withheld.discard(group.prompt_uid)
         self._ready_versions.discard(group.prompt_uid)
+        self._stop_timers(group, REWARD_WAIT)
 
     def _unqueue(self, group: GroupRecord) -> None:
         """Out of every order that holds live groups."""
         self._unready(group)
         self._open.pop(group.prompt_uid, None)
-        self.deadlines.discard(group.prompt_uid)
+        self._stop_timers(group, DEADLINE, IDLE)
 
     def _drop(self, group: GroupRecord, reason: str, returned: bool = False) -> None:
         self._unqueue(group)
@@ -1151,6 +1269,8 @@ class Channel:
         self.memory_bytes -= sum(map(len, group.prompts))
         del self.prompt_groups[group.prompt_uid]
         del self.groups_by_number[group.number]
+        self._untag(group, group.tags)
+        self._stop_timers(group, RETENTION)
         if self.log is not None:
             self.log.delete(group.rows)
         self._remember(group.prompt_uid, how, closings)

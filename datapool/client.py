@@ -43,7 +43,7 @@ from stepwell.datapool.line import Line
 from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.outbox import PART_BYTES, Outbox, begin, call
 from stepwell.datapool.pool import outcomes_or_raise
-from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.selection import DryRun, Marks
 from stepwell.datapool.types import TRAIN, Group, Lease, Step
 
@@ -385,6 +385,14 @@ class DataPoolClient:
         """`DataPool.mark`."""
         result: Marks = await call(self._pool.mark, prompt_uid, trajectory_uid, channel, marks)
         return result
+
+    async def delete(self, trajectory_uid: str | None = None, tag: str | None = None) -> Deleted:
+        """`DataPool.delete` of all there is. Erased from the journal's files within seconds."""
+        await self._outbox.settled()
+        found = Deleted(more=True)
+        while found.more:
+            found += await call(self._pool.delete, trajectory_uid, tag)
+        return found
 
     async def advance_version(self, version: int, channel: str = TRAIN) -> None:
         """`DataPool.advance_version`."""

@@ -57,9 +57,10 @@ class ChannelConfig(_Section):
     """Bytes of step payloads kept in memory before `overflow` acts; null = unlimited."""
 
     overflow: Literal["drop_oldest", "block", "spill"] = "drop_oldest"
-    """What happens beyond `max_queue_size` or `max_bytes`: the oldest ready group is dropped; new
-    groups wait until something is leased (steps of groups already open never do); or payloads go
-    to disk, `max_bytes` only, for as long as they are over the limit."""
+    """What happens beyond `max_queue_size` or `max_bytes`: the oldest ready group is dropped (for
+    bytes, if none is ready, the oldest open one), and no producer ever waits; or new groups wait
+    until something is leased (steps of groups already open never do); or payloads go to disk,
+    `max_bytes` only, for as long as they are over the limit."""
 
     max_outstanding_groups: int | None = Field(default=None, ge=1)
     """Open + ready groups beyond which `open_group` waits: how far generation may run ahead of
@@ -84,6 +85,15 @@ class ChannelConfig(_Section):
     group_deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Seconds from a group's first sight until it is served with what is complete, or dropped if
     that is less than its `min_rollouts`. `open_group(deadline_s=…)` overrides it; null = never."""
+
+    group_idle_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """The same from a group's last step or new trajectory on: closes what its agent left open,
+    however long a live one takes. null = never."""
+
+    reward_wait_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Seconds that a ready group is held for rewards that come late (`set_reward`). Then it is
+    served without them, for the trainer's reward function to score; with the filter `scored` it is
+    dropped, as `unscored`. null = not held; with that filter, held without end."""
 
     lease_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Seconds a consumer may hold a lease before its groups are given to the next one, unless it
@@ -128,6 +138,11 @@ class PoolConfig(_Section):
     shards: int = Field(default=1, ge=1)
     """Actors that hold the groups, spread by prompt_uid. What bounds memory is of all of them
     together: each takes its part."""
+
+    retention_days: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Days after its first step or declaration that a group is dropped, as `retention`, whatever
+    became of it. What leaves the pool is erased from the journal's files within seconds, with or
+    without this. null = kept until it is consumed or dropped."""
 
     remembered_uids: int = Field(default=1_000_000, ge=0)
     """Uids of closed trajectories, groups and leases remembered (of each, per channel) so that a

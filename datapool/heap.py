@@ -7,22 +7,29 @@ is rebuilt; so every operation is O(log n) amortised and memory follows the live
 from __future__ import annotations
 
 import heapq
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 
-class KeyedHeap:
+class KeyedHeap(Generic[K]):
     """Keys ordered by a number, smallest first; equal numbers in the order they were set."""
 
     __slots__ = ("_heap", "_live", "_ticket")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, str]] = []
-        self._live: dict[str, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._live: dict[K, tuple[float, int]] = {}
         self._ticket = 0
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def set(self, key: str, value: float) -> None:
+    def __contains__(self, key: K) -> bool:
+        return key in self._live
+
+    def set(self, key: K, value: float) -> None:
         """Insert `key`, or move it to `value`."""
         held = self._live.get(key)
         if held is not None and held[0] == value:
@@ -32,12 +39,12 @@ class KeyedHeap:
         heapq.heappush(self._heap, (value, self._ticket, key))
         self._compact()
 
-    def discard(self, key: str) -> None:
+    def discard(self, key: K) -> None:
         """Withdraw `key`; unknown keys are fine."""
         if self._live.pop(key, None) is not None:
             self._compact()
 
-    def first(self) -> tuple[float, str] | None:
+    def first(self) -> tuple[float, K] | None:
         """The smallest (value, key), or None."""
         while self._heap:
             value, ticket, key = self._heap[0]
@@ -46,7 +53,7 @@ class KeyedHeap:
             heapq.heappop(self._heap)
         return None
 
-    def pop_until(self, limit: float) -> str | None:
+    def pop_until(self, limit: float) -> K | None:
         """Remove and return the first key whose value is <= `limit`, or None."""
         first = self.first()
         if first is None or first[0] > limit:

@@ -3,7 +3,8 @@
 Owns durability: what is written when, what an acknowledged change survives, what a full or broken
 disk looks like. Knows nothing of the pool's logic: a row is a kind, a head and a payload, all
 opaque. It keeps rows of *live* groups only; the pool deletes those of a group that has left, and
-their pages are used again::
+their pages are overwritten with zeros and used again. A deleted row is gone from the log, too, once
+that is emptied: within some seconds (`CHECKPOINT_S`)::
 
     append() ──► buffer ──► one transaction ──► pool.sqlite3-wal ──► pool.sqlite3
                   │  ▲        (flush, or all waiters of committed())    (checkpoint, inside SQLite)
@@ -845,8 +846,9 @@ class Journal:
         )
         try:
             db.execute("PRAGMA cache_size=-1000")
-            # Debian's SQLite overwrites deleted rows with zeros, which nobody needs here.
-            db.execute("PRAGMA secure_delete=OFF")
+            # What is deleted is somebody's text: it must not lie in free pages. Costs nothing that
+            # can be measured (7.5 µs a step written and deleted, with or without).
+            db.execute("PRAGMA secure_delete=ON")
             limit = CHECKPOINT_BYTES[self.durability]
             db.execute(f"PRAGMA wal_autocheckpoint={limit // PAGE_BYTES}")
             db.execute(f"PRAGMA journal_size_limit={2 * limit}")

@@ -52,7 +52,7 @@ class LeaseBook:
     """
 
     def __init__(self, remembered: int) -> None:
-        self.expiries = KeyedHeap()
+        self.expiries: KeyedHeap[str] = KeyedHeap()
         self.n_issued = 0
         self.log: Log | None = None
         """Where leases are written down."""

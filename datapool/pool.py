@@ -42,6 +42,7 @@ from stepwell.datapool.listing import (
 )
 from stepwell.datapool.payload import PackedLease, PackedStep, pack
 from stepwell.datapool.records import (
+    Deleted,
     GroupTerms,
     Log,
     Resumed,
@@ -50,6 +51,8 @@ from stepwell.datapool.records import (
 )
 from stepwell.datapool.selection import DryRun, Marks, dry_run
 from stepwell.datapool.types import MAX_REWARD, TRAIN, VAL, Lease, Step, is_reward
+
+DAY_S = 86_400.0
 
 
 class Credit(NamedTuple):
@@ -356,6 +359,27 @@ class DataPool:
             "them: what is to be marked"
         )
 
+    def delete(
+        self, trajectory_uid: str | None = None, tag: str | None = None, *, now: float
+    ) -> Deleted:
+        """Take the data of one trajectory, or all that is marked with `tag`, out of every channel:
+        each goes with its group, uncounted for training. What is unknown, or gone, is no error.
+
+        Raises:
+            InvalidRequestError: not exactly one of the two.
+        """
+        if (trajectory_uid is None) == (tag is None):
+            raise InvalidRequestError(
+                f"trajectory_uid is {trajectory_uid!r} and tag is {tag!r}; pass one of them: what "
+                "is to be deleted"
+            )
+        _check_uid("trajectory_uid" if tag is None else "tag", trajectory_uid or tag)
+        found = Deleted()
+        for name in self.channels:
+            if not found.more:
+                found += self._at(name, now).delete(trajectory_uid, tag)
+        return found
+
     def advance_version(self, version: int, channel: str = TRAIN, *, now: float) -> None:
         """Generation uses policy `version` from now on: gives credit for the groups of one version
         more (`max_ahead_versions`), and ages those that wait (`max_staleness`)."""
@@ -486,16 +510,17 @@ class DataPool:
     # -- time, end, statistics ---------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Do what is due by `now`: expire leases, then serve or drop groups past their deadline."""
+        """Do what is due by `now`: expire leases, then what the groups' timers say. If that is a
+        lot, some is left, and `next_deadline` is in the past."""
         while (lease := self.leases.expire(now)) is not None:
             self._give_back(lease, now)
         for name in self.channels:
-            self._at(name, now).expire_deadlines()
+            self._at(name, now).expire()
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do next, or None."""
-        heaps = (self.leases.expiries, *(c.deadlines for c in self.channels.values()))
-        return min((first[0] for heap in heaps if (first := heap.first())), default=None)
+        firsts = [self.leases.expiries.first(), *(c.timers.first() for c in self.channels.values())]
+        return min((first[0] for first in firsts if first is not None), default=None)
 
     def shutdown(self, channel: str | None = None, *, now: float) -> None:
         """No group is opened any more (None: in any channel). The rest still works, so that what
@@ -555,6 +580,7 @@ class DataPool:
             batch_size,
             more_may_come=source.more_may_come,
             stale={g.prompt_uid for g in source.ready_groups() if source.is_stale(g)},
+            unscored={g.prompt_uid for g in source.ready_groups() if source.awaits_rewards(g)},
         )
 
     # -- reading -----------------------------------------------------------------------------
@@ -650,8 +676,13 @@ class DataPool:
         channel = self.channels.get(name)
         if channel is None:
             _check_uid("channel", name)
+            days = self.config.retention_days
             channel = Channel(
-                name, self.config.channel(name), self.config.remembered_uids, self._notice
+                name,
+                self.config.channel(name),
+                self.config.remembered_uids,
+                self._notice,
+                None if days is None else days * DAY_S,
             )
             channel.log, channel.load = self.log, self._load
             channel.shut_down = self._shut_down

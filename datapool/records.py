@@ -67,6 +67,22 @@ class Resumed(NamedTuple):
         return unpack(list(map(PackedStep._make, self.packed)))
 
 
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What `delete` did."""
+
+    trajectories: tuple[str, ...] = ()
+    """Gone, with all of their groups."""
+    leased: tuple[str, ...] = ()
+    """Of groups that a consumer has: nobody else gets them, and they go at its ack or nack."""
+    more: bool = False
+    """Others are left: call it again."""
+
+    def __add__(self, later: Deleted) -> Deleted:
+        leased = dict.fromkeys(self.leased + later.leased)
+        return Deleted(self.trajectories + later.trajectories, tuple(leased), later.more)
+
+
 class GroupTerms(NamedTuple):
     """What `open_group` asked for; two declarations of one group agree if these are equal."""
 
@@ -186,9 +202,15 @@ class GroupRecord:
     delivery: int = 1
     n_asked: int = 0
     """n_rollouts of the fetch that it was leased to."""
+    reward_due: float | None = None
+    """When it is served without the rewards that it lacks; -inf: that time has come."""
+    retired: str | None = None
+    """Why it is dropped as soon as its consumer hands it back."""
     marks: Marks = UNMARKED
     is_marked: bool = False
     """It, or one of its trajectories, was marked."""
+    tags: frozenset[str] = frozenset()
+    """Of these marks."""
 
 
 class Remembered(Generic[V]):

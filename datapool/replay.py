@@ -139,6 +139,8 @@ class _Replay:
             "due": self._due,
             "reward": self._reward,
             "mark": self._mark,
+            "wait": self._wait,
+            "retire": self._retire,
             "lease": self._lease,
             "return": self._return,
         }
@@ -210,11 +212,16 @@ class _Replay:
 
     def _mark(self, _: LoggedRow, uid: str, trajectory_uid: str | None, marks: Marks) -> str:
         group = self._channel.prompt_groups[uid]
-        group.is_marked = True
-        if trajectory_uid is None:
-            group.marks = marks
-        else:
-            group.trajectories[trajectory_uid].marks = marks
+        record = None if trajectory_uid is None else group.trajectories[trajectory_uid]
+        self._channel.put_marks(group, record, marks)
+        return uid
+
+    def _wait(self, _: LoggedRow, uid: str, until: float) -> str:
+        self._channel.prompt_groups[uid].reward_due = until
+        return uid
+
+    def _retire(self, _: LoggedRow, uid: str, reason: str) -> str:
+        self._channel.prompt_groups[uid].retired = reason
         return uid
 
     def _lease(self, _: LoggedRow, uid: str, excluded: tuple[str, ...], n_asked: int) -> str:

@@ -869,11 +869,13 @@ def dry_run(
     *,
     more_may_come: bool = True,
     stale: Collection[str] = (),
+    unscored: Collection[str] = (),
 ) -> DryRun:
     """What a fetch of `batch_size` groups would do with these ready ones. Changes nothing.
 
     Args:
         stale: groups among them that the channel drops before it looks at anything else.
+        unscored: groups that the channel holds until their rewards come.
 
     Raises:
         InvalidRequestError: `batch_size` < 1.
@@ -887,6 +889,8 @@ def dry_run(
     servable: list[tuple[float, GroupInfo]] = []
     for info in sorted(infos, key=lambda i: i.sequence):
         verdict = Drop(STALE) if info.prompt_uid in stale else rules.judge(info)
+        if verdict is None and info.prompt_uid in unscored:
+            verdict = Hold(UNSCORED)
         if verdict is None:
             servable.append((rules.key(info), info))
         elif isinstance(verdict, Drop):

@@ -68,7 +68,7 @@ from stepwell.datapool.incarnation import Known, KnownPool
 from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.outbox import RESTART_S, call, received
 from stepwell.datapool.pool import Credit, check_lease_request
-from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.selection import DryRun, Marks
 from stepwell.datapool.shards import DOWN_S, find_shards, shard_of
 from stepwell.datapool.types import TRAIN, Lease, Step
@@ -673,6 +673,10 @@ class ShardedDataPoolClient(DataPoolClient):
             )
         home = self.shards[shard_of(prompt_uid, len(self.shards))]
         return await home.mark(prompt_uid, trajectory_uid, channel, **marks)
+
+    async def delete(self, trajectory_uid: str | None = None, tag: str | None = None) -> Deleted:
+        found = await self._all(lambda shard: shard.delete(trajectory_uid, tag))
+        return sum(found, Deleted())
 
     async def advance_version(self, version: int, channel: str = TRAIN) -> None:
         await self._all(lambda shard: shard.advance_version(version, channel))

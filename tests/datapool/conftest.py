@@ -19,6 +19,9 @@ CHANGES = {
     "complete_trajectory",
     "abort_trajectory",
     "drop_group",
+    "delete",
+    "set_reward",
+    "dry_run",
     "lease_batch",
     "fetch_batch",
     "ack",
@@ -43,6 +46,9 @@ class ClockedPool:
     def advance(self, seconds: float) -> None:
         self.now += seconds
         self.pool.tick(self.now)
+
+    def step(self, trajectory_uid: str, prompt_uid: str, index: int = 0, **fields: Any) -> Step:
+        return build_step(trajectory_uid, prompt_uid, index, **fields)
 
     def finish(self, prompt_uid: str, *trajectory_uids: str, **kwargs: Any) -> None:
         """One step and a completion for each trajectory."""

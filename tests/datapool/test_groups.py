@@ -311,7 +311,7 @@ def test_served_groups_leave_nothing_but_their_uids(pool, make_step):
     assert not channel.trajectory_index
     assert not channel.trajectory_complete
     assert not channel.prompt_groups
-    assert len(channel.deadlines._heap) < 100, "withdrawn deadlines are released"
+    assert len(channel.timers._heap) < 100, "withdrawn timers are released"
 
 
 def test_reasons_do_not_grow_without_bound(pool):

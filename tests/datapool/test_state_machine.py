@@ -24,6 +24,7 @@ from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.journal import Row
 from stepwell.datapool.payload import PackedLease, PackedStep, pack
+from stepwell.datapool.records import Deleted
 from stepwell.datapool.replay import restore
 
 PROMPTS = [f"p{i}" for i in range(8)]
@@ -53,6 +54,7 @@ class Rollout:
     outcome: float | None = None
     step_rewards: dict[int, float] = field(default_factory=dict)
     trainable: bool | None = None
+    tags: tuple[str, ...] = ()
 
     def step_reward(self, index: int) -> float | None:
         return self.step_rewards.get(index, self.steps[index].reward)
@@ -78,7 +80,11 @@ class Prompt:
     complete: list[str] = field(default_factory=list)
     reached: list[int] = field(default_factory=list)  # event at which it had 1, 2, … complete
     due: int | None = None
-    deadline: tuple[float, int] | None = None
+    timers: dict[str, tuple[float, int]] = field(default_factory=dict)
+    reward_due: float | None = None
+    waited: bool = False  # long enough for its rewards
+    retired: bool = False  # to be dropped when it is handed back
+    tags: tuple[str, ...] = ()
     frozen: bool = False
     delivery: int = 1
     oldest: int | None = None
@@ -89,8 +95,10 @@ class Prompt:
 class Model:
     """One channel, without any index."""
 
-    def __init__(self, config: ChannelConfig) -> None:
+    def __init__(self, config: ChannelConfig, retention_s: float | None) -> None:
         self.config = config
+        self.retention_s = retention_s
+        self.now = 0.0
         self.prompts: dict[str, Prompt] = {}
         self.rollouts: dict[str, Rollout] = {}
         self.events = 0
@@ -129,7 +137,31 @@ class Model:
         served = [self.rollouts[u] for u in g.complete if self.rollouts[u].trainable is not False]
         if g.trainable is False or not served:
             return True
-        return bool(self.config.selection.filters) and not all(r.is_scored() for r in served)
+        if all(r.is_scored() for r in served):
+            return False
+        waits = self.config.reward_wait_s is not None and not g.frozen and not g.waited
+        return waits or bool(self.config.selection.filters)
+
+    def awaits_rewards(self, g: Prompt) -> bool:
+        """Its marks let it be served, and it lacks rewards."""
+        served = [self.rollouts[u] for u in g.complete if self.rollouts[u].trainable is not False]
+        return (
+            self.config.reward_wait_s is not None
+            and self.key(g, None) is not None
+            and not (g.frozen or g.waited or g.trainable is False)
+            and bool(served)
+            and not all(r.is_scored() for r in served)
+        )
+
+    def watch(self) -> None:
+        """After every change: who waits for rewards, and until when."""
+        for g in self.prompts.values():
+            if not self.awaits_rewards(g):
+                g.timers.pop("reward", None)
+            elif "reward" not in g.timers:
+                if g.reward_due is None:
+                    g.reward_due = self.now + self.config.reward_wait_s
+                g.timers["reward"] = g.reward_due, self.event()
 
     def held(self) -> list[str]:
         return [p for p in self.ready() if self.is_refused(self.prompts[p])]
@@ -167,20 +199,34 @@ class Model:
         if g is None:
             if not self.has_credit():
                 return "PoolFullError"
-            g = self.prompts[p] = Prompt(self.event())
+            g = self.open(p)
         elif g.due is None:
             g.reached, g.withheld = [], False
         g.terms = (n, least, deadline_s)
         self.set_deadline(g, deadline_s, now)
+        self.touch(g)
         self.settle(p)
         return "accepted"
+
+    def open(self, p: str) -> Prompt:
+        g = self.prompts[p] = Prompt(self.event())
+        if self.retention_s is not None:
+            g.timers["retention"] = self.now + self.retention_s, self.event()
+        return g
+
+    def touch(self, g: Prompt) -> None:
+        if self.config.group_idle_s is not None and g.due is None:
+            self.set_timer(g, "idle", self.now + self.config.group_idle_s)
+
+    def set_timer(self, g: Prompt, name: str, at: float) -> None:
+        if name not in g.timers or g.timers[name][0] != at:
+            g.timers[name] = at, self.event()
 
     def set_deadline(self, g: Prompt, seconds: float | None, now: float) -> None:
         seconds = self.config.group_deadline_s if seconds is None else seconds
         if seconds is None or g.due is not None:
             return
-        if g.deadline is None or g.deadline[0] != now + seconds:
-            g.deadline = (now + seconds, self.event())
+        self.set_timer(g, "deadline", now + seconds)
 
     def find(self, uid: str, p: str, now: float, base: int | None = None) -> Rollout | str:
         r = self.rollouts.get(uid)
@@ -197,7 +243,7 @@ class Model:
             r.state, r.by = "aborted", "pool"
             return r
         if g is None:
-            g = self.prompts[p] = Prompt(self.event())
+            g = self.open(p)
             self.set_deadline(g, None, now)
         g.rollouts.append(uid)
         return r
@@ -209,6 +255,8 @@ class Model:
             return r
         if self.prompts[p].state in ("acked", "dropped") or r.state == "aborted":
             return "late"
+        if not known:
+            self.touch(self.prompts[p])
         return "duplicate" if known else "accepted"
 
     def submit(self, step: Step, base: int | None, now: float) -> str:
@@ -238,6 +286,7 @@ class Model:
         if not knows_base:
             return "UnknownBaseError"
         r.steps[i] = step
+        self.touch(self.prompts[r.prompt])
         if step.is_last:
             r.last = i
         if r.last is not None and all(k in r.steps for k in range(r.last + 1)):
@@ -324,16 +373,17 @@ class Model:
         g.withheld = False
         return "accepted"
 
-    def mark_group(self, p: str, trainable: bool | None) -> bool | str | None:
+    def mark_group(self, p: str, trainable: bool | None, tags: Any) -> bool | str | None:
         g = self.prompts.get(p)
         if g is None:
             return "UnknownGroupError"
         if g.state in ("acked", "dropped"):
             return "GroupClosedError"
         g.trainable, g.withheld = trainable, False
+        g.tags = g.tags if tags is None else tags
         return trainable
 
-    def mark_trajectory(self, uid: str, trainable: bool | None) -> bool | str | None:
+    def mark_trajectory(self, uid: str, trainable: bool | None, tags: Any) -> bool | str | None:
         r = self.rollouts.get(uid)
         if r is None:
             return "UnknownTrajectoryError"
@@ -341,7 +391,23 @@ class Model:
         if g.frozen or g.state in ("acked", "dropped"):
             return "TrajectoryClosedError"
         r.trainable, g.withheld = trainable, False
+        r.tags = r.tags if tags is None else tags
         return trainable
+
+    def delete(self, uid: str | None, tag: str | None) -> tuple[list[str], list[str]]:
+        """The trajectories that are gone, and those that a consumer has."""
+        gone: list[str] = []
+        leased: list[str] = []
+        for p, g in self.prompts.items():
+            of_group = [self.rollouts[u] for u in g.rollouts]
+            tagged = tag in g.tags or any(tag in r.tags for r in of_group)
+            if g.state == "leased" and (uid in g.rollouts or tagged):
+                leased += g.rollouts
+                g.retired = True
+            elif g.state == "open" and (uid in g.rollouts or tagged):
+                gone += g.rollouts
+                self.close(p, "dropped")
+        return gone, leased
 
     def advance_version(self, version: int) -> None:
         if self.first_version is None:
@@ -379,8 +445,13 @@ class Model:
     def make_due(self, g: Prompt) -> None:
         place = self.key(g, None)  # one that is ready already stays where it is
         g.due = self.event() if place is None else place
-        g.deadline, g.withheld = None, False
+        g.withheld = False
+        self.stop(g)
         self.trim()
+
+    def stop(self, g: Prompt) -> None:
+        """It is not open any more."""
+        g.timers = {k: v for k, v in g.timers.items() if k in ("retention", "reward")}
 
     def trim(self) -> None:
         limit = self.config.max_queue_size
@@ -431,31 +502,46 @@ class Model:
                     if r.state == "open" or (r.state == "complete" and r.trainable is False):
                         self.abort(r, "pool")
                 g.complete = [u for u in g.complete if self.rollouts[u].state == "complete"]
-            g.state, g.frozen, g.deadline = "leased", True, None
+            g.state, g.frozen = "leased", True
+            self.stop(g)
+            g.timers.pop("reward", None)
         return chosen
 
     def give_back(self, chosen: list[str]) -> None:
         for p in reversed(chosen):
             g = self.prompts[p]
+            if g.retired:
+                self.close(p, "dropped")
+                continue
             self.returns -= 1
             g.state, g.due, g.delivery = "open", self.returns, g.delivery + 1
             self.trim()
 
     def tick(self, now: float) -> None:
-        due = [(g.deadline, p) for p, g in self.prompts.items() if g.deadline and g.state == "open"]
-        for (at, _), p in sorted(due):
+        self.now = now
+        while (due := self.next_timer()) is not None and due[0][0] <= now:
+            _, name, p = due
             g = self.prompts[p]
-            if at > now or g.state != "open":
-                continue
-            g.deadline = None
-            if len(g.complete) >= (g.terms[1] if g.terms else 1):
+            del g.timers[name]
+            if name == "retention" and g.state == "leased":
+                g.retired = True
+            elif name == "retention" or (name == "reward" and self.config.selection.filters):
+                self.close(p, "dropped")
+            elif name == "reward":
+                g.waited = True
+            elif len(g.complete) >= (g.terms[1] if g.terms else 1):
                 self.make_due(g)
             else:
                 self.close(p, "dropped")
+            self.watch()
+
+    def next_timer(self) -> tuple[tuple[float, int], str, str] | None:
+        live = [(p, g) for p, g in self.prompts.items() if g.state in ("open", "leased")]
+        return min(((at, name, p) for p, g in live for name, at in g.timers.items()), default=None)
 
     def next_deadline(self) -> float | None:
-        times = [g.deadline[0] for g in self.prompts.values() if g.deadline and g.state == "open"]
-        return min(times, default=None)
+        first = self.next_timer()
+        return None if first is None else first[0][0]
 
 
 class MemoryLog:
@@ -507,12 +593,29 @@ class DataPoolMachine(RuleBasedStateMachine):
         staleness=st.sampled_from([None, None, 1, 2]),
         on_stale=st.sampled_from(["drop", "return"]),
         deadline=st.sampled_from([None, 15]),
+        idle=st.sampled_from([None, None, 9]),
+        # No two of them at the same time: their order then would depend on restarts.
+        reward_wait=st.sampled_from([None, None, 6.5]),
+        retention_days=st.sampled_from([None, None, 2**-11]),
         filters=st.sampled_from([(), (), ("scored",)]),
         memory=st.sampled_from([None, 1, 300]),
         begun=st.lists(ENDS, max_size=3),
     )
     def start(
-        self, memory, n, queue, outstanding, ahead, staleness, deadline, filters, begun, **kwargs
+        self,
+        memory,
+        n,
+        queue,
+        outstanding,
+        ahead,
+        staleness,
+        deadline,
+        idle,
+        reward_wait,
+        retention_days,
+        filters,
+        begun,
+        **kwargs,
     ):
         self.config = ChannelConfig(
             n_rollouts=n,
@@ -522,15 +625,20 @@ class DataPoolMachine(RuleBasedStateMachine):
             groups_per_version=2,
             max_staleness=staleness,
             group_deadline_s=deadline,
+            group_idle_s=idle,
+            reward_wait_s=reward_wait,
             lease_s=10,
             selection=SelectionConfig(filters=filters),
             **kwargs,
         )
-        self.pool_config = PoolConfig(default=self.config, memory_limit_bytes=memory)
+        self.pool_config = PoolConfig(
+            default=self.config, memory_limit_bytes=memory, retention_days=retention_days
+        )
         self.log = MemoryLog()
         self.pool = DataPool(self.pool_config)
         self.pool.attach(self.log, self.log.read)
-        self.models = {name: Model(self.config) for name in CHANNELS}
+        retention_s = None if retention_days is None else retention_days * 86_400
+        self.models = {name: Model(self.config, retention_s) for name in CHANNELS}
         self.now = 0.0
         self.leases: dict[str, Held] = {}
         self.calls: list[tuple[str, tuple[Any, ...], float, Any]] = []
@@ -686,17 +794,28 @@ class DataPoolMachine(RuleBasedStateMachine):
         which=WHICH,
         whole=st.booleans(),
         trainable=st.sampled_from([False, False, True, None]),
+        tags=st.sampled_from([None, (), ("x",)]),
     )
-    def mark(self, channel, which, whole, trainable):
-        marks = {"trainable": trainable}
+    def mark(self, channel, which, whole, trainable, tags=None):
+        marks = {"trainable": trainable} | ({} if tags is None else {"tags": tags})
         if whole:
             p = self.group(channel, which)
             answer = self.call("mark", p, None, channel, marks)
-            assert answer == self.models[channel].mark_group(p, trainable)
+            assert answer == self.models[channel].mark_group(p, trainable, tags)
         else:
             uid = self.rollout(channel, which)
             answer = self.call("mark", None, uid, channel, marks)
-            assert answer == self.models[channel].mark_trajectory(uid, trainable)
+            assert answer == self.models[channel].mark_trajectory(uid, trainable, tags)
+
+    @rule(channel=ANY_CHANNEL, which=WHICH, tag=st.sampled_from([None, None, "x"]))
+    def delete(self, channel, which, tag):
+        uid = None if tag else self.rollout(channel, which)
+        answer = Deleted(more=True)
+        while answer.more:
+            answer += self.call("delete", uid, tag)
+        found = [model.delete(uid, tag) for model in self.models.values()]
+        assert sorted(answer.trajectories) == sorted(u for gone, _ in found for u in gone)
+        assert sorted(answer.leased) == sorted({u for _, leased in found for u in leased})
 
     @rule(channel=ANY_CHANNEL, version=st.integers(0, 4))
     def advance_version(self, channel, version):
@@ -809,6 +928,8 @@ class DataPoolMachine(RuleBasedStateMachine):
     def tick(self, seconds):
         self.now += seconds
         self.call("tick")
+        while (due := self.pool.next_deadline()) is not None and due <= self.now:
+            self.call("tick")  # the rest of much
         held = [v for v in self.leases.values() if v.state == "held"]
         for lease in sorted(held, key=lambda v: v.expires):
             if lease.expires[0] <= self.now:
@@ -836,6 +957,8 @@ class DataPoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self):
+        for model in self.models.values():
+            model.watch()
         for name in CHANNELS:
             stats = self.pool.get_statistics(name, now=self.now)
             g, t, s = stats["groups"], stats["trajectories"], stats["steps"]
@@ -898,7 +1021,8 @@ class DataPoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.restart()
-        again = DataPool(PoolConfig(default=self.config))
+        days = self.pool_config.retention_days
+        again = DataPool(PoolConfig(default=self.config, retention_days=days))
         for name, args, now, answer in self.calls:
             assert replay(again, name, args, now) == answer
         assert_same(again, self.pool, self.now)

@@ -1,0 +1,166 @@
+"""What a channel of live traffic does: waits for late rewards, never for room, and closes what its
+agents leave open."""
+
+from __future__ import annotations
+
+import pytest
+
+from stepwell.datapool import ChannelConfig, PoolFullError
+from stepwell.datapool.config import SelectionConfig
+
+# -- late rewards ----------------------------------------------------------------------------------
+
+
+def uids(lease):
+    return [] if lease is None else [g.prompt_uid for g in lease.groups]
+
+
+def test_a_group_waits_for_its_reward_and_is_served_with_it(make_pool):
+    pool = make_pool(reward_wait_s=60)
+    pool.finish("p", "t")
+    assert pool.lease_batch() is None
+    assert pool.stats()["groups"]["held"] == 1
+    assert pool.set_reward("t", 0.5) == "accepted"
+    assert pool.lease_batch().groups[0].trajectories[0].reward == 0.5
+
+
+def test_a_group_whose_rewards_are_there_does_not_wait(make_pool):
+    pool = make_pool(reward_wait_s=60)
+    pool.submit_step(pool.step("t", "p"))
+    pool.complete_trajectory("t", 1.0)
+    assert uids(pool.lease_batch()) == ["p"]
+
+
+def test_after_the_wait_a_group_is_served_without_its_reward(make_pool):
+    pool = make_pool(reward_wait_s=60)
+    pool.finish("p", "t")
+    pool.advance(59)
+    assert pool.lease_batch() is None
+    assert pool.pool.next_deadline() == pool.now + 1
+    pool.advance(1)
+    assert pool.lease_batch().groups[0].trajectories[0].reward is None
+
+
+def test_after_the_wait_a_group_is_dropped_where_only_scored_ones_are_served(make_pool):
+    pool = make_pool(reward_wait_s=60, selection=SelectionConfig(filters=("scored",)))
+    pool.finish("p", "t")
+    pool.advance(60)
+    assert pool.stats()["groups"]["drop_reasons"] == {"unscored": 1}
+
+
+def test_a_reward_after_the_lease_is_late_and_counted_and_changes_nothing(make_pool):
+    pool = make_pool(reward_wait_s=60)
+    pool.finish("p", "t")
+    pool.advance(60)
+    lease = pool.lease_batch()
+    assert pool.set_reward("t", 1.0) == "late"
+    assert pool.stats()["trajectories"]["late"] == 1
+    pool.nack(lease.lease_id)
+    assert pool.lease_batch().groups[0].trajectories[0].reward is None, "a redelivery is the same"
+    pool.ack(f"lease-{2}")
+    assert pool.set_reward("t", 1.0) == "late"
+    assert pool.stats()["trajectories"]["late"] == 2
+
+
+def test_a_group_handed_back_does_not_wait_again(make_pool):
+    pool = make_pool(reward_wait_s=60)
+    pool.finish("p", "t")
+    pool.advance(60)
+    pool.nack(pool.lease_batch().lease_id)
+    assert uids(pool.lease_batch()) == ["p"]
+
+
+def test_a_group_that_waits_for_rewards_blocks_no_other(make_pool):
+    pool = make_pool(reward_wait_s=60)
+    pool.finish("p", "t")
+    pool.submit_step(pool.step("u", "q"))
+    pool.complete_trajectory("u", 1.0)
+    assert uids(pool.lease_batch()) == ["q"]
+
+
+def test_a_dry_run_says_who_waits_for_rewards(make_pool):
+    pool = make_pool(reward_wait_s=60)
+    pool.finish("p", "t")
+    assert pool.dry_run().counts == {"hold": {"unscored": 1}}
+
+
+# -- room ------------------------------------------------------------------------------------------
+
+
+def conserved(stats):
+    groups = stats["groups"]
+    kept = sum(groups[state] for state in ("open", "ready", "leased", "acked", "dropped"))
+    return groups["submitted"] == kept and groups["dropped"] == sum(groups["drop_reasons"].values())
+
+
+@pytest.mark.parametrize("limits", [{"max_queue_size": 2}, {"max_bytes": 400}], ids=str)
+def test_a_channel_that_drops_the_oldest_makes_no_producer_wait(make_pool, limits):
+    pool = make_pool(overflow="drop_oldest", **limits)
+    for i in range(20):
+        pool.open_group(f"g{i}", 1)
+        pool.open_trajectory(f"g{i}/t", f"g{i}")
+        pool.finish(f"g{i}", f"g{i}/t")
+        pool.finish(f"s{i}", f"s{i}/t")
+        pool.submit_step(pool.step(f"o{i}/t", f"o{i}"))
+    stats = pool.stats()
+    assert conserved(stats)
+    assert set(stats["groups"]["drop_reasons"]) == set(limits)
+
+
+def test_bytes_of_open_groups_are_bounded_too_and_the_oldest_goes_first(make_pool):
+    pool = make_pool(max_bytes=300)
+    for i in range(10):
+        assert pool.submit_step(pool.step(f"t{i}", f"p{i}")) == "accepted"
+    stats = pool.stats()
+    assert stats["memory_bytes"] <= 300
+    assert stats["groups"]["drop_reasons"] == {"max_bytes": 10 - stats["groups"]["open"]}
+    assert pool.submit_step(pool.step("t0", "p0", 1)) == "late"
+    assert pool.submit_step(pool.step("t9", "p9", 1)) == "accepted"
+
+
+def test_a_group_alone_may_hold_more_than_the_limit(make_pool):
+    pool = make_pool(max_bytes=1)
+    for i in range(3):
+        assert pool.submit_step(pool.step("t", "p", i)) == "accepted"
+
+
+def test_admission_waits_for_credit_where_a_channel_asks_for_it(make_pool):
+    """`max_outstanding_groups` is the brake of a producer of ours; a live channel has none."""
+    pool = make_pool(overflow="drop_oldest", max_outstanding_groups=1)
+    pool.open_group("p", 1)
+    with pytest.raises(PoolFullError, match="max_outstanding_groups=1"):
+        pool.open_group("q", 1)
+    assert pool.submit_step(pool.step("t", "r")) == "accepted", "traffic itself never waits"
+    assert ChannelConfig().max_outstanding_groups is None
+
+
+# -- what agents leave open ------------------------------------------------------------------------
+
+
+def test_a_trajectory_without_a_step_for_long_is_closed(make_pool):
+    pool = make_pool(group_idle_s=60)
+    pool.submit_step(pool.step("t", "p"))
+    pool.advance(50)
+    pool.submit_step(pool.step("t", "p", 1))
+    pool.advance(50)
+    assert pool.stats()["groups"]["open"] == 1, "its last step is 50 s old"
+    pool.advance(10)
+    assert pool.stats()["groups"]["drop_reasons"] == {"idle": 1}
+    assert pool.stats()["trajectories"]["abort_reasons"] == {"group_dropped": 1}
+    assert pool.submit_step(pool.step("t", "p", 2)) == "late"
+
+
+def test_an_idle_group_is_served_with_what_is_complete(make_pool):
+    pool = make_pool(group_idle_s=60)
+    pool.open_group("p", 2)
+    pool.finish("p", "a")
+    pool.submit_step(pool.step("b", "p"))
+    pool.advance(60)
+    assert [t.trajectory_uid for t in pool.lease_batch().groups[0].trajectories] == ["a"]
+
+
+def test_a_declared_group_that_nobody_starts_is_closed(make_pool):
+    pool = make_pool(group_idle_s=60)
+    pool.open_group("p", 2)
+    pool.advance(60)
+    assert pool.stats()["groups"]["drop_reasons"] == {"idle": 1}
