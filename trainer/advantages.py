@@ -2,7 +2,8 @@
 
     step rewards ──► returns G, one per unit of credit ──► minus a baseline ──► over the batch ──► A
                      trajectory: Σ r, all its tokens        of the group,        whitening,
-                     step, token: discounted sum to go      greedy, critic       GPG's α
+                     step, token: discounted sum to go      greedy, critic,      GPG's α
+                                                            running
 
 The trajectory is the unit by default: its reward is the sum of its step rewards, and its one
 advantage holds for every token of every step. With finer credit a step (or token) has a return of
@@ -24,9 +25,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,9 @@ EPSILON = 1e-6
 """Added to GRPO's std, as verl does."""
 WHITEN_EPSILON = 1e-8
 """Added to the variance that whitening divides by, as verl does."""
+BASELINE_WINDOW = 256
+"""Trajectories that a running baseline remembers: the plain mean up to here, then each new reward
+counts 1/256, so that the baseline follows the policy."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -226,14 +230,15 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "reinforce_plus_plus_baseline": Estimator(dr_grpo, whiten),
     }
 )
-"""All but `gae`, whose baseline is a critic and not the group."""
+"""All but `gae` and `reinforce_running`, whose baseline is not the group."""
 
 
 def estimator(name: str) -> Estimator:
     """The estimator registered under `name`."""
     if name not in ESTIMATORS:
         raise UnknownNameError(
-            f"algorithm.adv_estimator is {name!r}; choose one of {', '.join(ESTIMATORS)}, gae"
+            f"algorithm.adv_estimator is {name!r}; choose one of {', '.join(ESTIMATORS)}, "
+            "reinforce_running, gae"
         )
     return ESTIMATORS[name]
 
@@ -267,6 +272,64 @@ def to_go(x: Array, trajectory: Index, discount: float) -> Array:
     return np.asarray(columns[place, trajectory])
 
 
+class RunningBaseline(NamedTuple):
+    """Rewards of one data source lately."""
+
+    n: int = 0
+    """Trajectories, at most `BASELINE_WINDOW`."""
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def followed_by(self, rewards: Array) -> RunningBaseline:
+        """With these too, in order: m' = m + (R - m)/n, v' = v + ((R - m)(R - m') - v)/n."""
+        n, mean, variance = self
+        for reward in map(float, rewards):
+            n = min(n + 1, BASELINE_WINDOW)
+            before, mean = mean, mean + (reward - mean) / n
+            variance += ((reward - before) * (reward - mean) - variance) / n
+        return RunningBaseline(n, mean, variance)
+
+
+Baselines: TypeAlias = Mapping[str, RunningBaseline]
+"""By data source; "" where tasks name none, as traffic."""
+
+
+def reinforce_running(
+    b: Batch, trajectory: Index, sources: Sequence[str], known: Baselines, *, scaled: bool = True
+) -> tuple[Array, dict[str, RunningBaseline]]:
+    """(A, the baselines that the next batch has): for groups of one, of which no other rollout
+    tells what reward was to be expected.
+
+        A = (G - m) / √(s² + 1e-8)        s² = max(mean of (G - m)², mean of v), over tokens
+
+    m and v are mean and variance of the source's rewards before this batch; of a source that is
+    new, m is its mean in this batch and v 0. Divided, not centred again: the mean of a batch of one
+    source would cancel m. With s² no less than v, a batch whose rewards are all alike, and near m,
+    is not blown up to size 1.
+
+    Source: REINFORCE with a running baseline (Williams 1992, reinforcement comparison), scaled over
+    the batch as in REINFORCE++, arXiv:2501.03262.
+
+    Args:
+        b: of which `values` are returns.
+        trajectory: of each unit, [U].
+        sources: of each trajectory, [N].
+    """
+    means, variances = np.zeros(len(b.rewards)), np.zeros(len(b.rewards))
+    following = dict(known)
+    for source in dict.fromkeys(sources):
+        own = np.array([s == source for s in sources])
+        rewards = b.rewards[own]
+        before = known.get(source, RunningBaseline(0, float(rewards.mean())))
+        means[own], variances[own] = before.mean, before.variance
+        following[source] = known.get(source, RunningBaseline()).followed_by(rewards)
+    advantages = b.values - means[trajectory]
+    if not scaled:
+        return advantages, following
+    square = max((b.tokens * x).sum() for x in (advantages**2, variances[trajectory]))
+    return advantages / math.sqrt(square / b.tokens.sum() + WHITEN_EPSILON), following
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Advantages:
     """Columns of a batch, in the order of `[s for g in groups for s in g.steps]`."""
@@ -276,7 +339,10 @@ class Advantages:
     where nothing is (all but a step's first token with credit "step")."""
     metrics: dict[str, float]
     """`advantage/mean|std` over tokens, `advantage/no_signal_groups`: the share of groups whose
-    advantages are all 0 before anything is done over the batch."""
+    advantages are all 0 before anything is done over the batch; `advantage/baseline`: the mean of
+    running baselines."""
+    baselines: Baselines = field(default_factory=dict)
+    """For the next batch (`reinforce_running`)."""
 
 
 def compute_advantages(
@@ -285,6 +351,7 @@ def compute_advantages(
     *,
     token_rewards: Tensor | None = None,
     values: Tensor | None = None,
+    baselines: Baselines = MappingProxyType({}),
 ) -> Advantages:
     """The advantage of every response token.
 
@@ -292,6 +359,7 @@ def compute_advantages(
         groups: what is trained; with `remax` as `baselined` returns them.
         token_rewards: [T], added to the rewards at their tokens, e.g. -β KL.
         values: [T], the critic's value of the state before each response token (`gae`).
+        baselines: as the batch before returned them (`reinforce_running`).
 
     Raises:
         RewardError: a trajectory has no reward. Missing is not zero, so it cannot be trained on;
@@ -309,6 +377,7 @@ def compute_advantages(
     rewards = np.add.reduceat(earned, starts)
     metrics: dict[str, float] = {}
 
+    totals = np.bincount(layout.trajectory, earned).astype(np.float64)
     columns: dict[str, Tensor] = {}
     over_batch: OverBatch | None
     if config.adv_estimator == "gae":
@@ -320,6 +389,14 @@ def compute_advantages(
         returns[torch.from_numpy(starts)] = torch.from_numpy(targets).float()
         columns["returns"] = returns
         over_batch = whiten
+    elif config.adv_estimator == "reinforce_running":
+        sources = [_source(group) for group in groups for _ in group.trajectories]
+        batch = Batch(to_go(rewards, trajectory, config.gamma), tokens, totals)
+        units, baselines = reinforce_running(
+            batch, trajectory, sources, baselines, scaled=config.whiten
+        )
+        metrics["advantage/baseline"] = sum(baselines[s].mean for s in sources) / len(sources)
+        over_batch = None
     else:
         chosen = estimator(config.adv_estimator)
         over_batch = chosen.over_batch
@@ -337,14 +414,17 @@ def compute_advantages(
             silent += not units[own].any()
         metrics["advantage/no_signal_groups"] = silent / len(groups)
     if over_batch is not None and (config.whiten or over_batch is not whiten):
-        totals = np.bincount(layout.trajectory, earned).astype(np.float64)
         units = over_batch(Batch(units, tokens, totals))
 
     per_token = torch.from_numpy(np.repeat(units, lengths)).float()
     metrics["advantage/mean"] = float(per_token.mean())
     metrics["advantage/std"] = float(per_token.std(correction=0))
     columns["advantages"] = per_token
-    return Advantages(columns, metrics)
+    return Advantages(columns, metrics, baselines)
+
+
+def _source(group: Group) -> str:
+    return str((group.metadata.get("task") or {}).get("data_source") or "")
 
 
 def baselined(groups: Sequence[Group], config: AdvantageConfig) -> list[Group]:

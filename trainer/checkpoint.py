@@ -39,7 +39,7 @@ from stepwell.trainer.errors import CheckpointError
 
 Resume: TypeAlias = Literal["auto", "never"] | int | Path
 
-FORMAT = 2
+FORMAT = 3
 """Of a checkpoint, and of the scores and the ledger beside it. Raised with every change that those
 of before would not survive; they are refused."""
 

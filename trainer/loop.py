@@ -230,7 +230,9 @@ class Trainer:
             self._algorithm,
             token_rewards=token_rewards,
             values=columns.get("values"),
+            baselines=self.progress.baselines,
         )
+        self.progress.baselines = advantages.baselines
         columns |= advantages.columns
         metrics |= advantages.metrics
         correction = correct(

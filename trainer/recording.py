@@ -19,7 +19,7 @@ from stepwell.datapool.types import Group
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.progress import Progress
 
-FORMAT = 2
+FORMAT = 3
 """Raised with every change that a recording of before would not survive; that one is refused."""
 
 _FIELD = "{rollout_id}"

@@ -538,3 +538,67 @@ def test_a_trajectory_without_steps_is_an_error_that_names_it() -> None:
     group = Group("p", (trajectory("t0", 1.0), Trajectory("t1", "p", ())))
     with pytest.raises(RewardError, match="'t1' of prompt 'p' has no steps"):
         compute_advantages([group], AdvantageConfig())
+
+
+# --- singles with a running baseline --------------------------------------------------------------
+
+
+def singles(*rewards: float, source: str = "", tokens: int = 1) -> list[Group]:
+    """Groups of one trajectory, as traffic has them."""
+    return [
+        Group(
+            f"{source}{i}",
+            (trajectory(f"{source}{i}", r, prompt_uid=f"{source}{i}", tokens=[tokens]),),
+            metadata={"task": {"data_source": source}} if source else {},
+        )
+        for i, r in enumerate(rewards)
+    ]
+
+
+RUNNING = AdvantageConfig(adv_estimator="reinforce_running")
+
+
+def test_singles_get_their_reward_minus_the_running_mean_over_the_batchs_spread() -> None:
+    """By hand. Batch 1, rewards 1 0 1 0: a new source, so m = 0.5, s² = 0.25: ±1. Then m = 0.5,
+    v = 0.25, n = 4. Batch 2, rewards 1 1: A = 0.5, mean A² = 0.25, v = 0.25, s = 0.5: 1 each.
+    Then m = 0.6, n = 5, v = 0.24; m = 2/3, n = 6, v = 2/9."""
+    first = compute_advantages(singles(1, 0, 1, 0), RUNNING)
+    assert first.columns["advantages"].tolist() == pytest.approx([1, -1, 1, -1], abs=1e-6)
+    assert first.baselines[""] == pytest.approx((4, 0.5, 0.25))
+    second = compute_advantages(singles(1, 1), RUNNING, baselines=first.baselines)
+    assert second.columns["advantages"].tolist() == pytest.approx([1, 1], abs=1e-6)
+    assert second.baselines[""] == pytest.approx((6, 2 / 3, 2 / 9))
+    assert second.metrics["advantage/baseline"] == pytest.approx(2 / 3)
+
+
+def test_a_batch_of_equal_rewards_near_the_running_mean_is_not_blown_up() -> None:
+    """m = 0.99, v = 0.0099: A = 0.01 / 0.0995."""
+    known = compute_advantages(singles(*[1.0] * 99, 0.0), RUNNING).baselines
+    result = compute_advantages(singles(1, 1), RUNNING, baselines=known)
+    assert result.columns["advantages"].tolist() == pytest.approx([0.1005] * 2, abs=1e-4)
+    new = compute_advantages(singles(1, 1), RUNNING)
+    assert new.columns["advantages"].tolist() == [0, 0], "a new source with equal rewards"
+
+
+def test_each_data_source_has_a_baseline_of_its_own() -> None:
+    """Rewards 10 and 12 of one, 0 and 2 of the other: ±1 about each mean, s = 1."""
+    groups = singles(10, 12, source="easy") + singles(0, 2, source="hard")
+    result = compute_advantages(groups, RUNNING)
+    assert result.columns["advantages"].tolist() == pytest.approx([-1, 1, -1, 1])
+    assert [b.mean for b in result.baselines.values()] == [11, 1]
+
+
+def test_the_spread_counts_tokens_as_whitening_does() -> None:
+    """Rewards 1 0 0 on 3, 1 and 1 tokens: m = 1/3, A = 2/3, -1/3, -1/3, s² = (3·4/9 + 2·1/9)/5."""
+    groups = singles(1, tokens=3) + singles(0, 0)
+    result = compute_advantages(groups, RUNNING).columns["advantages"]
+    scale = math.sqrt(14 / 45)
+    expected = [2 / 3 / scale] * 3 + [-1 / 3 / scale] * 2
+    assert result.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_running_baseline_follows_the_policy() -> None:
+    known = compute_advantages(singles(*[0.0] * 400), RUNNING).baselines
+    later = compute_advantages(singles(*[1.0] * 256), RUNNING, baselines=known).baselines
+    assert known[""].n == later[""].n == 256
+    assert later[""].mean == pytest.approx(1 - (255 / 256) ** 256)

@@ -23,6 +23,7 @@ AdvantageName: TypeAlias = Literal[
     "remax",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "reinforce_running",
     "gae",
 ]
 Credit: TypeAlias = Literal["trajectory", "step", "token"]
@@ -33,7 +34,8 @@ class AdvantageConfig(Section):
 
     adv_estimator: AdvantageName = "grpo"
     """The estimator, by verl's name. `gae` trains a critic (`algorithm.critic`); `remax` runs one
-    greedy rollout more per prompt as the baseline, which is not trained."""
+    greedy rollout more per prompt as the baseline, which is not trained; `reinforce_running` is for
+    groups of one, as traffic has them: its baseline is the mean reward of late."""
     credit: Credit | None = None
     """What gets one advantage. `trajectory`: its step rewards are summed and all its tokens share
     one. `step`: each step gets its discounted return-to-go (process rewards); `token`: each token,
@@ -45,7 +47,7 @@ class AdvantageConfig(Section):
     """GAE's λ: 1 = Monte Carlo return - value, 0 = one-step TD error."""
     whiten: bool = True
     """Scale the batch's advantages to mean 0 and variance 1 over tokens, where the estimator says
-    so: reinforce_plus_plus, reinforce_plus_plus_baseline, gae."""
+    so: reinforce_plus_plus, reinforce_plus_plus_baseline, gae. `reinforce_running` divides only."""
 
     @model_validator(mode="after")
     def _fits(self) -> AdvantageConfig:
