@@ -199,16 +199,23 @@ def read(path: Path | str) -> Iterator[ExportedTrajectory]:
         OSError: the file cannot be read.
     """
     path = Path(path)
+    read_rows = _read_parquet if format_of_content(path) == "parquet" else _read_jsonl
+    return assemble(path, read_rows(path))
+
+
+def format_of_content(path: Path) -> ExportFormat:
+    """
+    Raises:
+        ExportError: the file is of neither format.
+    """
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"PAR1":
-        rows = _read_parquet(path)
-    elif start[:1] == b"{" or (not start and path.suffix == ".jsonl"):
-        rows = _read_jsonl(path)
-    else:
-        what = f"it starts with {start!r}" if start else "it is empty"
-        raise ExportError(f"{path} is neither Parquet nor JSONL: {what}; pass an exported file")
-    return assemble(path, rows)
+        return "parquet"
+    if start[:1] == b"{" or (not start and path.suffix == ".jsonl"):
+        return "jsonl"
+    what = f"it starts with {start!r}" if start else "it is empty"
+    raise ExportError(f"{path} is neither Parquet nor JSONL: {what}; pass an exported file")
 
 
 # ---------------------------------------------------------------------------- writing

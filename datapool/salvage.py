@@ -108,6 +108,15 @@ def salvage(path: Path) -> list[Salvaged]:
         JournalLockedError: a live process uses it.
         JournalError: there is no journal, another version wrote it, or nothing can be written.
     """
+    return [_salvage(folder) for folder in journals_in(path)]
+
+
+def journals_in(path: Path) -> list[Path]:
+    """Folders with a journal each: `path` itself, a run's pool, or the shards of one.
+
+    Raises:
+        JournalError: there is none.
+    """
     path = path.absolute()
     if (path / "pool").is_dir():
         path /= "pool"
@@ -115,7 +124,7 @@ def salvage(path: Path) -> list[Salvaged]:
     folders = [p for p in shards or [path] if _names(p)]
     if not folders:
         raise JournalError(f"{path} holds no journal; give the pool's folder, e.g. runs/NAME/pool")
-    return [_salvage(folder) for folder in folders]
+    return folders
 
 
 def _names(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from stepwell.datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
 from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
 from stepwell.datapool.listing import Page, TrajectoryRow
-from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import Lease, Step
 from stepwell.gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError
 
@@ -72,6 +72,10 @@ class PoolPort(Protocol):
         step_index: int | None = None,
         channel: str = "train",
     ) -> SubmitOutcome: ...
+
+    async def delete(
+        self, trajectory_uid: str | None = None, tag: str | None = None
+    ) -> Deleted: ...
 
     async def drop_group(self, prompt_uid: str, reason: str, channel: str = "train") -> None: ...
 

@@ -241,6 +241,11 @@ class ChatRenderer:
             _, old = self._cache.popitem(last=False)
             self._cached_tokens -= len(old)
 
+    def forget(self) -> None:
+        """All whole prompts: they are somebody's text."""
+        self._cache.clear()
+        self._cached_tokens = 0
+
     def _render(
         self,
         messages: Sequence[Message],

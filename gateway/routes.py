@@ -27,7 +27,12 @@ from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import PATHS, error_response
 from stepwell.gateway.dialects.response_items import StoredResponse
-from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryConflictError
+from stepwell.gateway.errors import (
+    GatewayError,
+    PermissionDeniedError,
+    RequestError,
+    TrajectoryConflictError,
+)
 from stepwell.gateway.paths import Uid, quoted, uid_of
 from stepwell.gateway.pool_port import ask
 from stepwell.gateway.rewards import compute_reward
@@ -164,6 +169,25 @@ async def abort_trajectory(
     trajectory = services_of(request).trajectories.find(trajectory_uid, prompt_uid)
     outcome = await trajectory.abort(body.reason, will_retry=body.will_retry)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
+
+
+@router.delete("/v1/trajectories/{trajectory_uid}")
+async def delete_trajectory(request: Request, trajectory_uid: Uid) -> Response:
+    """Forget what this gateway has of it, and delete it from the pool with its group."""
+    services = services_of(request)
+    principal = request.state.principal
+    named = principal.trajectory
+    if named[0] != trajectory_uid if named is not None else principal.access != "admin":
+        raise PermissionDeniedError(
+            "this API key does not delete this trajectory; use an admin key "
+            "(gateway.admin_keys), or the trajectory's own"
+        )
+    if (trajectory := services.trajectories.known(trajectory_uid)) is not None:
+        trajectory.forget()
+    services.responses.forget(trajectory_uid)
+    services.calls.renderer.forget()
+    deleted = await ask(services.pool.delete(trajectory_uid), services.config.pool_timeout_s)
+    return OrjsonResponse({"deleted": deleted.trajectories, "leased": deleted.leased})
 
 
 # -- LLM calls -------------------------------------------------------------------------------

@@ -252,6 +252,10 @@ class LiveTrajectory:
             ),
         )
 
+    def forget(self) -> None:
+        """Its data is being deleted: calls in flight end, later ones answer 410."""
+        self._close("deleted")
+
     def note_steps(self, highest_index: int) -> None:
         """Steps were submitted from outside (white-box); later commits go behind them."""
         self.steps = max(self.steps, highest_index + 1)

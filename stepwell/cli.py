@@ -11,6 +11,7 @@ line.
                      --keys PATTERN                      list keys with type, default and meaning
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
     stepwell data salvage PATH                           a usable journal of a damaged one
+    stepwell data delete  RUN --trajectory UID | --tag T delete it from journal and exported files
     stepwell backends                                    list training backends and engines
 
 Exit codes: 0 done; 1 a run failed; 2 the command line or the configuration is wrong;
@@ -129,6 +130,16 @@ def _parser() -> argparse.ArgumentParser:
     salvage = actions.add_parser("salvage", help=text, description=text)
     salvage.add_argument("path", metavar="PATH", type=Path, help="e.g. runs/me, or its pool folder")
     salvage.set_defaults(run=_salvage)
+    text = "delete a trajectory, or all with a tag, from a run's pool and from exported files"
+    delete = actions.add_parser("delete", help=text, description=text)
+    delete.add_argument("run_dir", metavar="RUN", type=Path, help="the run's folder, alive or not")
+    what = delete.add_mutually_exclusive_group(required=True)
+    what.add_argument("--trajectory", metavar="UID", help="goes with its group")
+    what.add_argument("--tag", metavar="TAG", help="as `mark` set it")
+    delete.add_argument(
+        "--exports", nargs="+", default=[], type=Path, metavar="PATH", help="Parquet or JSONL files"
+    )
+    delete.set_defaults(run=_delete)
     return parser
 
 
@@ -229,6 +240,14 @@ def _salvage(args: argparse.Namespace) -> int:
 
     for report in salvage(journal_folder(args.path)):
         print(report.text())
+    return 0
+
+
+def _delete(args: argparse.Namespace) -> int:
+    from stepwell.deletion import delete
+
+    for line in asyncio.run(delete(args.run_dir, args.trajectory, args.tag, args.exports)):
+        print(line)
     return 0
 
 

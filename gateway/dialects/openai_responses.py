@@ -319,6 +319,10 @@ class OpenAIResponses:
         self._store.delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
+    def forget(self, trajectory_uid: str) -> None:
+        """Forget the answers of a trajectory."""
+        self._store.forget(trajectory_uid)
+
     def _finished(
         self, exchange: Exchange, answer: Answer, reply: Reply
     ) -> tuple[list[Event], dict[str, Any]]:

@@ -553,6 +553,13 @@ class ResponseStore:
         """An item of a stored answer, and the trajectory that it belongs to."""
         return self._items.get(item_id)
 
+    def forget(self, trajectory_uid: str) -> None:
+        """Delete the answers of a trajectory."""
+        stored = [each for each, _ in self._stored.values()]
+        for each in stored:
+            if each.trajectory_uid == trajectory_uid:
+                self.delete(each.response["id"])
+
     def delete(self, response_id: str) -> None:
         stored, n_chars = self._stored.pop(response_id, (None, 0))
         self._n_chars -= n_chars

@@ -494,6 +494,9 @@ class LocalPool:
     ) -> Any:
         return self.core.set_reward(trajectory_uid, reward, step_index, channel, now=self._now())
 
+    async def delete(self, trajectory_uid: str | None = None, tag: str | None = None) -> Any:
+        return self.core.delete(trajectory_uid, tag, now=self._now())
+
     async def drop_group(self, prompt_uid: str, reason: str, channel: str = "train") -> None:
         self.core.drop_group(prompt_uid, reason, channel, now=self._now())
 

@@ -151,6 +151,7 @@ async def test_an_agent_may_call_and_close_but_nothing_else(http: Http, header: 
         ("POST", "/start_rollout"),
         ("POST", "/get_rollout_data"),
         ("GET", "/statistics"),
+        ("DELETE", "/v1/trajectories/t"),
     ]:
         status, got = await http(method, path, key)
         assert status == 403, path

@@ -457,3 +457,69 @@ async def test_an_attempt_that_is_no_small_number_is_refused(world: Any, attempt
     ):
         error = (await answer.json())["error"]
     assert (answer.status, error["param"]) == (400, "attempt")
+
+
+async def test_a_deleted_trajectory_leaves_nothing_in_gateway_and_pool(
+    world: Any, http: Http
+) -> None:
+    """Turn graph, calls for retries, stored responses and cached prompts go; it cannot go on."""
+    client = await world.client("mine", "p1")
+    other = await world.client("other", "p2")
+    answered = await client.responses.create(model="m", input="a secret", store=True)
+    kept = await other.responses.create(model="m", input="hello", store=True)
+    async with http.session.delete(f"{world.url}/v1/trajectories/mine") as response:
+        assert (response.status, await response.json()) == (
+            200,
+            {"deleted": ["mine"], "leased": []},
+        )
+    stats = world.pool.core.get_statistics("train", now=0.0)
+    assert stats["groups"]["drop_reasons"] == {"deleted": 1}
+    assert world.gateway.trajectories.known("mine") is None
+    assert world.gateway.calls.renderer._cached_tokens == 0
+    status, _ = await http.get(f"{world.url}/v1/responses/{answered.id}")
+    assert status == 404
+    status, _ = await http.get(f"{world.url}/v1/responses/{kept.id}")
+    assert status == 200
+    with pytest.raises(openai.APIStatusError, match="deleted") as refused:
+        await ask(client)
+    assert refused.value.status_code == 410
+    await ask(other)
+    async with http.session.delete(f"{world.url}/v1/trajectories/mine") as response:
+        assert (await response.json())["deleted"] == [], "twice is no error"
+
+
+async def test_the_key_of_a_trajectory_deletes_that_one_only(world: Any, http: Http) -> None:
+    _, mine = await http.post(f"{world.url}/init_trajectory", trajectory_uid="mine")
+    key = {"Authorization": f"Bearer {mine['api_key']}"}
+    url = f"{world.url}/v1/trajectories"
+    async with http.session.delete(f"{url}/other", headers=key) as response:
+        assert response.status == 403
+    async with http.session.delete(f"{url}/mine", headers=key) as response:
+        assert response.status == 200
+
+
+async def test_no_log_line_has_what_agents_and_model_say(
+    world: Any, http: Http, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of good calls, refused ones, an engine that fails and a pool that does not answer."""
+    caplog.set_level("DEBUG")
+    client = await world.client("t", "p")
+    await ask(client, "a secret of mine")
+    world.pool.failures = ["before"]
+    with pytest.raises(openai.APIStatusError):
+        await ask(client, "a secret of mine, again")
+    with pytest.raises(openai.APIStatusError):
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "a secret role", "content": "a secret of mine"}]
+        )
+    with pytest.raises(openai.APIStatusError):
+        await client.post(
+            "/chat/completions", body={"messages": "a secret of mine"}, cast_to=object
+        )
+    await http.post(f"{world.base_url('t', 'p')}/v1/complete_trajectory", reward="a secret reward")
+    assert [r for r in caplog.records if r.name.startswith("stepwell")], "the pool failed aloud"
+    said = [
+        *(r.getMessage() for r in caplog.records if not r.name.startswith(("openai", "httpx"))),
+        *(str(r.exc_info) for r in caplog.records if r.exc_info),
+    ]
+    assert not [line for line in said if "secret" in line]

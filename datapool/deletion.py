@@ -1,0 +1,91 @@
+"""This module deletes a trajectory, or all that is marked with a tag, where no pool runs: from the
+journal of a stopped pool, and from exported files.
+
+    delete_from_journals   journal ──replay──► DataPool.delete ──► journal
+    delete_from_export     rows ──those that stay──► a new file in its place
+
+A running pool does it itself (`DataPoolClient.delete`). Nobody consumes from a stopped one: leases
+on what is deleted end, their other groups are ready again. What is deleted from a journal goes with
+its group, which is trained as a whole; from a file, only the rows of the trajectory go.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.export import format_of_content, read, write
+from stepwell.datapool.journal import Journal
+from stepwell.datapool.pool import DataPool
+from stepwell.datapool.records import Deleted
+from stepwell.datapool.replay import restore
+from stepwell.datapool.rows import ExportedTrajectory
+from stepwell.datapool.salvage import journals_in
+
+MEMORY_BYTES = 256 << 20
+"""Of payloads, while a journal is replayed."""
+
+
+def delete_from_journals(
+    path: Path, trajectory_uid: str | None = None, tag: str | None = None
+) -> Deleted:
+    """Delete from the stopped pool in `path`: a journal's folder, that of several shards, or a
+    run's. When it returns, the files have no byte of what is deleted.
+
+    Raises:
+        JournalLockedError: the pool is running.
+        JournalError: there is no journal, it is damaged, or it cannot be written.
+    """
+    found = Deleted()
+    for folder in journals_in(path):
+        journal = Journal(folder, "process")
+        try:
+            pool = DataPool(PoolConfig(memory_limit_bytes=MEMORY_BYTES))
+            restore(pool, journal, journal.rows(), journal.states(), journal.read)
+            found += _delete(pool, trajectory_uid, tag)
+            pool.write_counts()
+            journal.flush()
+        finally:
+            journal.close()  # which empties the log
+    return found
+
+
+def _delete(pool: DataPool, trajectory_uid: str | None, tag: str | None) -> Deleted:
+    now = max(channel.now for channel in pool.channels.values())
+    found = Deleted(more=True)
+    while found.more:
+        found += pool.delete(trajectory_uid, tag, now=now)
+    for lease in pool.leases.active():
+        groups = pool.channels[lease.channel].prompt_groups
+        if any(groups[uid].retired is not None for uid in lease.prompt_uids):
+            pool.nack(lease.lease_id, "deleted", now=now)
+    return Deleted(found.trajectories + found.leased)
+
+
+def delete_from_export(
+    path: Path, trajectory_uid: str | None = None, tag: str | None = None
+) -> list[str]:
+    """Take trajectories out of an exported file; their uids. A file without them stays as it is.
+
+    Raises:
+        ExportError: no file of ours, or a damaged one.
+        OSError: it cannot be read or written.
+    """
+
+    def is_meant(exported: ExportedTrajectory) -> bool:
+        if tag is None:
+            return exported.trajectory.trajectory_uid == trajectory_uid
+        marks = (exported.marks or {}, exported.group_marks or {})
+        return any(tag in each.get("tags", ()) for each in marks)
+
+    gone: list[str] = []
+    source = ""
+    for exported in read(path):
+        source = source if exported.provenance is None else exported.provenance.source
+        if is_meant(exported):
+            gone.append(exported.trajectory.trajectory_uid)
+
+    if gone:
+        kept = (exported for exported in read(path) if not is_meant(exported))
+        write(path, kept, format_of_content(path), source=source, overwrite=True)
+    return gone

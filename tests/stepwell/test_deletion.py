@@ -1,0 +1,118 @@
+"""`stepwell data delete` on a stopped run, and on files that were exported of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepwell.cli import main
+from stepwell.datapool import DataPool, PoolConfig, Step, Trajectory
+from stepwell.datapool.export import ExportedTrajectory, read, write
+from stepwell.datapool.journal import Journal
+from stepwell.datapool.replay import restore
+
+
+def say(uid: str, prompt_uid: str) -> Step:
+    return Step(
+        prompt_ids=list(f"said by {uid}".encode()),
+        response_ids=[1],
+        reward=1.0,
+        trajectory_uid=uid,
+        prompt_uid=prompt_uid,
+        metadata={"text": f"said by {uid}"},
+        is_last=True,
+    )
+
+
+def opened(folder: Path) -> tuple[DataPool, Journal]:
+    pool, journal = DataPool(PoolConfig()), Journal(folder, "process")
+    restore(pool, journal, journal.rows(), journal.states(), journal.read)
+    return pool, journal
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A journal of three groups; `mine` and `tagged` leased together with `mate`."""
+    pool, journal = opened(tmp_path / "pool")
+    pool.submit_steps([say(uid, f"p-{uid}") for uid in ("mine", "tagged", "mate")], now=1.0)
+    pool.mark(trajectory_uid="tagged", tags=["ann"], now=1.0)
+    pool.lease_batch(batch_size=3, lease_s=1e6, now=2.0)
+    pool.submit_steps([say(uid, f"p-{uid}") for uid in ("ready", "running")], now=3.0)
+    pool.write_counts()
+    journal.close()
+    return tmp_path / "pool"
+
+
+def bytes_of(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("meant", "gone"), [("--trajectory=mine", "mine"), ("--tag=ann", "tagged")]
+)
+def test_a_stopped_run_has_no_byte_of_it_and_goes_on_without(
+    folder: Path, meant: str, gone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "delete", str(folder), meant]) == 0
+    assert f"deleted 1 trajectories: {gone}" in capsys.readouterr().out
+    assert f"said by {gone}".encode() not in bytes_of(folder)
+    assert b"said by mate" in bytes_of(folder)
+    pool, journal = opened(folder)
+    groups = pool.get_statistics("train", now=4.0)["groups"]
+    assert (groups["leased"], groups["ready"]) == (0, 4), "nobody had the lease any more"
+    assert groups["drop_reasons"] == {"deleted": 1}
+    assert pool.submit_step(say(gone, f"p-{gone}"), now=4.0) == "late"
+    journal.close()
+    assert main(["data", "delete", str(folder), meant]) == 0
+    assert "deleted 0 trajectories" in capsys.readouterr().out
+
+
+def test_copies_of_damaged_journals_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.with_name("pool.damaged").mkdir()
+    assert main(["data", "delete", str(folder), "--trajectory", "mine"]) == 0
+    assert "pool.damaged: a copy of a damaged journal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("meant", ["--trajectory=mine", "--tag=ann"])
+def test_exported_files_are_written_anew_without_the_rows(
+    folder: Path, suffix: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, other = folder.with_name(f"a{suffix}"), folder.with_name(f"b{suffix}")
+    ours = [
+        ExportedTrajectory(
+            trajectory=Trajectory(uid, "p", (say(uid, "p"),)),
+            marks={"tags": ["ann"]} if uid == "mine" else None,
+        )
+        for uid in ("before", "mine", "after")
+    ]
+    write(path, ours, source="the run")
+    write(other, [ours[0]])
+    untouched = other.read_bytes()
+    assert main(["data", "delete", str(folder), meant, "--exports", str(path), str(other)]) == 0
+    left = list(read(path))
+    assert left == [ours[0], ours[2]]
+    assert left[0].provenance is not None
+    assert left[0].provenance.source == "the run"
+    assert other.read_bytes() == untouched
+    assert f"{path}: deleted 1 trajectories: mine" in capsys.readouterr().out
+    if suffix == ".jsonl":
+        assert b"said by mine" not in path.read_bytes()
+
+
+def test_without_a_trajectory_or_a_tag_nothing_is_deleted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["data", "delete", str(folder)])
+    assert "--trajectory --tag is required" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_journal_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "delete", str(tmp_path), "--tag", "ann"]) == 1
+    assert "holds no journal" in capsys.readouterr().err
