@@ -546,7 +546,8 @@ class Call:
             metadata["forced_tool"] = self.request.forced_tool
         if self.request.prefill:
             metadata["prefilled"] = True
-        if calls := self.reply.text.tool_calls:
+        calls = self.reply.text.tool_calls
+        if calls or (self.request.tools and self.request.parse_tools):  # 0: it might have
             metadata["tool_calls"] = len(calls)
         if prompt.cause is not None:
             metadata["branch"] = prompt.cause

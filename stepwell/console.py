@@ -79,9 +79,10 @@ class Display:
         self._status = "training"
         self._rewards.append(float(record["reward/mean"]))
         self._progress.update(self._task, completed=record["step"])
+        tools = "" if record["tool_use"] is None else f"tool use {record['tool_use']:.2f}  "
         line = (
-            f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  "
-            f"tool use {record['tool_use']:.2f}  lag {record['staleness/mean']:.2f}  "
+            f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  {tools}"
+            f"no signal {_no_signal(record)}  lag {record['staleness/mean']:.2f}  "
             f"{_loss(record)}  ready {record['pool/ready']}  "
             f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
             f"{_failures(record)}"
@@ -89,9 +90,14 @@ class Display:
         log.info(line)
         if self._mode == "plain":
             self._line(line)
+        if warning := record.get("warning"):
+            log.warning(warning)
+            if self._mode != "quiet":
+                self._line(f"warning: {warning}")
 
-    def evaluation(self, step: int, score: float, tool_use: float) -> None:
-        line = f"evaluation at step {step}: score {score:.3f}, tool use {tool_use:.2f}"
+    def evaluation(self, step: int, score: float, tool_use: float | None) -> None:
+        tools = "" if tool_use is None else f", tool use {tool_use:.2f}"
+        line = f"evaluation at step {step}: score {score:.3f}{tools}"
         log.info(line)
         self._line(line)
 
@@ -110,11 +116,11 @@ class Display:
         table.add_column("after", justify="right")
         for label, key in (
             ("evaluation score", "eval"),
-            ("episodes that call the tool", "tool_use"),
+            ("episodes that call a tool", "tool_use"),
         ):
-            table.add_row(
-                label, f"{summary[f'{key}_before']:.2f}", f"{summary[f'{key}_after']:.2f}"
-            )
+            values = (summary[f"{key}_before"], summary[f"{key}_after"])
+            if None not in values:
+                table.add_row(label, *(f"{value:.2f}" for value in values))
         self.console.print(table)
         share = summary["off_policy_share"]
         self.console.print(
@@ -139,7 +145,9 @@ class Display:
         r = self._last
         if r:
             table.add_row("reward", f"{r['reward/mean']:.3f}  {sparkline(self._rewards)}")
-            table.add_row("tool use", f"{r['tool_use']:.2f}")
+            if r["tool_use"] is not None:
+                table.add_row("tool use", f"{r['tool_use']:.2f}")
+            table.add_row("no signal", f"{_no_signal(r)} of groups: all rewards equal")
             table.add_row(
                 "staleness",
                 f"mean {r['staleness/mean']:.2f}  max {r['staleness/max']:.2f} versions, "
@@ -163,6 +171,10 @@ def _loss(record: Mapping[str, Any]) -> str:
     if "loss" in record:
         return f"loss {record['loss']:+.4f}"
     return f"warm-up of the critic, loss {record['critic/loss']:.4f}"
+
+
+def _no_signal(record: Mapping[str, Any]) -> str:
+    return f"{record.get('groups/no_signal', 0.0):.0%}"
 
 
 def _failures(record: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ def summarise(
         "eval_after": after.score,
         "tool_use_before": before.tool_use,
         "tool_use_after": after.tool_use,
+        "no_signal_share": mean("groups/no_signal"),
         "wall_s": progress.train_s,
         "off_policy_share": mean("off_policy_share"),
         "staleness_mean": mean("staleness/mean"),
@@ -96,11 +97,11 @@ def plot_reward(
     if any(r.get("tool_use") is not None for r in records):
         top.plot(
             steps,
-            [r["tool_use"] for r in records],
+            [np.nan if r.get("tool_use") is None else r["tool_use"] for r in records],
             color=GREY,
             lw=1.4,
             ls="--",
-            label="episodes that call the tool",
+            label="episodes that call a tool",
         )
     top.plot(
         [e["step"] for e in evals],

@@ -47,6 +47,7 @@ from stepwell.trainer.checkpoint import (
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.flat_rewards import FlatRewards
 from stepwell.trainer.kl import kl_in_reward, next_coef
 from stepwell.trainer.losses import loss_columns, make_loss_fn
 from stepwell.trainer.metrics import Phases
@@ -58,7 +59,13 @@ from stepwell.trainer.recording import record_batch
 from stepwell.trainer.rollout import Producer
 from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.scoring import Scorer
-from stepwell.trainer.validation import Evaluation, Policy, Validator, tool_use
+from stepwell.trainer.validation import (
+    Evaluation,
+    Policy,
+    Validator,
+    samples_path,
+    tool_use,
+)
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +122,7 @@ class Trainer:
         self.checkpoints = checkpoints
         self._loss_fn = make_loss_fn(algorithm.loss, algorithm.kl)
         self._filter = group_filter
+        self._flat = FlatRewards(samples_path(logs.parent, 0))
         self.validator = validator
         self.keeper = keeper
         self._consumed: set[str] = set()
@@ -157,6 +165,7 @@ class Trainer:
             self._consumed |= {group.prompt_uid for group in coming}
             with self._phases("score"):
                 scored = await self.scorer.score(coming, self.producer.min_n)
+            self._flat.see(scored)
             kept = self._filter.keep(baselined(scored, self._algorithm))
             groups += kept
             self.producer.refund(len(coming) - len(kept))
@@ -582,6 +591,7 @@ class Trainer:
             "pool/dropped": stats["groups"]["dropped"],
             "rollouts/failed": sum(self.producer.ends.values()) - self.producer.ends["complete"],
             "wait/generation_saturated": self.producer.idle.take(),
+            **self._flat.metrics(),
             **self._filter.metrics(),
             **self.validator.metrics(),
             **self.scorer.metrics(groups),

@@ -71,8 +71,8 @@ class Evaluation:
     """Optimizer steps when it was begun."""
     score: float
     """Mean reward of the finished rollouts."""
-    tool_use: float
-    """Share of them in which the agent called a tool."""
+    tool_use: float | None
+    """Share of them in which the agent called a tool; None: no call offered the model any."""
     rollouts: int
     """Finished, and all by `version`."""
     failed: int
@@ -108,7 +108,7 @@ class Evaluation:
             "val/step": float(self.step),
             "val/version": float(self.version),
             "val/score": self.score,
-            "val/tool_use": self.tool_use,
+            **({} if self.tool_use is None else {"val/tool_use": self.tool_use}),
             "val/rollouts": float(self.rollouts),
             "val/failed": float(self.failed),
             "val/mixed": float(self.mixed),
@@ -368,11 +368,14 @@ def figures(
     return result
 
 
-def tool_use(groups: Sequence[Group]) -> float:
-    """Share of trajectories in which the agent called a tool."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    called = [any(s.metadata.get("tool_calls") for s in t.steps) for t in trajectories]
-    return float(np.mean(called)) if called else 0.0
+def tool_use(groups: Sequence[Group]) -> float | None:
+    """Share of trajectories in which the agent called a tool; None: the model was offered none."""
+    calls = [
+        [s.metadata["tool_calls"] for s in t.steps if "tool_calls" in s.metadata]
+        for g in groups
+        for t in g.trajectories
+    ]
+    return float(np.mean([sum(c) > 0 for c in calls])) if any(calls) else None
 
 
 def _pinned(group: Group, version: int) -> Group:

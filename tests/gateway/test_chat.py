@@ -222,6 +222,18 @@ async def test_without_tools_the_markup_is_text(world: Any) -> None:
         assert reply.choices[0].message.content == CALL
 
 
+async def test_a_step_says_how_many_tools_were_called_if_any_could_be(world: Any) -> None:
+    client = await world.client()
+    for said, options in (
+        (CALL, {"tools": [CALCULATOR]}),
+        ("3", {"tools": [CALCULATOR]}),
+        ("3", {}),
+    ):
+        world.say(said)
+        await client.chat.completions.create(model="m", messages=[user(str(options))], **options)
+    assert [s.metadata.get("tool_calls") for s in world.pool.stored()] == [1, 0, None]
+
+
 async def test_a_turn_that_may_call_no_tool_extends_one_that_may(world: Any) -> None:
     client = await world.client()
     messages: list[Any] = [user("hi")]

@@ -1,6 +1,7 @@
 """The console: a sparkline of rewards, a line per step where there is no terminal."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -10,6 +11,7 @@ RECORD = {
     "step": 3,
     "reward/mean": 0.5,
     "tool_use": 0.25,
+    "groups/no_signal": 0.375,
     "staleness/mean": 1.0,
     "staleness/max": 2.0,
     "off_policy_share": 0.5,
@@ -21,6 +23,20 @@ RECORD = {
     "time/step_s": 1.5,
     "time/wait_s": 0.25,
     "policy_version": 7,
+}
+
+SUMMARY = {
+    "eval_before": 0.34,
+    "eval_after": 0.95,
+    "tool_use_before": 0.4,
+    "tool_use_after": 0.99,
+    "optimizer_steps": 5,
+    "wall_s": 60.0,
+    "rewards": [0.25, 1.0],
+    "trajectories_trained": 320,
+    "steps_per_trajectory_mean": None,
+    "off_policy_share": None,
+    "peak_memory_gb": 2.0,
 }
 
 
@@ -39,6 +55,30 @@ def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[
     line = capsys.readouterr().out.replace("\n", " ")
     for part in ("step    3", "reward 0.500", "tool use 0.25", "lag 1.00", "ready 4", "v7"):
         assert part in line
+    assert "no signal 38%" in line
+
+
+@pytest.mark.parametrize("mode", ["plain", "rich"])
+def test_without_tools_nothing_is_said_of_them(
+    capsys: pytest.CaptureFixture[str], mode: Literal["plain", "rich"]
+) -> None:
+    with Display("demo", 5, mode) as display:
+        display.step(RECORD | {"tool_use": None})
+        display.evaluation(3, 0.5, None)
+        display.console.print(display.render())
+        display.summary(SUMMARY | {"tool_use_before": None, "tool_use_after": None}, Path("runs"))
+    shown = capsys.readouterr().out
+    assert "evaluation score" in shown
+    assert "tool" not in shown
+
+
+@pytest.mark.parametrize("mode", ["plain", "rich"])
+def test_a_warning_is_shown_on_any_console(
+    capsys: pytest.CaptureFixture[str], mode: Literal["plain", "rich"]
+) -> None:
+    with Display("demo", 5, mode) as display:
+        display.step(RECORD | {"warning": "nothing to learn from"})
+    assert "warning: nothing to learn from" in capsys.readouterr().out
 
 
 def test_the_live_display_shows_reward_staleness_queue_speed_and_eta() -> None:
@@ -53,22 +93,7 @@ def test_the_live_display_shows_reward_staleness_queue_speed_and_eta() -> None:
 def test_the_summary_shows_before_and_after_and_where_the_files_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Display("demo", 5, "plain").summary(
-        {
-            "eval_before": 0.34,
-            "eval_after": 0.95,
-            "tool_use_before": 0.4,
-            "tool_use_after": 0.99,
-            "optimizer_steps": 5,
-            "wall_s": 60.0,
-            "rewards": [0.25, 1.0],
-            "trajectories_trained": 320,
-            "steps_per_trajectory_mean": None,
-            "off_policy_share": None,
-            "peak_memory_gb": 2.0,
-        },
-        Path("runs/demo"),
-    )
+    Display("demo", 5, "plain").summary(SUMMARY, Path("runs/demo"))
     shown = capsys.readouterr().out
     for part in ("0.34", "0.95", "0.99", "summary.json", "reward.png"):
         assert part in shown

@@ -133,6 +133,8 @@ class Rollouts:
     reward: Reward = lambda task, index: float(index)
     hold: Callable[[Task, str], asyncio.Event | None] = lambda task, channel: None
     """An event that the rollouts of a task wait for, begun but not ended."""
+    step: Callable[[Task, int], dict[str, Any]] = lambda task, index: {}
+    """Further fields of the step of a task's rollout."""
     begun: Counter[int] = field(default_factory=Counter)
     """Training groups by the version that they were begun under."""
     begun_tasks: list[str] = field(default_factory=list)
@@ -173,15 +175,16 @@ class Rollouts:
     ) -> None:
         uid, last = uuid.uuid4().hex, self.engine.version
         spans = () if first == last else (VersionSpan(first, 0, 1), VersionSpan(last, 1, 2))
-        step = Step(
-            prompt_ids=[1, 2],
-            response_ids=[3, 4],
-            rollout_log_probs=[-0.5, -0.5],
-            trajectory_uid=uid,
-            prompt_uid=prompt_uid,
-            policy_version=first,
-            version_spans=spans,
-        )
+        fields = {
+            "prompt_ids": [1, 2],
+            "response_ids": [3, 4],
+            "rollout_log_probs": [-0.5, -0.5],
+            "trajectory_uid": uid,
+            "prompt_uid": prompt_uid,
+            "policy_version": first,
+            "version_spans": spans,
+        }
+        step = Step(**fields | self.step(task, index))
         await self.pool.submit_step(step, channel)
         reward, mark = self.reward(task, index), {GREEDY: True} if greedy else None
         await self.pool.complete_trajectory(uid, reward, mark, channel)
@@ -361,6 +364,7 @@ async def small_run(
         ),
         checkpoints=checkpoints or CheckpointStore(config.run.dir / "checkpoints", 2),
         seed=config.run.seed,
+        logs=config.run.dir / "logs",
     )
     val_tasks = PromptSource(config.data.val).all()
     try:

@@ -1,0 +1,147 @@
+"""This module notices groups whose rewards are all equal, so that a run that learns nothing says so
+and says why.
+
+    scored groups ──see──► share of this optimizer step ─► metric `groups/no_signal`
+                                   └─ the last STEPS of them ─► one warning, with its cause
+
+A group without a difference between its rewards has advantage 0 for every token: nothing is learnt
+from it, whatever it cost. A group of one rollout is compared with the others of its batch. Groups
+are seen before `sampling.filters` drops any; those that the pool drops are not seen.
+
+Owns the causes that can be told from the rollouts. Does not own rewards or filters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stepwell.datapool.types import Group
+
+STEPS = 10
+"""Optimizer steps that are looked at together: the first may be flat for a good reason."""
+NEARLY_ALL = 0.95
+"""Share of groups without a signal from which it is said."""
+MOST = 0.9
+"""Share of rollouts from which something counts as the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What of a scored group may be the cause; shares are of its rollouts."""
+
+    flat: bool
+    reward: float
+    """The mean."""
+    same: bool
+    """Every rollout has the very tokens of the first."""
+    cut: float
+    """The last reply ended at max_tokens."""
+    has_tools: bool
+    calls_tools: float
+
+
+class FlatRewards:
+    """Watches the groups of a run.
+
+    Args:
+        samples: where replies can be read with their rewards, for the warning.
+    """
+
+    def __init__(self, samples: Path) -> None:
+        self._samples = samples
+        self._batch: list[_Seen] = []
+        self._steps: deque[list[_Seen]] = deque(maxlen=STEPS)
+        self._warned = False
+
+    def see(self, groups: Sequence[Group]) -> None:
+        """These were scored for the optimizer step that is recorded next."""
+        rewards = {t.reward for g in groups for t in g.trajectories}
+        self._batch += [_seen(group, all_equal=len(rewards) == 1) for group in groups]
+
+    def metrics(self) -> dict[str, float | str]:
+        """Of an optimizer step: `groups/no_signal`, the share of its groups whose rewards are all
+        equal; and once in a run `warning`, when that was nearly all for `STEPS` steps."""
+        if self._batch:
+            self._steps.append(self._batch)
+            self._batch = []
+        if not self._steps:
+            return {}
+        metrics: dict[str, float | str] = {
+            "groups/no_signal": _share(s.flat for s in self._steps[-1])
+        }
+        seen = [s for step in self._steps for s in step]
+        if (
+            not self._warned
+            and len(self._steps) == STEPS
+            and _share(s.flat for s in seen) >= NEARLY_ALL
+        ):
+            self._warned = True
+            metrics["warning"] = self._warning(seen)
+        return metrics
+
+    def _warning(self, seen: Sequence[_Seen]) -> str:
+        flat = [s for s in seen if s.flat]
+        cause = _cause(flat)
+        return (
+            f"nothing to learn from: in {len(flat)} of {len(seen)} groups of the last {STEPS} "
+            f"steps all rewards were equal. {cause} (replies and rewards: {self._samples})"
+        )
+
+
+def _seen(group: Group, *, all_equal: bool) -> _Seen:
+    rollouts = group.trajectories
+    rewards = [t.reward or 0.0 for t in rollouts]
+    said = {tuple(s.response_ids.tobytes() for s in t.steps) for t in rollouts}
+    return _Seen(
+        flat=max(rewards) == min(rewards) and (len(rollouts) > 1 or all_equal),
+        reward=float(np.mean(rewards)),
+        same=len(rollouts) > 1 and len(said) == 1,
+        cut=_share(t.steps[-1].finish_reason == "length" for t in rollouts),
+        has_tools=any("tool_calls" in s.metadata for t in rollouts for s in t.steps),
+        calls_tools=_share(any(s.metadata.get("tool_calls") for s in t.steps) for t in rollouts),
+    )
+
+
+def _cause(flat: Sequence[_Seen]) -> str:
+    """What the flat groups have in common, and what to do about it."""
+    rewards = {s.reward for s in flat}
+    if _share(s.same for s in flat) >= MOST:
+        return (
+            "The rollouts of a group are the same, token for token: let the agent, or "
+            "rollout.temperature, ask for temperature 1"
+        )
+    if len(rewards) > 1:
+        return (
+            "Each task is either always right or always wrong: take tasks in between, or raise "
+            "rollout.n"
+        )
+    (reward,) = rewards
+    if reward <= 0:
+        if (cut := float(np.mean([s.cut for s in flat]))) >= MOST:
+            return (
+                f"Every reward is {reward:g}, and {cut:.0%} of the replies were cut off at "
+                "max_tokens: raise it in the agent (and in rollout.max_tokens, if that is set)"
+            )
+        tools = [s.calls_tools for s in flat if s.has_tools]
+        if tools and (calls := float(np.mean(tools))) <= 1 - MOST:
+            return (
+                f"Every reward is {reward:g}, and the model calls its tools in {calls:.0%} of the "
+                "rollouts: tell it to in the prompt, or begin with a model that knows how"
+            )
+        return (
+            f"Every reward is {reward:g}: either the reward accepts no reply, or the tasks are too "
+            "hard for the model; try easier ones, or give some reward for a part of the way"
+        )
+    return (
+        f"Every reward is {reward:g}: the tasks are solved, or the reward accepts any reply; take "
+        "harder tasks, or look at the reward"
+    )
+
+
+def _share(values: Iterable[bool]) -> float:
+    return float(np.mean(list(values)))
