@@ -39,7 +39,7 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         from peft import inject_adapter_in_model
     except ImportError as e:
         raise BackendConfigError(
-            "backend.lora is set, which needs peft; pip install 'stepwell[lora]' or remove it"
+            "backend.lora is set, which needs peft; pip install 'peft>=0.17' or remove it"
         ) from e
     target = config.target_modules
     try:

@@ -74,7 +74,7 @@ def _adamw_8bit(config: TorchBackendConfig, groups: list[dict[str, Any]]) -> tor
     except ImportError as e:
         raise BackendConfigError(
             "backend.optimizer is 'adamw_8bit', which needs bitsandbytes; "
-            "pip install 'stepwell[8bit]' or take 'adamw'"
+            "pip install 'bitsandbytes>=0.46' or take 'adamw'"
         ) from e
     # bitsandbytes leaves its constructors untyped.
     make: Callable[..., torch.optim.Optimizer] = vars(optim)["AdamW8bit"]

@@ -40,7 +40,7 @@ from stepwell.datapool.types import GREEDY, Group, Step
 DataProto: TypeAlias = Any
 """`verl.DataProto`."""
 
-REMEDY = "pip install 'stepwell[verl]'"
+REMEDY = "pip install 'verl>=0.9' 'tensordict>=0.10' 'TransferQueue>=0.1.10'"
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -265,7 +265,7 @@ class RouterServer:
         if importlib.util.find_spec("sglang_router") is None:
             raise EngineStartError(
                 "engine.router is 'launch', but the package sglang-router is not installed; "
-                "pip install 'stepwell[sglang]', or set engine.router to the url of a running one"
+                "pip install 'sglang-router>=0.3', or set engine.router to the url of a running one"
             )
 
     def _launch(self) -> None:

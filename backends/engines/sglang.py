@@ -87,7 +87,7 @@ def interpreter(config: EngineConfig) -> Path:
     raise EngineStartError(
         f"engine.kind is 'sglang', but the package sglang is not installed here and there is no "
         f"{own[0]}; run `make install-sglang` in the source checkout, or pip install "
-        "'stepwell[sglang]', or set engine.python to an interpreter that has it"
+        "'sglang>=0.5.9', or set engine.python to an interpreter that has it"
     )
 
 

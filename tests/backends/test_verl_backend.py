@@ -347,7 +347,7 @@ def test_rows_of_two_temperatures_cannot_be_queued() -> None:
 @pytest.mark.skipif(HAS_VERL, reason="verl is installed here; the default suite runs it")
 def test_without_verl_one_error_names_the_remedy() -> None:
     backend = build_backend("verl")
-    with pytest.raises(BackendConfigError, match=r"verl.* not installed: pip install 'stepwell\[v"):
+    with pytest.raises(BackendConfigError, match=r"verl.* not installed: pip install 'verl>"):
         backend.convert(branched())
     assert "pip install" in (VerlBackend.missing() or "")
 
