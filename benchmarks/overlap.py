@@ -16,13 +16,18 @@ from __future__ import annotations
 
 import tempfile
 import time
+from typing import cast
 
 from benchmarks.checks import BenchResult, Check
 from stepwell.cluster import start_cluster
 from stepwell.datapool.types import TRAIN
 from stepwell.presets import load_config
-from stepwell.run import build_trainer, training_prompts
+from stepwell.run import training_prompts
+from stepwell.trainer.ledger import Ledger
+from stepwell.trainer.live import Traffic
 from stepwell.trainer.loop import Trainer
+from stepwell.trainer.rollout import Producer
+from stepwell.training import build_trainer
 
 BATCHES = 32
 BOUND = 0.75
@@ -38,10 +43,15 @@ async def run() -> BenchResult:
         )
         async with start_cluster(config) as cluster:
             with build_trainer(config, cluster, training_prompts(config)) as trainer:
-                await _both(trainer, 2)  # warm up: first batches pay for imports and allocations
-                generate_s = await _generate(trainer, BATCHES)
+                producer = cast(Producer, trainer.producer)
+                # Groups are brought by the bench alone.
+                trainer.producer = Traffic(trainer.pool, Ledger(), producer.min_n)
+                await _both(
+                    trainer, producer, 2
+                )  # warm up: first batches pay for imports and allocations
+                generate_s = await _generate(trainer, producer, BATCHES)
                 train_s = await _train(trainer, BATCHES)
-                both_s = await _both(trainer, BATCHES)
+                both_s = await _both(trainer, producer, BATCHES)
     ratio = both_s / (generate_s + train_s)
     return BenchResult(
         checks={"overlap_ratio": Check(ratio, BOUND)},
@@ -54,12 +64,12 @@ async def run() -> BenchResult:
     )
 
 
-async def _generate(trainer: Trainer, batches: int) -> float:
+async def _generate(trainer: Trainer, producer: Producer, batches: int) -> float:
     groups = trainer.config.train_batch_size
     began = time.monotonic()
     leases = []
     for _ in range(batches):
-        async with trainer.producer.running(limit=groups):
+        async with producer.running(limit=groups):
             leases.append(
                 await trainer.pool.lease_batch(channel=TRAIN, batch_size=groups, timeout_s=600)
             )
@@ -77,7 +87,7 @@ async def _train(trainer: Trainer, batches: int) -> float:
     return time.monotonic() - began
 
 
-async def _both(trainer: Trainer, batches: int) -> float:
+async def _both(trainer: Trainer, producer: Producer, batches: int) -> float:
     groups = trainer.config.train_batch_size
-    async with trainer.producer.running(limit=batches * groups):
+    async with producer.running(limit=batches * groups):
         return await _train(trainer, batches)

@@ -3,6 +3,7 @@ line.
 
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
                      --dry-run [--gpus 8[,8…]]           print what would run on which GPU
+    stepwell train   --attach runs/live [key=value …]    train on a run that is being served
     stepwell serve   --config quickstart [key=value …]   pool, engines and gateway for agents;
                      --replicas N                        N gateways, each at its own address
     stepwell init    NAME                                a folder with an agent of your own to train
@@ -99,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
             )
         if name == "train":
             command.add_argument(
+                "--attach",
+                metavar="RUN",
+                help="train in the run that `stepwell serve` keeps: its folder, or host:port of "
+                "its Ray; configured as that run is, but for what --config and KEY=VALUE say",
+            )
+            command.add_argument(
                 "--dry-run", action="store_true", help="print the placement and start nothing"
             )
             command.add_argument(
@@ -154,12 +161,15 @@ def _gpus(text: str) -> tuple[int, ...]:
 def _train(args: argparse.Namespace) -> int:
     from stepwell.presets import load_config
 
+    if args.attach is not None:
+        return _attach(args)
     if args.gpus and not args.dry_run:
         raise ConfigError("--gpus plans for nodes that need not exist; it goes with --dry-run")
     if args.config is None and not args.overrides:
         raise ConfigError(
-            "--config is missing; name a YAML file or a preset (`stepwell config` lists them), or "
-            "give at least rollout.agent=MODULE:FUNCTION data=TASKS.jsonl"
+            "--config is missing; name a YAML file or a preset (`stepwell config` lists them), "
+            "give at least rollout.agent=MODULE:FUNCTION data=TASKS.jsonl, or --attach to a run "
+            "that is served"
         )
     config = load_config(args.config, args.overrides, paths_exist=not args.dry_run)
     # after the configuration: a typo costs no second of importing torch
@@ -176,6 +186,23 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     asyncio.run(interruptible(train(config)))
     ranks.release(config.backend)
+    return 0
+
+
+def _attach(args: argparse.Namespace) -> int:
+    if args.dry_run or args.gpus:
+        raise ConfigError("--dry-run plans a start, and --attach starts no engines; give one")
+    from stepwell.connection import find_run
+    from stepwell.presets import attached_config
+
+    folder, run = find_run(args.attach)
+    if run.folder.is_dir():  # relative paths and modules mean what they meant to the run
+        os.chdir(run.folder)
+        sys.path.insert(0, str(run.folder))
+    config = attached_config(folder, run.config, args.config, args.overrides)
+    from stepwell.run import attach
+
+    asyncio.run(interruptible(attach(config, run)))
     return 0
 
 

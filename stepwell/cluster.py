@@ -13,10 +13,9 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from stepwell.gateway.wiring import ChannelSampling, Wiring
 from stepwell.placement import (
     Node,
     Placement,
+    Plan,
     assumed,
     cluster_nodes,
     describe,
@@ -69,16 +69,23 @@ POOL = "pool"
 """Folder of the pool's journal, in the run's folder: what a resumed run finds its groups in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """The running parts, as the trainer needs them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The running parts that a trainer needs."""
 
     pool: DataPoolClient
-    engines: list[EngineClient]
+    engines: Sequence[EngineClient]
+    workers: Sequence[WorkerHandle] = ()
+    """Run agents; none, where agents come by themselves."""
+    placement: Placement = field(default_factory=lambda: Placement(Plan("plain")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster(Parts):
+    """All running parts."""
+
     gateway_urls: tuple[str, ...]
     """One per replica. `/init_trajectory` at any of them hands out the address of one."""
-    workers: list[WorkerHandle]
-    placement: Placement
     ray: RayPart
     """The Ray that they run on."""
     key_file: Path | None
@@ -90,8 +97,12 @@ class Cluster:
 
 
 @asynccontextmanager
-async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
-    """Start every part; on leaving, by whatever way, stop every part that was started."""
+async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncIterator[Cluster]:
+    """Start every part; on leaving, by whatever way, stop every part that was started.
+
+    Args:
+        trains: False: a trainer is another process, with GPUs and rollout workers of its own.
+    """
     async with AsyncExitStack() as stack:
         namespace = f"stepwell-{config.run.name}"
         stack.enter_context(
@@ -103,7 +114,7 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
             config.pool.channel(TRAIN),
             config.async_training,
             config.sampling,
-            config.rollout.max_outstanding_groups,
+            config.max_outstanding_groups,
         )
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()
@@ -121,9 +132,9 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
             engine_config = engine_config.model_copy(
                 update={"model_path": engine_config.model_path.absolute()}
             )
-        # Weights of an earlier process are not ours: a resume publishes those of its checkpoint.
-        shutil.rmtree(folder / WEIGHTS, ignore_errors=True)
-        placement = await asyncio.to_thread(place, config)
+        # Engines begin with the weights that were committed last, as after a crash: agents that
+        # come back are served by what they had. A trainer that resumes publishes its own.
+        placement = await asyncio.to_thread(place, config, trains=trains)
         stack.callback(placement.release)
         network = Network(await asyncio.to_thread(cluster_nodes))
         gateway_config = network.gateway(config.gateway)
@@ -147,12 +158,20 @@ async def start_cluster(config: RunConfig) -> AsyncIterator[Cluster]:
         key_file = folder / GATEWAY_KEY if keys != config.gateway.admin_keys else None
         if key_file is not None:
             _write_key(key_file, keys[0])
-        workers = start_workers(
-            config.rollout, gateway_urls, keys[0] if keys else None, folder / LOGS
-        )
+        workers: Sequence[WorkerHandle] = ()
+        if trains and config.rollout.agent is not None:
+            key = keys[0] if keys else None
+            workers = start_workers(config.rollout, gateway_urls, key, folder / LOGS)
         settle_heap()
-        where = ray_here(namespace)
-        yield Cluster(pool, engines, gateway_urls, workers, placement, where, key_file)
+        yield Cluster(
+            pool=pool,
+            engines=engines,
+            workers=workers,
+            placement=placement,
+            gateway_urls=gateway_urls,
+            ray=ray_here(namespace),
+            key_file=key_file,
+        )
 
 
 async def _start_engines(

@@ -87,11 +87,12 @@ class ModelConfig(Section):
 
 
 class RunConfig(Section):
-    """The whole configuration of `stepwell train`."""
+    """The whole configuration of `stepwell train` and `stepwell serve`."""
 
     run: RunSection = RunSection()
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig | None = None
+    """Null where `rollout.agent` is: agents bring their own tasks."""
     rollout: RolloutConfig
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -149,8 +150,37 @@ class RunConfig(Section):
             self.validation,
             train_batch_size=self.trainer.train_batch_size,
             keep_best=self.trainer.keep_best,
-            max_outstanding_groups=self.rollout.max_outstanding_groups,
+            max_outstanding_groups=self.max_outstanding_groups,
         )
+        return self
+
+    @property
+    def max_outstanding_groups(self) -> int | None:
+        """Groups open or ready at once; None: agents come by themselves, and nothing may hold them
+        back."""
+        return None if self.rollout.agent is None else self.rollout.max_outstanding_groups
+
+    @model_validator(mode="after")
+    def _agents_and_tasks_come_together(self) -> RunConfig:
+        agent = self.rollout.agent
+        if agent is not None and self.data is None:
+            raise ValueError(
+                f"rollout.agent is {agent!r}, but data is missing: there are no tasks to run it "
+                "on; give data.train and data.val, or set rollout.agent to null if agents call "
+                "the gateway by themselves"
+            )
+        if agent is None and self.data is not None:
+            raise ValueError(
+                "data is given, but rollout.agent is null: nobody runs an agent on its tasks; set "
+                "rollout.agent to package.module:function, or data to null if agents call the "
+                "gateway by themselves"
+            )
+        if agent is None and self.algorithm.adv_estimator == "remax":
+            raise ValueError(
+                "algorithm.adv_estimator is 'remax', which needs a greedy rollout in each group, "
+                "but rollout.agent is null: agents that come by themselves make none; choose "
+                "another, e.g. grpo"
+            )
         return self
 
     @model_validator(mode="after")

@@ -30,7 +30,7 @@ class Display:
     """Shows progress; a context manager so that the terminal is restored whatever happens."""
 
     def __init__(
-        self, name: str, total: int, mode: Literal["auto", "rich", "plain", "quiet"]
+        self, name: str, total: int | None, mode: Literal["auto", "rich", "plain", "quiet"]
     ) -> None:
         self.console = Console(highlight=False)
         if mode == "auto":

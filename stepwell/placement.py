@@ -90,13 +90,20 @@ def wanted_gpus(config: RunConfig) -> tuple[int, int]:
     return ranks, engines
 
 
-def plan(config: RunConfig, nodes: Sequence[Node]) -> Plan:
+def plan(
+    config: RunConfig, nodes: Sequence[Node], *, trains: bool = True, serves: bool = True
+) -> Plan:
     """How the parts are placed on `nodes`.
+
+    Args:
+        trains: with a trainer.
+        serves: with engines.
 
     Raises:
         ConfigError: the cluster has GPUs, but not enough for what the configuration asks.
     """
     ranks, engines = wanted_gpus(config)
+    ranks, engines = ranks * trains, engines * serves
     # A single rank is the driver's process, and its critic is there too.
     critics = ranks if ranks > 1 and config.algorithm.adv_estimator == "gae" else 0
     size, asked = config.cluster.gpus_per_engine, config.cluster.placement
@@ -308,7 +315,7 @@ def cluster_nodes() -> list[Node]:
     ]
 
 
-def place(config: RunConfig) -> Placement:
+def place(config: RunConfig, *, trains: bool = True, serves: bool = True) -> Placement:
     """Reserve what `plan` says on the cluster that Ray is connected to. A single rank's GPU becomes
     the only one that this process sees.
 
@@ -319,7 +326,7 @@ def place(config: RunConfig) -> Placement:
     from ray.util.placement_group import placement_group, remove_placement_group
 
     nodes = cluster_nodes()
-    planned = plan(config, nodes)
+    planned = plan(config, nodes, trains=trains, serves=serves)
     if planned.mode == "plain":
         return Placement(planned)
     requests: list[dict[str, float]] = [{"GPU": float(size)} for size in planned.bundles]

@@ -32,6 +32,7 @@ from yaml import MarkedYAMLError, YAMLError
 from stepwell.config import RunConfig
 from stepwell.config_errors import Problem, explain, nearest, told_value
 from stepwell.config_keys import ROOT, by_kind, models_of, named_by, types_of
+from stepwell.run_file import HIDDEN, RUN_FILE
 from stepwell.trainer.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -114,12 +115,95 @@ def load_config(
     Raises:
         ConfigError: one line per problem, each naming the key, the value and the remedy.
     """
-    try:
-        path = None if name is None else find_config(name)
-    except ConfigError as e:
-        raise ConfigError(f"--config {e}") from None
+    path = None if name is None else _named(name)
     given, lines = _read_overrides(overrides)
     layers = [*(_read_files(path, ()) if path else ()), Layer(None, given)]
+    return _validated(layers, lines, path, paths_exist)
+
+
+def attached_config(
+    run_dir: Path,
+    values: Raw,
+    name: str | None = None,
+    overrides: Sequence[str] = (),
+) -> RunConfig:
+    """The configuration of a trainer that is attached to the run in `run_dir`: the run's own, below
+    a preset or file and `key=value` overrides of the trainer's keys.
+
+    Args:
+        values: the run's resolved configuration, from its `run.json`.
+        name: of the preset or file; None: none.
+
+    Raises:
+        ConfigError: as `load_config`; or a key is given that the run's other parts go by, or a
+            secret is not.
+    """
+    own = values | {"run": values["run"] | {"dir": str(run_dir), "resume": "auto"}}
+    own["gateway"] = {k: v for k, v in values["gateway"].items() if k not in _GATEWAYS_ALONE}
+    path = run_dir / RUN_FILE
+    served = Layer(path, own)
+    given, lines = _read_overrides(overrides)
+    above = [*([] if name is None else _read_files(_named(name), ())), Layer(None, given)]
+    config = _validated([served, *above], lines, path)
+    before = _validated([served], [], path)
+    for section in RunConfig.model_fields.keys() - TRAINERS_SECTIONS:
+        asked, has = getattr(config, section), getattr(before, section)
+        for key in type(has).model_fields:
+            if getattr(asked, key) != getattr(has, key) and (section, key) != ("run", "resume"):
+                lines.append(
+                    f"{section}.{key} is {told_value(getattr(asked, key))}, but the run in "
+                    f"{run_dir} goes by {told_value(getattr(has, key))} since it was started; an "
+                    f"attached trainer has {', '.join(sorted(TRAINERS_SECTIONS))} of its own"
+                )
+    if config.run.resume == "never":
+        lines.append(
+            "run.resume is 'never', which would remove the pool that agents fill; give it to "
+            "`stepwell serve`, or name a step to go back to"
+        )
+    dumped = config.model_dump(mode="json", include=set(TRAINERS_SECTIONS))
+    lines += [
+        f"{key} is a secret, which {path} does not hold; give it again: {key}=…"
+        for key in _hidden_keys(dumped)
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
+    return config
+
+
+TRAINERS_SECTIONS = RunConfig.model_fields.keys() & {
+    *("rollout", "async_training", "sampling", "algorithm", "trainer", "validation"),
+    *("data", "backend", "publish", "logging"),
+}
+"""Sections that an attached trainer may have otherwise than the run it is attached to."""
+_GATEWAYS_ALONE = ("admin_keys", "agent_keys", "host")
+"""Keys of the gateway that `run.json` hides, and what asks for them."""
+
+
+def _hidden_keys(values: Any, parts: tuple[str, ...] = ()) -> list[str]:
+    """The keys of `values` that hold a hidden secret."""
+    if isinstance(values, dict):
+        return [k for key, v in values.items() for k in _hidden_keys(v, (*parts, str(key)))]
+    if isinstance(values, list):
+        return [k for v in values for k in _hidden_keys(v, parts)]
+    return [".".join(parts)] if isinstance(values, str) and HIDDEN in values else []
+
+
+def _named(name: str) -> Path:
+    try:
+        return find_config(name)
+    except ConfigError as e:
+        raise ConfigError(f"--config {e}") from None
+
+
+def _validated(
+    layers: Sequence[Layer], lines: Sequence[str], path: Path | None, paths_exist: bool = True
+) -> RunConfig:
+    """The layers over each other, as a configuration.
+
+    Args:
+        lines: what is wrong with the command line.
+        path: the file that is named where a key stands in none.
+    """
     merged = _merged(layers)
     if not (isinstance(merged.get("model"), dict) and "path" in merged["model"]):
         merged = _merged([_for_the_quickstarts_model(), *layers])

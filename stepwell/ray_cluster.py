@@ -120,6 +120,28 @@ def joined(address: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def visited(address: str) -> Iterator[None]:
+    """Connected to the Ray at `address` inside the block, as before if this process already was.
+
+    Raises:
+        RunUnavailableError: there is none, or it wants another token.
+    """
+    if ray.is_initialized() and ray.get_runtime_context().gcs_address == address:
+        yield
+        return
+    try:
+        with ExitStack() as stack:
+            if address.startswith("127."):
+                stack.enter_context(_loopback())
+            stack.enter_context(_joined(address))
+            yield
+    except ConfigError as e:
+        raise RunUnavailableError(
+            str(e).replace("cluster.address is", "the address of the run's Ray is")
+        ) from e
+
+
 def ray_here(namespace: str) -> RayPart:
     """Where the Ray is that this process is connected to, for other processes."""
     wants_token = _raylet.get_authentication_mode() == _raylet.AuthenticationMode.TOKEN

@@ -32,15 +32,18 @@ def summarise(
         values = [r[key] for r in records if r.get(key) is not None]
         return float(np.mean(values)) if values else None
 
-    before, *_, after = progress.evaluations
+    def evaluated(which: int, figure: str) -> float | None:
+        found = progress.evaluations
+        return getattr(found[which], figure) if found else None
+
     gaps = [r["log_prob_gap"] for r in records if r.get("log_prob_gap") is not None]
     return {
         "name": name,
         "optimizer_steps": progress.updates,
-        "eval_before": before.score,
-        "eval_after": after.score,
-        "tool_use_before": before.tool_use,
-        "tool_use_after": after.tool_use,
+        "eval_before": evaluated(0, "score"),
+        "eval_after": evaluated(-1, "score"),
+        "tool_use_before": evaluated(0, "tool_use"),
+        "tool_use_after": evaluated(-1, "tool_use"),
         "no_signal_share": mean("groups/no_signal"),
         "wall_s": progress.train_s,
         "off_policy_share": mean("off_policy_share"),

@@ -1,7 +1,11 @@
-"""One run from start to finish: `train(config)` and `serve(config)`, called by the command line.
+"""One run from start to finish: `train`, or `serve` and `attach`, called by the command line.
+
+    train(config)            pool, engines, gateway and trainer, in one process group
+    serve(config)            all but the trainer, for agents to call
+    attach(config, run)      the trainer of a run that is served: may stop, crash, be replaced
 
 Owns what surrounds the loop: starting the parts, evaluation before and after, the files left
-behind.
+behind. Does not own how a trainer is put together (`training.py`).
 """
 
 from __future__ import annotations
@@ -11,53 +15,72 @@ import logging
 import random
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from stepwell.backends.base import build_backend, loop_backend
-from stepwell.backends.critic import Critic
-from stepwell.backends.errors import BackendError
-from stepwell.backends.weights import WeightStore
-from stepwell.cluster import GATEWAY_KEY, LOGS, POOL, POOL_NAME, WEIGHTS, Cluster, start_cluster
+from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.errors import BackendError, WeightUpdateError
+from stepwell.backends.weights import Published, WeightStore, publish
+from stepwell.cluster import (
+    GATEWAY_KEY,
+    LOGS,
+    POOL,
+    POOL_NAME,
+    WEIGHTS,
+    Cluster,
+    Parts,
+    start_cluster,
+)
 from stepwell.config import RunConfig
 from stepwell.console import Display
+from stepwell.datapool import connect as connect_pool
 from stepwell.datapool.journal import holder
-from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.process import logging_to
-from stepwell.datapool.types import TRAIN
+from stepwell.errors import RunUnavailableError
+from stepwell.placement import place
+from stepwell.ray_cluster import attached
 from stepwell.replay import REPLAY, replay
 from stepwell.report import SUMMARY, plot_reward, read_summary, summarise, write_summary
-from stepwell.run_file import RUN_FILE, GatewayPart, PoolPart, begin, only_run_in
+from stepwell.run_file import (
+    RUN_FILE,
+    EnginesPart,
+    GatewayPart,
+    PoolPart,
+    RunFile,
+    begin,
+    is_starting,
+    left_by_trainer,
+    only_run_in,
+    only_trainer_in,
+    read_run,
+)
+from stepwell.run_record import record_run
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
-from stepwell.trainer.config import TrainerConfig
+from stepwell.trainer.config import DataConfig, TrainerConfig
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.errors import ConfigError, StarvedError, TrainerError
-from stepwell.trainer.ledger import LEDGER, Ledger
+from stepwell.trainer.live import LOST
 from stepwell.trainer.loop import Trainer
-from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
-from stepwell.trainer.publication import Publisher
 from stepwell.trainer.rewards import build_manager
-from stepwell.trainer.rollout import Producer, load_agent
-from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
-from stepwell.trainer.scoring import Scorer
-from stepwell.trainer.validation import (
-    COLUMNS,
-    VALIDATION,
-    Validator,
-    read_samples,
-    samples_path,
-)
+from stepwell.trainer.rollout import WorkerHandle, load_agent, start_workers
+from stepwell.trainer.validation import COLUMNS, VALIDATION, read_samples, samples_path
+from stepwell.training import CHECKPOINTS, build_trainer
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
 TRAINER_LOG = "trainer.log"
+SERVE_LOG = "serve.log"
+HELD_OUT = "looking at the rewards of held-out traffic"
+WATCH_S = 0.5
+"""A killed trainer is noticed within this."""
 EVALUATION_ATTEMPTS = 3
 """Evaluations of which not one rollout finished, in a row, that end the run."""
 
@@ -74,14 +97,16 @@ async def train(config: RunConfig) -> dict[str, Any]:
     seed_everything(config.run.seed)
     if config.trainer.load_debug_rollout_data is not None:
         backend = build_backend(config.trainer.backend, config.backend, config.model.path)
-        return await replay(config, backend, build_critic(config))
+        return await replay(config, backend)
     with configured():
-        source = training_prompts(config)  # a mistake costs no start, and removes no run
+        source = (
+            None if config.data is None else training_prompts(config)
+        )  # a mistake costs no start, and removes no run
     with only_run_in(config.run.dir):
         return await _run(config, source)
 
 
-async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
+async def _run(config: RunConfig, source: PromptSource | None) -> dict[str, Any]:
     folder = config.run.dir
     display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
     if config.run.resume == "never":
@@ -91,26 +116,37 @@ async def _run(config: RunConfig, source: PromptSource) -> dict[str, Any]:
         display.summary(done, folder)
         return done
     with configured():
-        load_agent(config.rollout.agent)
+        if config.rollout.agent is not None:
+            load_agent(config.rollout.agent)
         loop_backend(config.trainer.backend)
         if config.rollout.reward is not None:
             with configured("rollout.reward"):
                 build_manager(config.rollout.reward)
     CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)  # a wrong one costs no start
-    with logged(folder), display, MemoryMeter() as memory:
+    with only_trainer_in(folder), logged(folder), display:
         display.status("starting Ray, the pool, the engine and the gateway")
         async with start_run(config) as cluster:
             display.status(f"gateway at {cluster.gateway_url}")
-            with (
-                MetricsWriter(folder, build_trackers(folder, config)) as metrics,
-                build_trainer(config, cluster, source) as trainer,
-            ):
-                try:
-                    return await _train(config, trainer, metrics, display, memory)
-                finally:
-                    await trainer.memory.take_back()
-                    await trainer.validator.stop()
-                    await trainer.scorer.aclose()
+            return await _train_on(cluster, config, source, display)
+
+
+async def _train_on(
+    parts: Parts, config: RunConfig, source: PromptSource | None, display: Display
+) -> dict[str, Any]:
+    folder = config.run.dir
+    with (
+        MemoryMeter() as memory,
+        MetricsWriter(folder, build_trackers(folder, config)) as metrics,
+        build_trainer(config, parts, source, tell=display.status) as trainer,
+    ):
+        try:
+            return await _train(config, trainer, metrics, display, memory)
+        finally:
+            with suppress(WeightUpdateError):  # it was raised before, or is in the log
+                await trainer.published()  # engines outlive an attached trainer
+            await trainer.memory.take_back()
+            await trainer.validator.stop()
+            await trainer.scorer.aclose()
 
 
 @contextmanager
@@ -129,9 +165,9 @@ def configured(key: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def logged(folder: Path) -> Iterator[None]:
+def logged(folder: Path, name: str = TRAINER_LOG) -> Iterator[None]:
     """The log of this process is a file in the run's folder, which the error of a run names."""
-    path = folder / LOGS / TRAINER_LOG
+    path = folder / LOGS / name
     with logging_to(path):
         try:
             yield
@@ -142,18 +178,42 @@ def logged(folder: Path) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def start_run(config: RunConfig) -> AsyncIterator[Cluster]:
-    """The running parts, and a `run.json` that says where they are."""
+async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[Cluster]:
+    """The running parts, and a `run.json` that says where they are.
+
+    Args:
+        trains: see `start_cluster`.
+    """
+    forget_weights_of_another_model(config)
     run = begin(config)
-    async with start_cluster(config) as cluster:
-        run.model_copy(
+    async with start_cluster(config, trains=trains) as cluster:
+        run = run.model_copy(
             update={
                 "ray": cluster.ray,
                 "pool": PoolPart(name=POOL_NAME),
                 "gateway": GatewayPart(urls=cluster.gateway_urls, key_file=cluster.key_file),
+                "engines": EnginesPart(
+                    urls=tuple(engine.url for engine in cluster.engines),
+                    weights_dir=config.run.dir.absolute() / WEIGHTS,
+                ),
             }
-        ).write(config.run.dir)
-        yield cluster
+        )
+        run.write(config.run.dir)
+        record = record_run(run, cluster.ray.namespace)
+        try:
+            yield cluster
+        finally:
+            ray.kill(record)
+
+
+def forget_weights_of_another_model(config: RunConfig) -> None:
+    """Engines begin with the weights that the folder's last run published, if it had our model."""
+    try:
+        model = read_run(config.run.dir).config["model"]["path"]
+    except (RunUnavailableError, KeyError):
+        model = None
+    if model != str(config.model.path):
+        shutil.rmtree(config.run.dir / WEIGHTS, ignore_errors=True)
 
 
 def training_prompts(config: RunConfig) -> PromptSource:
@@ -162,98 +222,29 @@ def training_prompts(config: RunConfig) -> PromptSource:
     Raises:
         ConfigError: they cannot be read, or there is none.
     """
+    data = _data_of(config)
     held_out: frozenset[str] = frozenset()
-    if config.data.val is not None:
+    if data.val is not None:
         with configured("data.val"):
-            held_out = PromptSource(config.data.val, tokenizer_path=config.model.path).prompts()
+            held_out = PromptSource(data.val, tokenizer_path=config.model.path).prompts()
     with configured("data.train"):
-        source = PromptSource(config.data.train, held_out, tokenizer_path=config.model.path)
-        if config.data.val is None:
+        source = PromptSource(data.train, held_out, tokenizer_path=config.model.path)
+        if data.val is None:
             source.hold_out()
         return source
 
 
 def validation_tasks(config: RunConfig) -> list[Task]:
     """The tasks of `data.val`, or those of `data.train` that are held out for it."""
-    source = PromptSource(config.data.val or config.data.train, tokenizer_path=config.model.path)
-    return source.hold_out() if config.data.val is None else source.all()
+    data = _data_of(config)
+    source = PromptSource(data.val or data.train, tokenizer_path=config.model.path)
+    return source.hold_out() if data.val is None else source.all()
 
 
-@contextmanager
-def build_trainer(config: RunConfig, cluster: Cluster, source: PromptSource) -> Iterator[Trainer]:
-    """A trainer on `source` over the running parts of `cluster`; closed on leaving."""
-    folder = config.run.dir / CHECKPOINTS
-    ledger = Ledger(folder / LEDGER)
-    producer = Producer(
-        config.rollout,
-        source,
-        cluster.pool,
-        cluster.workers,
-        ledger,
-        pace=Pace(
-            credit_limit(config.async_training, config.sampling, config.trainer.train_batch_size)
-        ),
-        drops_surplus=drops_surplus(config.async_training),
-        n_greedy=int(config.algorithm.adv_estimator == "remax"),
-    )
-    scorer = Scorer(config.rollout.reward, config.model.path)
-    trainer = Trainer(
-        config.trainer,
-        config.async_training,
-        config.algorithm,
-        pool=cluster.pool,
-        keeper=LeaseKeeper(cluster.pool, TRAIN, config.pool.channel(TRAIN).lease_s),
-        producer=producer,
-        source=source,
-        scorer=scorer,
-        group_filter=GroupFilter(config.sampling),
-        validator=Validator(
-            config.validation,
-            cluster.pool,
-            producer,
-            scorer,
-            folder=config.run.dir,
-            tokenizer_path=config.model.path,
-        ),
-        backend=build_backend(
-            config.trainer.backend,
-            config.backend,
-            config.model.path,
-            **cluster.placement.backend_options(),
-        ),
-        critic=build_critic(config, **cluster.placement.critic_options()),
-        publisher=Publisher(
-            cluster.engines,
-            WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
-            EngineMemory(cluster.engines, lends=config.engine.release_memory),
-            transport=config.engine.weight_transport,
-            patience_s=config.trainer.starvation_timeout_s,
-        ),
-        checkpoints=CheckpointStore(
-            folder,
-            config.trainer.keep_checkpoints,
-            config.trainer.keep_best,
-            origin={
-                "model_path": str(config.model.path.absolute()),
-                "backend": config.trainer.backend,
-                "backend_config": config.backend.model_dump(mode="json"),
-            },
-        ),
-        seed=config.run.seed,
-        logs=config.run.dir / LOGS,
-    )
-    try:
-        yield trainer
-    finally:
-        trainer.close()
-        ledger.close()
-
-
-def build_critic(config: RunConfig, **options: Any) -> Critic | None:
-    """The value model of `adv_estimator: gae`; None with any other. `options` are `Critic`'s."""
-    if config.algorithm.adv_estimator != "gae":
-        return None
-    return Critic(config.algorithm.critic, config.backend, config.model.path, **options)
+def _data_of(config: RunConfig) -> DataConfig:
+    if config.data is None:
+        raise ConfigError("data is null: there are no tasks; give data.train")
+    return config.data
 
 
 async def _train(
@@ -269,18 +260,19 @@ async def _train(
         display.status(status)
     # Of a run that was complete and goes back: it is not any more, also if it is killed now.
     (config.run.dir / SUMMARY).unlink(missing_ok=True)
-    tasks = validation_tasks(config)
+    tasks = [] if config.data is None else validation_tasks(config)
     total = config.trainer.total_steps
 
     def report() -> None:
         for e in trainer.validator.finished():
             display.evaluation(e.step, e.score, e.tool_use)
-            trainer.checkpoints.score(e.weights_step, e.value(config.validation.metric))
+            if e.weights_step != LOST:
+                trainer.checkpoints.score(e.weights_step, e.value(config.validation.metric))
             table = samples_path(config.run.dir, e.step)
             metrics.table("val/samples", COLUMNS, read_samples(table, config.validation.samples))
 
     async def evaluate(mode: str = "blocking") -> None:
-        display.status(f"evaluating on {len(tasks)} prompts")
+        display.status(f"evaluating on {len(tasks)} prompts" if tasks else HELD_OUT)
         begin = trainer.evaluate if mode == "blocking" else trainer.begin_evaluation
         for remaining in reversed(range(EVALUATION_ATTEMPTS)):
             try:
@@ -294,12 +286,9 @@ async def _train(
 
     if not trainer.progress.evaluations:
         await evaluate()
-    async with (
-        trainer.producer.running() as generation,
-        aclosing(trainer.train(total, generation)) as steps,
-    ):
-        if trainer.evaluation_due():  # of a process that was killed meanwhile
-            await evaluate(config.validation.mode)
+    if trainer.evaluation_due():  # of a process that was killed meanwhile
+        await evaluate(config.validation.mode)
+    async with aclosing(trainer.train(total)) as steps:
         async for record in steps:
             metrics.write(record)
             display.step(record)
@@ -357,7 +346,7 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
     """The summary of the run in `run.dir`, if it has done all its optimizer steps and is not told
     to go back to an earlier one."""
     summary, total = read_summary(config.run.dir), config.trainer.total_steps
-    if summary is None or summary["optimizer_steps"] < total:
+    if summary is None or total is None or summary["optimizer_steps"] < total:
         return None
     if config.run.resume != "auto":
         checkpoints = CheckpointStore(config.run.dir / CHECKPOINTS)
@@ -368,10 +357,90 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
 
 
 async def serve(config: RunConfig) -> None:
-    """Pool, engine and gateway without training, until interrupted."""
-    with only_run_in(config.run.dir), logged(config.run.dir):
-        async with start_run(config) as cluster:
-            where = "\n           ".join(cluster.gateway_urls)
-            needs = "" if cluster.key_file is None else f", admin key in {cluster.key_file}"
-            print(f"gateway at {where}{needs}  (Ctrl-C stops it)", flush=True)
-            await asyncio.Event().wait()
+    """Pool, engines and gateway, until interrupted."""
+    folder = config.run.dir
+    with only_run_in(folder), logged(folder, SERVE_LOG):
+        async with start_run(config, trains=False) as cluster:
+            print(where_to_call(config, cluster), flush=True)
+            while True:
+                await asyncio.sleep(WATCH_S)
+                await _continue_engines(config, cluster)
+
+
+def where_to_call(config: RunConfig, cluster: Cluster) -> str:
+    """What `stepwell serve` prints: where everything is, and what to do with it."""
+    folder = config.run.dir
+    needs = "" if cluster.key_file is None else f", admin key in {cluster.key_file}"
+    lines = [
+        f"gateway at {cluster.gateway_url}{needs}",
+        *(f"           {url}" for url in cluster.gateway_urls[1:]),
+        f"ray at     {cluster.ray.address}, namespace {cluster.ray.namespace}, pool {POOL_NAME}",
+        f"run folder {folder}  (run.json says where everything is; logs are in {folder / LOGS})",
+        f"call it    OPENAI_BASE_URL={cluster.gateway_url}/v1 any-agent",
+        f"train      stepwell train --attach {folder}",
+        "(Ctrl-C stops it)",
+    ]
+    return "\n".join(lines)
+
+
+async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:
+    """A trainer that was killed may have been publishing: its engines are paused, or have what was
+    never committed. What is committed is published to them again; agents only wait."""
+    with left_by_trainer(config.run.dir) as pid:
+        if pid is None:
+            return
+        store = WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights)
+        committed = store.current() or Published(0, str(config.engine.model_path))
+        log.warning("trainer %d was killed; version %d is served on", pid, committed.version)
+        try:
+            await publish(
+                cluster.engines, committed.path, committed.version, "retract", store=store
+            )
+        except WeightUpdateError as e:  # the next trainer publishes; supervisors restart engines
+            log.warning("engines may stay paused until a trainer is attached: %s", e)
+
+
+async def attach(config: RunConfig, run: RunFile) -> dict[str, Any]:
+    """Train on the pool of a run that is served, and publish to its engines.
+
+    Args:
+        config: `attached_config`'s.
+
+    Raises:
+        ConfigError: it cannot be trained from here.
+        RunUnavailableError: its parts cannot be reached.
+    """
+    folder = config.run.dir
+    seed_everything(config.run.seed)
+    if config.engine.release_memory:
+        raise ConfigError(
+            "engine.release_memory is true: engines would lend their memory to a trainer that may "
+            "be killed with it; set it to false for `stepwell serve`, or use `stepwell train`"
+        )
+    if run.ray is None or run.pool is None or run.engines is None or run.gateway is None:
+        raise is_starting(folder)
+    with configured():
+        source = None if config.data is None else training_prompts(config)
+        loop_backend(config.trainer.backend)
+        if config.rollout.reward is not None:
+            with configured("rollout.reward"):
+                build_manager(config.rollout.reward)
+    display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
+    with only_trainer_in(folder), logged(folder), display, attached(run.ray, str(folder)):
+        if (done := _finished(config)) is not None:
+            display.status("this run has done its optimizer steps; raise trainer.total_steps")
+            display.summary(done, folder)
+            return done
+        async with AsyncExitStack() as stack:
+            pool = connect_pool(run.pool.name, run.ray.namespace)
+            engines = [await stack.enter_async_context(EngineClient(u)) for u in run.engines.urls]
+            placement = await asyncio.to_thread(place, config, serves=False)
+            stack.callback(placement.release)
+            workers: Sequence[WorkerHandle] = ()
+            if config.rollout.agent is not None:
+                workers = start_workers(
+                    config.rollout, run.gateway.urls, run.gateway.key(), folder / LOGS
+                )
+            display.status(f"attached to {folder}: gateway at {run.gateway.urls[0]}")
+            parts = Parts(pool=pool, engines=engines, workers=workers, placement=placement)
+            return await _train_on(parts, config, source, display)

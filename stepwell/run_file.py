@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
@@ -36,8 +36,11 @@ from stepwell.version import __version__
 
 RUN_FILE = "run.json"
 LOCK = "run.lock"
+TRAINER_LOCK = "trainer.lock"
 LOCK_WAIT_S = 0.5
 """A reader that looks whether the run is alive holds the lock for a moment."""
+REPAIR_S = 3.0
+"""What a killed trainer left undone is put right in this time, mostly."""
 PACKAGES = ("torch", "ray", "transformers", "sglang")
 GIT_S = 10.0
 
@@ -63,6 +66,16 @@ class GatewayPart(_Part):
     """One per replica."""
     key_file: Path | None = None
     """Holds the admin key, if the run made one."""
+
+    def key(self) -> SecretStr | None:
+        """The admin key in `key_file`."""
+        return None if self.key_file is None else SecretStr(self.key_file.read_text())
+
+
+class EnginesPart(_Part):
+    urls: tuple[str, ...]
+    weights_dir: Path
+    """Where versions are published."""
 
 
 class PoolPart(_Part):
@@ -92,6 +105,7 @@ class RunFile(_Part):
     ray: RayPart | None = None
     pool: PoolPart | None = None
     gateway: GatewayPart | None = None
+    engines: EnginesPart | None = None
     config: dict[str, Any]
     """Resolved, without secrets."""
 
@@ -182,10 +196,14 @@ def is_starting(run_dir: Path) -> RunUnavailableError:
     )
 
 
-def holder(run_dir: Path) -> int | None:
-    """The process that runs in `run_dir`; 0: one that has just begun; None: nobody does."""
+def holder(run_dir: Path, lock: str = LOCK) -> int | None:
+    """The process that runs in `run_dir`; 0: one that has just begun; None: nobody does.
+
+    Args:
+        lock: TRAINER_LOCK asks who trains there.
+    """
     try:
-        with (run_dir / LOCK).open("rb") as file:
+        with (run_dir / lock).open("rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -203,15 +221,66 @@ def only_run_in(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: one does already, or the folder cannot be written.
     """
+    with _locked(
+        folder,
+        LOCK,
+        LOCK_WAIT_S,
+        f"another run is alive in {folder}; stop it first, or choose another run.name",
+    ):
+        yield
+
+
+@contextmanager
+def only_trainer_in(folder: Path) -> Iterator[None]:
+    """No other process trains in the run's folder inside the block.
+
+    Raises:
+        ConfigError: one does already.
+    """
+    with _locked(
+        folder,
+        TRAINER_LOCK,
+        REPAIR_S,
+        f"process {{pid}} trains in {folder}, and a run has one trainer at a time; stop that one "
+        f"first (kill -INT {{pid}})",
+    ) as file:
+        try:
+            yield
+        finally:
+            file.truncate(0)  # it ended by itself and left nothing undone
+
+
+@contextmanager
+def left_by_trainer(folder: Path) -> Iterator[int | None]:
+    """The process that trained here and was killed, or None. Nobody else begins to train inside the
+    block, after which it is forgotten."""
+    path = folder / TRAINER_LOCK
+    pid = int(path.read_text() or 0) if path.is_file() else 0
+    if not pid:
+        yield None
+        return
+    with path.open("r+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None  # it lives
+            return
+        yield pid
+        file.truncate(0)
+
+
+@contextmanager
+def _locked(folder: Path, name: str, wait_s: float, taken: str) -> Iterator[IO[str]]:
+    """`taken` is the error if another process has the lock; `{pid}` in it is that process."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("a")
+        lock = (folder / name).open("a")
     except OSError as e:
         raise ConfigError(
             f"run.dir is {str(folder)!r}, which cannot be written ({e.strerror}: {e.filename}); "
             "name a folder that this user may make and write"
         ) from e
-    give_up = time.monotonic() + LOCK_WAIT_S
+    give_up = time.monotonic() + wait_s
     with lock as file:
         while True:
             try:
@@ -221,13 +290,11 @@ def only_run_in(folder: Path) -> Iterator[None]:
                 if time.monotonic() < give_up:
                     time.sleep(0.02)
                     continue
-                raise ConfigError(
-                    f"another run is alive in {folder}; stop it first, or choose another run.name"
-                ) from None
+                raise ConfigError(taken.format(pid=(folder / name).read_text())) from None
         file.truncate(0)  # an earlier run's `run.json` is not taken for this one's
         file.write(str(os.getpid()))
         file.flush()
-        yield
+        yield file
 
 
 # -- what is in it -------------------------------------------------------------------------------

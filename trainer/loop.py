@@ -4,9 +4,9 @@
       ▲                                                                       │
       └──── ack ◄── checkpoint ◄── publish weights v+1 ◄──────────────────────┘
 
-Generation goes on meanwhile: the producer keeps the pool fed, the backend computes in its own
-thread. Owns the order of things, the version table and the lag. Does not own the mathematics
-(`advantages.py`, `off_policy.py`, `losses.py`), the model (`backends/`) or any process
+Generation goes on meanwhile: a producer (`producers.py`) keeps the pool fed, the backend computes
+in its own thread. Owns the order of things, the version table and the lag. Does not own the
+mathematics (`advantages.py`, `off_policy.py`, `losses.py`), the model (`backends/`) or any process
 (`cluster.py`).
 """
 
@@ -16,7 +16,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from copy import deepcopy
@@ -45,18 +45,17 @@ from stepwell.trainer.checkpoint import (
     set_rng_state,
 )
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig, TrainerConfig
-from stepwell.trainer.data import PromptSource, Task
+from stepwell.trainer.data import Task
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.flat_rewards import FlatRewards
 from stepwell.trainer.kl import kl_in_reward, next_coef
 from stepwell.trainer.losses import loss_columns, make_loss_fn
 from stepwell.trainer.metrics import Phases
 from stepwell.trainer.off_policy import correct, lags, proximal_log_probs
+from stepwell.trainer.producers import GroupProducer
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.publication import Publisher
-from stepwell.trainer.reclaim import PRODUCER_GONE, reclaim
 from stepwell.trainer.recording import record_batch
-from stepwell.trainer.rollout import Producer
 from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.validation import (
@@ -73,6 +72,8 @@ T = TypeVar("T")
 
 IN_FLIGHT_S = 1.0
 """For the answer to a request that the pool has served before generation had no prompt left."""
+TOLD_S = 15.0
+"""A trainer that waits for traffic says so this often."""
 
 
 class Trainer:
@@ -82,6 +83,7 @@ class Trainer:
         keeper: of leases on the channel that is trained.
         seed: of the draws that a loss makes, with the number of the update.
         logs: folder that an error tells to look into.
+        tell: shows the user a line.
     """
 
     def __init__(
@@ -92,8 +94,7 @@ class Trainer:
         *,
         pool: DataPoolClient,
         keeper: LeaseKeeper,
-        producer: Producer,
-        source: PromptSource,
+        producer: GroupProducer,
         scorer: Scorer,
         group_filter: GroupFilter,
         validator: Validator,
@@ -103,17 +104,18 @@ class Trainer:
         critic: Critic | None = None,
         seed: int = 0,
         logs: Path = Path("logs"),
+        tell: Callable[[str], None] = log.info,
     ) -> None:
         self.config = config
         self._async = async_training
         self._algorithm = algorithm
         self._seed = seed
         self._logs = logs
+        self._tell = tell
         self.progress = Progress()
         self.pool = pool
         self.producer = producer
         self.ledger = producer.ledger
-        self._source = source
         self.scorer = scorer
         self._backend = backend
         self._critic = critic
@@ -135,28 +137,26 @@ class Trainer:
         # One thread: torch keeps its own pool per thread, and the model is not to be shared.
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
 
-    async def train(
-        self, until: int, generation: asyncio.Task[None] | None = None
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Optimizer steps until there are `until` of them or the data is used up, and a checkpoint;
-        yields the metrics of each.
-
-        Args:
-            generation: the running producer; if it fails, so does the training that waits for it.
+    async def train(self, until: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
+        """Optimizer steps until there are `until` of them or no group comes any more, and a
+        checkpoint; yields the metrics of each. Groups are brought meanwhile; if their producer
+        fails, so does the training that waits for it.
         """
         self._mark = time.monotonic()
-        async with self.keeper, aclosing(self._batches(until, generation)) as batches:
+        async with (
+            self.producer.running(),
+            self.keeper,
+            aclosing(self._batches(math.inf if until is None else until)) as batches,
+        ):
             async for batch in batches:
-                async for record in self._train_on(await self._worth_training(batch, generation)):
+                async for record in self._train_on(await self._worth_training(batch)):
                     yield record
                     self._mark = time.monotonic()  # what the consumer did meanwhile is not training
             await self.published()
             if self._consumed:
                 await self.checkpoint()
 
-    async def _worth_training(
-        self, batch: Sequence[Group], generation: asyncio.Task[None] | None
-    ) -> list[Group]:
+    async def _worth_training(self, batch: Sequence[Group]) -> list[Group]:
         """The scored groups of a batch; where a filter (or a missing score) took some out, others
         take their place, until it is whole or generation has ended."""
         groups: list[Group] = []
@@ -173,7 +173,7 @@ class Trainer:
                 break
             self._filter.check_refills(refill)
             with self._phases("wait"):
-                more = await self._lease(generation, missing)
+                more = await self._arrived(asyncio.create_task(self._lease(missing)))
             if more is None:
                 break
             coming = more
@@ -404,13 +404,11 @@ class Trainer:
         # From here to the end of `state` nothing is awaited: it is of one moment.
         consumed = frozenset(self._consumed)
         self.ledger.leased(consumed)
-        pending = {uid: t for uid, t in self.producer.in_flight.items() if uid not in consumed}
         state = {
             "backend": backend,
             "critic": critic,
             "progress": deepcopy(self.progress),
-            "source": deepcopy(self._source.state_dict()),
-            "pending": pending,
+            **self.producer.state_dict(consumed),
             "trained": by_lease(self.keeper.held, consumed.union(self.keeper.settled)),
             "ledger": self.ledger.offset,
             "rng": rng_state(),
@@ -420,8 +418,7 @@ class Trainer:
         await self._compute(self.checkpoints.save, self.progress.updates, state, about)
         await self.keeper.settle(consumed)
         self._consumed -= consumed
-        for prompt_uid in consumed:
-            self.producer.settle(prompt_uid)
+        self.producer.settle(consumed)
 
     async def resume(self, where: Resume = "auto") -> bool:
         """Go on from the newest checkpoint, or the one that `where` names, if there is one, and see
@@ -429,50 +426,48 @@ class Trainer:
         the start."""
         path = self.checkpoints.find(where)
         state = await self._compute(self.checkpoints.load, path) if path is not None else None
-        if path is not None and state is not None:
-            await self._compute(self._backend.load_state_dict, state["backend"])
-            if self._critic is not None and state["critic"] is not None:
-                await self._compute(self._critic.load_state_dict, state["critic"])
-            self.progress = state["progress"]
-            self._source.load_state_dict(state["source"])
+        if state is not None:
+            await self._compute(self.load, state)
             set_rng_state(state["rng"])
             self.checkpoints.set_aside(after=self.progress.updates)
         offset = self.ledger.adopt(path.parent, state["ledger"]) if path and state else 0
         self.ledger.resume(self.progress.updates, offset)
-        reclaimed = await reclaim(
-            self.pool,
-            trained=state["trained"] if state else {},
-            pending=state["pending"] if state else {},
-            version=self.progress.version,
-        )
-        if reclaimed.dropped:
-            log.info("groups of the former process dropped: %s", dict(reclaimed.dropped))
-        self.producer.adopt(reclaimed.kept)
-        for prompt_uid in reclaimed.again:
-            self.ledger.dropped(prompt_uid, PRODUCER_GONE, returned=True)
-        self._source.put_back(reclaimed.again.values(), "resumed", counts=False)
+        await self.producer.resume(state, self.progress.version)
         versions = await self._publisher.serving()
         before = (await self.pool.get_statistics(TRAIN))["policy_version"]
         bare = self._publisher.gives_adapters  # engines have none yet
         if state is not None or any(versions) or before or bare:
             # A number that nobody has seen: steps of before must not pass for ours.
-            self.progress.version = max([self.progress.version, before, *versions])
+            newest = max([self.progress.version, before, *versions])
+            self.progress.lose(newest, self._async.trigger_parameter_sync_step)
             await self.publish()
         return state is not None
 
-    async def evaluate(self, tasks: Sequence[Task]) -> Evaluation:
-        """Run the agent on `tasks` through the `"val"` channel, with the weights now published."""
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Model and progress of a checkpoint; runs in the compute thread."""
+        self._backend.load_state_dict(state["backend"])
+        if self._critic is not None and state["critic"] is not None:
+            self._critic.load_state_dict(state["critic"])
+        self.progress = state["progress"]
+
+    async def evaluate(self, tasks: Sequence[Task]) -> list[Evaluation]:
+        """Run the agent on `tasks` through the `"val"` channel, with the weights now published; or
+        look at what agents left there."""
         await self.validator.join()
         await self.published()
-        evaluation = await self.validator.run(tasks, self._policy())
-        self.progress.evaluations.append(evaluation)
-        return evaluation
+        evaluations = await self.validator.run(tasks, self._policy())
+        self.progress.evaluations += evaluations
+        return evaluations
 
     def evaluation_due(self) -> bool:
         """Whether this optimizer step, between the first and the last, is to be evaluated and was
         not yet."""
-        every, updates = self.validator.config.every, self.progress.updates
-        if not every or updates % every or updates >= self.config.total_steps:
+        every, updates, total = (
+            self.validator.config.every,
+            self.progress.updates,
+            self.config.total_steps,
+        )
+        if not every or updates % every or (total is not None and updates >= total):
             return False
         return updates not in {e.step for e in self.progress.evaluations}
 
@@ -482,17 +477,15 @@ class Trainer:
         await self.published()
         self.validator.start(tasks, self._policy(), then=self._evaluated)
 
-    async def _evaluated(self, evaluation: Evaluation | None) -> None:
-        if evaluation is not None:
-            self.progress.evaluations.append(evaluation)
+    async def _evaluated(self, evaluations: Sequence[Evaluation]) -> None:
+        self.progress.evaluations += evaluations
         if self._overdue:
             await self.publish()
 
     def _policy(self) -> Policy:
         """What an evaluation that begins now is of."""
         progress = self.progress
-        weights_step = progress.published[progress.version]
-        return Policy(progress.updates, progress.version, weights_step)
+        return Policy(progress.updates, progress.version, progress.known())
 
     def close(self) -> None:
         self._compute_thread.shutdown()
@@ -500,52 +493,54 @@ class Trainer:
         if self._critic is not None:
             self._critic.close()
 
-    async def _batches(
-        self, until: int, generation: asyncio.Task[None] | None
-    ) -> AsyncGenerator[Sequence[Group], None]:
+    async def _batches(self, until: float) -> AsyncGenerator[Sequence[Group], None]:
         """The batches up to `until` updates; the next one is on its way while one is trained."""
         per_lease = self._async.require_batches
         coming: asyncio.Task[Sequence[Group] | None] | None = None
         try:
             while self.progress.updates < until:
                 with self._phases("wait"):
-                    batch = await (coming or self._lease(generation))
+                    batch = await self._arrived(coming or asyncio.create_task(self._lease()))
                 if batch is None:
                     return
                 more = self.progress.updates + per_lease < until
                 if self._async.has_windows:
                     more = False  # a lease before the publication would be of the window before
-                coming = asyncio.create_task(self._lease(generation)) if more else None
+                coming = asyncio.create_task(self._lease()) if more else None
                 yield batch
         finally:
             if coming is not None:
                 coming.cancel()
 
-    async def _lease(
-        self, generation: asyncio.Task[None] | None, size: int | None = None
+    async def _arrived(
+        self, coming: asyncio.Task[Sequence[Group] | None]
     ) -> Sequence[Group] | None:
+        """What `_lease` brings. Of traffic that stays away it is said what is waited for."""
+        try:
+            while self.producer.endless and not (await asyncio.wait({coming}, timeout=TOLD_S))[0]:
+                self._tell(await self._why_waiting())
+            return await coming
+        finally:
+            coming.cancel()
+
+    async def _lease(self, size: int | None = None) -> Sequence[Group] | None:
         """The next `size` ready groups, by default `require_batches` × `train_batch_size`; None
         when generation has no prompt left (all epochs are done) and fewer are there."""
-        size = size or self.config.train_batch_size * self._async.require_batches
-        request = asyncio.ensure_future(
-            self.keeper.lease(size, timeout_s=self.config.starvation_timeout_s)
-        )
+        size = size or self._lease_size
+        patience_s = None if self.producer.endless else self.config.starvation_timeout_s
+        request = asyncio.ensure_future(self.keeper.lease(size, timeout_s=patience_s))
         try:
-            while generation is not None and not request.done():
-                drained = asyncio.ensure_future(self.producer.drained())
-                await asyncio.wait(
-                    {request, generation, drained}, return_when=asyncio.FIRST_COMPLETED
-                )
-                drained.cancel()
-                if generation.done():
-                    generation.result()  # raises what made it fail
+            while not request.done():
+                ended = asyncio.ensure_future(self.producer.ended())
+                await asyncio.wait({request, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    ended.result()  # raises what made the producer fail
+                ended.cancel()
                 # The last groups, or word of a drop whose prompt is issued again, may be on their
                 # way here: to ask anew would not bring them.
                 await self.pool.get_statistics(TRAIN)
                 await asyncio.wait({request}, timeout=IN_FLIGHT_S)
-                if (self.producer.is_drained or generation.done()) and (
-                    not request.done() or request.result() is None
-                ):
+                if self.producer.has_ended and (not request.done() or request.result() is None):
                     return None
             if (groups := await request) is None:
                 raise StarvedError(await self._why_starved())
@@ -553,6 +548,20 @@ class Trainer:
             request.cancel()
         self.producer.leased(group.prompt_uid for group in groups)
         return groups
+
+    @property
+    def _lease_size(self) -> int:
+        return self.config.train_batch_size * self._async.require_batches
+
+    async def _why_waiting(self) -> str:
+        """What a trainer that traffic keeps waiting waits for, and what the pool holds."""
+        stats = await self.pool.get_statistics(TRAIN)
+        groups, trajectories = stats["groups"], stats["trajectories"]
+        return (
+            f"waiting for {self._lease_size} groups of traffic: {groups['ready']} are ready, "
+            f"{groups['open']} open with {trajectories['open']} open trajectories; the engines "
+            f"serve version {self.progress.version}"
+        )
 
     async def _why_starved(self) -> str:
         stats = await self.pool.get_statistics(TRAIN)
@@ -589,8 +598,7 @@ class Trainer:
             "pool/open": stats["groups"]["open"],
             "pool/leased": stats["groups"]["leased"],
             "pool/dropped": stats["groups"]["dropped"],
-            "rollouts/failed": sum(self.producer.ends.values()) - self.producer.ends["complete"],
-            "wait/generation_saturated": self.producer.idle.take(),
+            **self.producer.metrics(),
             **self._flat.metrics(),
             **self._filter.metrics(),
             **self.validator.metrics(),

@@ -34,6 +34,21 @@ class Progress:
     """Of `updates`, by number, those that left the policy as it was: a gradient that was not
     finite, the critic's warm-up."""
 
+    def lose(self, newest: int, updates_per_sync: int) -> None:
+        """Versions up to `newest` were published by a trainer that crashed: their weights are lost,
+        and what they sampled counts as one publication old when it is taken up again."""
+        for version in range(self.version + 1, newest + 1):
+            self.published[version] = self.updates - updates_per_sync
+        self.version = newest
+
+    def known(self) -> dict[int, int]:
+        """`published`, without the versions that were lost."""
+        known, newest = dict[int, int](), 0
+        for version, updates in sorted(self.published.items()):
+            if updates >= newest:
+                known[version] = newest = updates
+        return known
+
     def applied(self, updates: int) -> int:
         """Of so many updates, those that changed the policy: what lag is counted in."""
         return updates - bisect_right(self.unapplied, updates)

@@ -5,9 +5,10 @@
     ready, of the checkpoint       kept: generation is not repeated
 
 The resumed history is that of the checkpoint. Prompts drawn after it are drawn again by the source,
-so groups that were made of them since must go; and tokens of a policy version published after it
-belong to weights that no longer exist. Groups that were not opened by a `Producer` (a black-box
-agent's) stay unless they hold such tokens.
+so groups that were made of them since must go; and prompts whose tokens are of a policy version
+published after it are better issued again: those weights no longer exist. Groups that were not
+opened by a `Producer` (an agent's that came by itself) stay: nobody can issue them again, and their
+log-probs say by what they were sampled.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ async def reclaim(
         ours = "task" in group.metadata
         uid = group.prompt_uid
         reason = None
-        if group.newest_version is not None and group.newest_version > version:
+        if ours and group.newest_version is not None and group.newest_version > version:
             reason = LOST_POLICY
         elif ours and uid not in pending:
             reason = AFTER_CHECKPOINT

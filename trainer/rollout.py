@@ -46,8 +46,10 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Set,
 )
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
@@ -67,7 +69,7 @@ from stepwell.trainer.data import DataExhaustedError, PromptSource, Task, slug
 from stepwell.trainer.errors import RolloutError
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import Idle
-from stepwell.trainer.reclaim import live_groups
+from stepwell.trainer.reclaim import PRODUCER_GONE, live_groups, reclaim
 from stepwell.trainer.sampling import SURPLUS, Pace
 
 log = logging.getLogger(__name__)
@@ -181,7 +183,7 @@ class RolloutWorker:
         self._config = config
         self._gateways = tuple(gateway_urls)
         self._key = key
-        self._agent = load_agent(config.agent)
+        self._agent = load_agent(config.agent or "")
         self._slots = asyncio.Semaphore(config.concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._traced: set[tuple[str, int | None]] = set()
@@ -515,14 +517,42 @@ class Producer:
         """Of `in_flight`, groups that training took."""
         self._losses: Counter[str] = Counter()
         """Groups lost to infrastructure, by instance_id."""
+        self._generation: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
         self._returned = asyncio.Event()
         """A prompt came back to the source since the last look."""
 
-    def adopt(self, groups: Mapping[str, Task]) -> None:
-        """These groups of a former process are ready in the pool, by prompt_uid."""
-        self.in_flight.update(groups)
-        self._pace.adopt(groups)
+    endless = False
+
+    def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
+        """Where the source stands, and the prompts that a resume has to account for."""
+        pending = {uid: task for uid, task in self.in_flight.items() if uid not in consumed}
+        return {"source": deepcopy(self._source.state_dict()), "pending": pending}
+
+    async def resume(self, state: Mapping[str, Any] | None, version: int) -> None:
+        """Go on where `state` was: what is ready is kept, other prompts of it are issued again."""
+        if state is not None:
+            self._source.load_state_dict(state["source"])
+        reclaimed = await reclaim(
+            self._pool,
+            trained=state["trained"] if state else {},
+            pending=state["pending"] if state else {},
+            version=version,
+        )
+        if reclaimed.dropped:
+            log.info("groups of the former process dropped: %s", dict(reclaimed.dropped))
+        self.in_flight.update(reclaimed.kept)
+        self._pace.adopt(reclaimed.kept)
+        for prompt_uid in reclaimed.again:
+            self.ledger.dropped(prompt_uid, PRODUCER_GONE, returned=True)
+        self._source.put_back(reclaimed.again.values(), "resumed", counts=False)
+
+    def metrics(self) -> dict[str, float]:
+        """`rollouts/failed` so far, and how long generation could not go on."""
+        return {
+            "rollouts/failed": self.ends.total() - self.ends[COMPLETE],
+            "wait/generation_saturated": self.idle.take(),
+        }
 
     def leased(self, prompt_uids: Iterable[str]) -> None:
         """Training took these groups: whatever becomes of their leases, it has them."""
@@ -534,10 +564,11 @@ class Producer:
         """`n` of the groups that training took are not trained: others take their place."""
         self._pace.refund(n)
 
-    def settle(self, prompt_uid: str) -> None:
-        """The group is trained (and its checkpoint durable), or dropped for good."""
-        self.in_flight.pop(prompt_uid, None)
-        self._taken.discard(prompt_uid)
+    def settle(self, prompt_uids: Iterable[str]) -> None:
+        """These groups are trained and their checkpoint is durable."""
+        for prompt_uid in prompt_uids:
+            self.in_flight.pop(prompt_uid, None)
+            self._taken.discard(prompt_uid)
 
     async def close_window(self) -> None:
         """Before weights are published: with `drops_surplus`, what this window did not use is
@@ -568,7 +599,7 @@ class Producer:
         not take may come back when all prompts were drawn. The yielded task fails if generation
         does."""
         self._drained.clear()
-        task = asyncio.create_task(self._run(limit), name="producer")
+        task = self._generation = asyncio.create_task(self._run(limit), name="producer")
         drops = asyncio.create_task(self._follow_drops(), name="drops")
         try:
             yield task
@@ -578,13 +609,24 @@ class Producer:
             await asyncio.gather(task, drops, return_exceptions=True)
 
     @property
-    def is_drained(self) -> bool:
+    def has_ended(self) -> bool:
         """No prompt is left to draw, and no rollout runs."""
-        return self._drained.is_set()
+        return self._drained.is_set() or (self._generation is not None and self._generation.done())
 
-    async def drained(self) -> None:
-        """Returns once `is_drained`: until a prompt comes back there will be no more groups."""
-        await self._drained.wait()
+    async def ended(self) -> None:
+        """Returns once `has_ended`: until a prompt comes back there will be no more groups.
+
+        Raises:
+            RolloutError: generation failed (so does any error of its infrastructure).
+        """
+        drained = asyncio.ensure_future(self._drained.wait())
+        try:
+            watched = {drained} if self._generation is None else {drained, self._generation}
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            drained.cancel()
+        if self._generation is not None and self._generation.done():
+            self._generation.result()
 
     async def evaluate(
         self, tasks: Sequence[Task], n: int, channel: str, *, beside_training: bool = False

@@ -119,13 +119,14 @@ def train_channel(
     channel: ChannelConfig,
     training: AsyncTrainingConfig,
     sampling: SamplingConfig,
-    max_outstanding_groups: int,
+    max_outstanding_groups: int | None,
 ) -> ChannelConfig:
     """The pool's `train` channel as the run needs it: limits, filters and, in modes with windows,
     the age from which a group is not trained but its prompt issued again.
 
     Args:
         channel: as it is configured.
+        max_outstanding_groups: None: nobody who opens a group waits.
 
     Raises:
         ConfigError: `sampling.filters` names no filter.

@@ -25,11 +25,12 @@ import asyncio
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import orjson
@@ -58,8 +59,13 @@ class Policy(NamedTuple):
     """Optimizer steps done."""
     version: int
     """The policy version that the engines serve."""
-    weights_step: int
-    """Optimizer steps when that version was published."""
+    published: Mapping[int, int]
+    """Version -> optimizer steps when it was published."""
+
+    @property
+    def weights_step(self) -> int:
+        """Optimizer steps when the version that the engines serve was published."""
+        return self.published[self.version]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class Evaluation:
     version: int = 0
     """The policy version that generated every token."""
     weights_step: int = 0
-    """Optimizer steps of those weights: at most `step`."""
+    """Optimizer steps of those weights: at most `step`; -1 if they are lost."""
     mixed: int = 0
     """Finished rollouts left out because another version generated some of their tokens."""
     seconds: float = 0.0
@@ -121,7 +127,7 @@ class _NonePinnedError(StarvedError):
     """Rollouts finished, and every one of them is mixed."""
 
 
-class Validator:
+class Validator(ABC):
     """Evaluates the policy, beside training or while it waits.
 
     Args:
@@ -129,11 +135,13 @@ class Validator:
         tokenizer_path: turns responses into their text.
     """
 
+    pins: ClassVar[bool]
+    """Whether publications may have to wait for an evaluation (`validation.pin`)."""
+
     def __init__(
         self,
         config: ValidationConfig,
         pool: DataPoolClient,
-        producer: Producer,
         scorer: Scorer,
         *,
         folder: Path,
@@ -143,7 +151,6 @@ class Validator:
         self._folder = folder
         self._tokenizer_path = tokenizer_path
         self._pool = pool
-        self._producer = producer
         self._scorer = scorer
         self._tokenizer: Any = None
         self._task: asyncio.Task[None] | None = None
@@ -166,32 +173,32 @@ class Validator:
         tasks: Sequence[Task],
         policy: Policy,
         *,
-        then: Callable[[Evaluation | None], Awaitable[None]],
+        then: Callable[[Sequence[Evaluation]], Awaitable[None]],
     ) -> None:
         """Begin an evaluation beside training; `finished` has it when it has ended.
 
         Args:
-            then: called when publications need not wait any more, with the evaluation; with None if
-            no rollout of it was pinned.
+            then: called when publications need not wait any more, with what `run` returned; with
+            nothing if no rollout of it was pinned.
         """
         if self._task is not None:
             raise RuntimeError("an evaluation is under way; await `join` before the next")
-        if self.config.pin == "hold":
+        if self.pins and self.config.pin == "hold":
             self._free.clear()
 
         async def work() -> None:
-            evaluation: Evaluation | None = None
+            evaluations: list[Evaluation] = []
             try:
-                evaluation = await self._persistently(tasks, policy)
+                evaluations = await self._persistently(tasks, policy)
             except _NonePinnedError as e:
                 log.warning("no evaluation at step %d: %s", policy.step, e)
             finally:
                 self._free.set()
-            await then(evaluation)
+            await then(evaluations)
 
         self._task = asyncio.create_task(work(), name="validation")
 
-    async def _persistently(self, tasks: Sequence[Task], policy: Policy) -> Evaluation:
+    async def _persistently(self, tasks: Sequence[Task], policy: Policy) -> list[Evaluation]:
         """`run`, again where not one rollout finished: a part was down, and is restarted."""
         for _ in range(ATTEMPTS - 1):
             try:
@@ -235,15 +242,57 @@ class Validator:
             task, self._task = self._task, None
             task.result()
 
+    @abstractmethod
     async def run(
+        self, tasks: Sequence[Task], policy: Policy, *, beside_training: bool = False
+    ) -> list[Evaluation]:
+        """Evaluate `policy`, which the engines serve now.
+
+        Raises:
+            StarvedError: not one rollout is left to take the mean of.
+        """
+
+    def metrics(self) -> dict[str, float]:
+        """The figures of evaluations that have ended since the last call, for the metrics of the
+        optimizer step that is recorded next: `val/step` says whose they are."""
+        metrics, self._unreported = self._unreported, {}
+        return metrics
+
+    def _report(self, evaluations: list[Evaluation]) -> list[Evaluation]:
+        self._done += evaluations
+        for evaluation in evaluations:
+            self._unreported |= evaluation.as_metrics()
+        return evaluations
+
+    def _rows(self, groups: Sequence[Group], policy: Policy) -> list[dict[str, Any]]:
+        if self._tokenizer is None:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
+        return samples(groups, self._tokenizer.decode, policy)
+
+
+class TaskValidator(Validator):
+    """Evaluates by running the agent on the tasks of `data.val`."""
+
+    pins = True
+
+    def __init__(
         self,
-        tasks: Sequence[Task],
-        policy: Policy,
+        config: ValidationConfig,
+        pool: DataPoolClient,
+        scorer: Scorer,
+        producer: Producer,
         *,
-        beside_training: bool = False,
-    ) -> Evaluation:
-        """Roll out `tasks`, `n` times each, and score them; the engines serve `policy`.
-        Writes the sample table.
+        folder: Path,
+        tokenizer_path: Path,
+    ) -> None:
+        super().__init__(config, pool, scorer, folder=folder, tokenizer_path=tokenizer_path)
+        self._producer = producer
+
+    async def run(
+        self, tasks: Sequence[Task], policy: Policy, *, beside_training: bool = False
+    ) -> list[Evaluation]:
+        """Roll out `tasks`, `n` times each, and score them; the engines serve `policy`. One
+        evaluation, whose sample table is written.
 
         Raises:
             StarvedError: not one rollout is left to take the mean of.
@@ -252,7 +301,7 @@ class Validator:
         n = self.config.n
         uids = await self._producer.evaluate(tasks, n, VAL, beside_training=beside_training)
         groups = await self._scored(uids)
-        pinned = [_pinned(group, policy.version) for group in groups]
+        pinned = [only_of(group, policy.version) for group in groups]
         finished = sum(len(g.trajectories) for g in groups)
         trajectories = [t for g in pinned for t in g.trajectories]
         if not trajectories:
@@ -282,15 +331,7 @@ class Validator:
             seconds=time.monotonic() - began,
             metrics=metrics,
         )
-        self._done.append(evaluation)
-        self._unreported |= evaluation.as_metrics()
-        return evaluation
-
-    def metrics(self) -> dict[str, float]:
-        """The figures of evaluations that have ended since the last call, for the metrics of the
-        optimizer step that is recorded next: `val/step` says whose they are."""
-        metrics, self._unreported = self._unreported, {}
-        return metrics
+        return self._report([evaluation])
 
     async def _scored(self, uids: Sequence[str]) -> list[Group]:
         """The groups of the evaluation, scored, in the order of its prompts; whatever else is in
@@ -310,10 +351,7 @@ class Validator:
         return f"aborted: {said}. Look into the agent, the reward and {self._folder / 'logs'}"
 
     def _write(self, groups: Sequence[Group], policy: Policy) -> None:
-        if self._tokenizer is None:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_path)
-        rows = samples(groups, self._tokenizer.decode, policy)
-        write_samples(samples_path(self._folder, policy.step), rows)
+        write_samples(samples_path(self._folder, policy.step), self._rows(groups, policy))
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────
@@ -378,17 +416,16 @@ def tool_use(groups: Sequence[Group]) -> float | None:
     return float(np.mean([sum(c) > 0 for c in calls])) if any(calls) else None
 
 
-def _pinned(group: Group, version: int) -> Group:
+def versions_of(trajectory: Trajectory) -> set[int]:
+    """The policy versions that generated its tokens."""
+    spans = {v.version for s in trajectory.steps for v in s.version_spans}
+    return spans | {s.policy_version for s in trajectory.steps}
+
+
+def only_of(group: Group, version: int) -> Group:
     """The group without the rollouts of which another version generated a token."""
-
-    def is_pinned(trajectory: Trajectory) -> bool:
-        return all(
-            s.policy_version == version and all(v.version == version for v in s.version_spans)
-            for s in trajectory.steps
-        )
-
-    kept = tuple(t for t in group.trajectories if is_pinned(t))
-    return Group(group.prompt_uid, kept, group.n_rollouts, group.metadata, group.delivery)
+    kept = tuple(t for t in group.trajectories if versions_of(t) == {version})
+    return replace(group, trajectories=kept)
 
 
 def _task(group: Group) -> Mapping[str, Any]:

@@ -15,8 +15,9 @@ from stepwell.backends.torch_backend import TorchBackend
 from stepwell.cluster import start_cluster
 from stepwell.config import RunConfig
 from stepwell.datapool.types import Step, VersionSpan
-from stepwell.run import build_trainer, training_prompts
+from stepwell.run import training_prompts
 from stepwell.trainer.recording import load_recording, recordings
+from stepwell.training import build_trainer
 from tests.e2e.conftest import ROOT, EngineRecorder, engine, small_config
 
 pytestmark = pytest.mark.e2e
@@ -54,8 +55,7 @@ async def recorded_run(folder: Path) -> Run:
         )
         async with start_cluster(config) as cluster:
             with build_trainer(config, cluster, training_prompts(config)) as trainer:
-                async with trainer.producer.running() as generation:
-                    records = [r async for r in trainer.train(STEPS, generation)]
+                records = [r async for r in trainer.train(STEPS)]
         batches = [load_recording(path) for _, path in recordings(str(folder / "batches"))]
         steps = [s for batch in batches for group in batch.groups for s in group.steps]
         return Run(config, steps, recorder.answers, records)

@@ -24,24 +24,20 @@ from torch import Tensor
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.weights import WeightStore
+from stepwell.cluster import Parts
 from stepwell.config import RunConfig
 from stepwell.datapool import DataPoolActor, DataPoolClient, PoolConfig, Step, VersionSpan
-from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import GREEDY, TRAIN, VAL
 from stepwell.presets import load_config
-from stepwell.run import build_critic
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.loop import Trainer
-from stepwell.trainer.memory import EngineMemory
-from stepwell.trainer.publication import Publisher
 from stepwell.trainer.rollout import Producer
-from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus, train_channel
-from stepwell.trainer.scoring import Scorer
-from stepwell.trainer.validation import Evaluation, Validator
+from stepwell.trainer.sampling import train_channel
+from stepwell.trainer.validation import Evaluation
+from stepwell.training import build_trainer
 
 SMALL = (
     "logging.wandb=disabled",
@@ -234,22 +230,20 @@ class SmallRun:
     engine: FakeEngine
     rollouts: Rollouts
     backend: RecordingBackend
-    source: PromptSource
-    producer: Producer
+    source: PromptSource | None
     trainer: Trainer
     val_tasks: list[Task]
     records: list[dict[str, Any]] = field(default_factory=list)
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
     evaluations: list[Evaluation] = field(default_factory=list)
 
+    @property
+    def producer(self) -> Producer:
+        return cast(Producer, self.trainer.producer)
+
     async def train(self, until: int | None = None) -> list[dict[str, Any]]:
         """As `run.py` does, without its files."""
-        async with (
-            self.producer.running() as generation,
-            aclosing(
-                self.trainer.train(until or self.config.trainer.total_steps, generation)
-            ) as steps,
-        ):
+        async with aclosing(self.trainer.train(until or self.config.trainer.total_steps)) as steps:
             async for record in steps:
                 self.records.append(record)
                 self.recorded.set()
@@ -301,7 +295,7 @@ def pool_config(config: RunConfig) -> PoolConfig:
         config.pool.channel(TRAIN),
         config.async_training,
         config.sampling,
-        config.rollout.max_outstanding_groups,
+        config.max_outstanding_groups,
     )
     return PoolConfig(channels={TRAIN: train, VAL: config.pool.channel(VAL)})
 
@@ -319,58 +313,19 @@ async def small_run(
     pool = pool or cast(DataPoolClient, LocalPool(pool_config(config)))
     engine, backend = FakeEngine(), backend or RecordingBackend()
     worker = Rollouts(pool, engine, **rollouts)
-    source = PromptSource(config.data.train)
-    ledger = Ledger(config.run.dir / "ledger.jsonl")
-    producer = Producer(
-        config.rollout,
-        source,
-        pool,
-        [worker],
-        ledger,
-        pace=Pace(
-            credit_limit(config.async_training, config.sampling, config.trainer.train_batch_size)
-        ),
-        drops_surplus=drops_surplus(config.async_training),
-        n_greedy=int(config.algorithm.adv_estimator == "remax"),
-    )
-    scorer = Scorer(config.rollout.reward, config.model.path)
     engines = cast("list[EngineClient]", [engine])  # what is needed of one
-    trainer = Trainer(
-        config.trainer,
-        config.async_training,
-        config.algorithm,
-        pool=pool,
-        keeper=LeaseKeeper(pool, TRAIN, config.pool.channel(TRAIN).lease_s),
-        producer=producer,
-        source=source,
-        scorer=scorer,
-        group_filter=GroupFilter(config.sampling),
-        validator=Validator(
-            config.validation,
-            pool,
-            producer,
-            scorer,
-            folder=config.run.dir,
-            tokenizer_path=config.model.path,
-        ),
+    source = None if config.data is None else PromptSource(config.data.train)
+    val_tasks = [] if config.data is None else PromptSource(config.data.val).all()
+    with build_trainer(
+        config,
+        Parts(pool=pool, engines=engines, workers=[worker]),
+        source,
         backend=backend,
-        critic=build_critic(config),
-        publisher=Publisher(
-            engines,
-            WeightStore(config.run.dir / "weights"),
-            EngineMemory(engines, lends=config.engine.release_memory),
-            transport=config.engine.weight_transport,
-            patience_s=config.trainer.starvation_timeout_s,
-        ),
         checkpoints=checkpoints or CheckpointStore(config.run.dir / "checkpoints", 2),
-        seed=config.run.seed,
-        logs=config.run.dir / "logs",
-    )
-    val_tasks = PromptSource(config.data.val).all()
-    try:
-        yield SmallRun(config, pool, engine, worker, backend, source, producer, trainer, val_tasks)
-    finally:
-        await trainer.validator.stop()
-        await trainer.scorer.aclose()
-        trainer.close()
-        ledger.close()
+        ledger=Ledger(config.run.dir / "ledger.jsonl"),
+    ) as trainer:
+        try:
+            yield SmallRun(config, pool, engine, worker, backend, source, trainer, val_tasks)
+        finally:
+            await trainer.validator.stop()
+            await trainer.scorer.aclose()

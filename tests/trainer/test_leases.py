@@ -117,10 +117,7 @@ async def test_an_evaluation_longer_than_a_lease_trains_every_prompt_once(tmp_pa
 
     ended = asyncio.Event()
     async with small_run(config_of(tmp_path, "async"), hold=held) as run:
-        async with (
-            run.producer.running() as generation,
-            aclosing(run.trainer.train(UPDATES, generation)) as steps,
-        ):
+        async with aclosing(run.trainer.train(UPDATES)) as steps:
             async for _ in steps:
                 ended.clear()
                 holding = asyncio.create_task(hold(LONG_S, ended))
@@ -158,10 +155,7 @@ async def test_a_process_that_stood_still_longer_than_a_lease_trains_every_promp
     handle = start_data_pool(pool_config(config), name=uuid.uuid4().hex)
     try:
         async with small_run(config, pool=DataPoolClient(handle)) as run:
-            async with (
-                run.producer.running() as generation,
-                aclosing(run.trainer.train(UPDATES, generation)) as steps,
-            ):
+            async with aclosing(run.trainer.train(UPDATES)) as steps:
                 async for _ in steps:
                     time.sleep(LONG_S)  # noqa: ASYNC251 - that is the point
             await assert_each_trained_once(run)

@@ -17,9 +17,9 @@ from stepwell.backends.torch_backend import TorchBackend, TorchBatch
 from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN, Group, Lease, Step, Trajectory
 from stepwell.presets import load_config
-from stepwell.run import build_critic
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.loop import Trainer
+from stepwell.training import build_critic
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,6 @@ def trainer_of(tmp_path: Path, *overrides: str) -> Iterator[Trainer]:
         pool=absent,
         keeper=absent,
         producer=absent,
-        source=absent,
         scorer=absent,
         backend=CountingBackend(config.backend, config.model.path),
         group_filter=absent,
@@ -234,11 +233,9 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
     trainer.config, trainer._async = config.trainer, config.async_training
     trainer.pool = cast(Any, Pool())
     trainer.keeper = LeaseKeeper(trainer.pool, TRAIN, 600.0)
-    drained = asyncio.Event()
-    drained.set()
-    producer = SimpleNamespace(leased=list, drained=drained.wait, is_drained=True)
+    ended = asyncio.Event()
+    ended.set()
+    producer = SimpleNamespace(leased=list, ended=ended.wait, has_ended=True, endless=False)
     trainer.producer = cast(Any, producer)
-    generation = asyncio.create_task(asyncio.sleep(3600))
-    assert await trainer._lease(generation) == last
-    assert await trainer._lease(generation) is None
-    generation.cancel()
+    assert await trainer._lease() == last
+    assert await trainer._lease() is None

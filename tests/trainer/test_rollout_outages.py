@@ -138,11 +138,8 @@ class Rig:
 
     async def generate(self, producer: Producer) -> None:
         """Until the source is used up."""
-        async with asyncio.timeout(20), producer.running() as generation:
-            drained = asyncio.ensure_future(producer.drained())
-            await asyncio.wait({generation, drained}, return_when=asyncio.FIRST_COMPLETED)
-            if not drained.done():
-                generation.result()
+        async with asyncio.timeout(20), producer.running():
+            await producer.ended()
             await producer._pool.get_statistics(TRAIN)
 
 

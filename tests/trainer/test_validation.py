@@ -339,7 +339,7 @@ async def test_a_rollout_with_a_token_of_another_version_does_not_count(tmp_path
             run.engine.version = 1 if task["instance_id"] == "val2" else 0
 
         run.rollouts.hold = hold
-        evaluation = await run.trainer.evaluate(run.val_tasks)
+        (evaluation,) = await run.trainer.evaluate(run.val_tasks)
     assert (evaluation.rollouts, evaluation.mixed, evaluation.failed) == (4, 2, 0)
 
 
@@ -401,7 +401,7 @@ async def test_what_others_put_into_the_channel_is_no_part_of_an_evaluation(
     async with small_run(small_config(tmp_path)) as run:
         await run.pool.open_group("theirs", 4, channel=VAL)
         await run.rollouts.run_group({"instance_id": "x"}, "theirs", 4, VAL)
-        evaluation = await run.trainer.evaluate(run.val_tasks)
+        (evaluation,) = await run.trainer.evaluate(run.val_tasks)
     assert evaluation.rollouts == 6
     assert evaluation.score == 0.5  # theirs are 0, 1, 2 and 3
 

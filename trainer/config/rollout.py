@@ -113,8 +113,10 @@ class RewardConfig(_Scoring):
 
 
 class RolloutConfig(CallSampling):
-    agent: str
-    """Dotted path of `async def agent(task, base_url, api_key) -> float | None`."""
+    agent: str | None = None
+    """Dotted path of `async def agent(task, base_url, api_key) -> float | None`, run on the tasks
+    of `data`; null: agents that nobody here starts call the gateway, and their traffic is trained
+    on."""
     n: int = Field(default=8, ge=1)
     """Rollouts per prompt (the group size of GRPO)."""
     min_n: int = Field(default=2, ge=1)

@@ -74,9 +74,12 @@ def check_sampling(
     *,
     train_batch_size: int,
     keep_best: int,
-    max_outstanding_groups: int,
+    max_outstanding_groups: int | None,
 ) -> None:
     """Refuse settings under which a batch could never be had, or that say nothing together.
+
+    Args:
+        max_outstanding_groups: None: agents come by themselves, and nothing holds them back.
 
     Raises:
         ValueError: naming the keys, their values and the remedy.
@@ -87,7 +90,7 @@ def check_sampling(
         f"trainer.train_batch_size × async_training.require_batches = "
         f"{train_batch_size} × {training.require_batches}"
     )
-    if max_outstanding_groups < batch:
+    if max_outstanding_groups is not None and max_outstanding_groups < batch:
         raise ValueError(
             f"rollout.max_outstanding_groups is {max_outstanding_groups}, but a batch takes "
             f"{batch_is} = {batch} groups, so it could never be ready; raise it to {batch} or more"
@@ -96,6 +99,12 @@ def check_sampling(
         raise ValueError(
             f"async_training.max_queue_size is {training.max_queue_size}, but a batch takes "
             f"{batch_is} = {batch} groups, so it could never be ready; raise it to {batch} or more"
+        )
+    if training.has_windows and max_outstanding_groups is None:
+        raise ValueError(
+            f"async_training.mode is {training.mode!r}, in which generation waits for training, "
+            "but rollout.agent is null: agents that come by themselves wait for nobody; set "
+            "async_training.mode=async"
         )
     if training.has_windows and training.trigger_parameter_sync_step % training.require_batches:
         raise ValueError(
@@ -119,7 +128,7 @@ def check_sampling(
             "generation always runs ahead; set rollout.max_outstanding_groups instead, or mode "
             "sync or one_step_off"
         )
-    if not window <= over <= max_outstanding_groups:
+    if max_outstanding_groups is None or not window <= over <= max_outstanding_groups:
         raise ValueError(
             f"sampling.over_sampling_batch_size is {over}; it lies between the groups of a window, "
             "trainer.train_batch_size × async_training.trigger_parameter_sync_step = "

@@ -8,8 +8,8 @@ from stepwell.trainer.config.base import Section
 
 
 class TrainerConfig(Section):
-    total_steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
+    total_steps: int | None = Field(default=100, ge=1)
+    """Optimizer steps; null = until it is stopped, or the tasks are used up."""
     backend: str = "torch"
     """Training backend: a name that `stepwell backends` lists, or a dotted path `module:Class`."""
     train_batch_size: int = Field(default=8, ge=1)
@@ -27,4 +27,5 @@ class TrainerConfig(Section):
     load_debug_rollout_data: str | None = None
     """Train on a recording, without engine, gateway or pool; losses as in the recorded run."""
     starvation_timeout_s: float = Field(default=600.0, gt=0)
-    """Without a ready group for this long the run stops and says what it waited for."""
+    """Without a ready group for this long the run stops and says what it waited for. A run whose
+    agents come by themselves waits for them without end."""

@@ -1,0 +1,135 @@
+"""This module puts a run's trainer together from its configuration and its running parts, the same
+for all who bring groups: rollouts of its own, traffic, a recording.
+
+Owns which part is given what of the configuration. Starts nothing but the trainer's own model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from stepwell.backends.base import TrainingBackend, build_backend
+from stepwell.backends.critic import Critic
+from stepwell.backends.weights import WeightStore
+from stepwell.cluster import LOGS, WEIGHTS, Parts
+from stepwell.config import RunConfig
+from stepwell.datapool.lease_keeper import LeaseKeeper
+from stepwell.datapool.types import TRAIN
+from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.data import PromptSource
+from stepwell.trainer.ledger import LEDGER, Ledger
+from stepwell.trainer.live import Traffic, TrafficValidator
+from stepwell.trainer.loop import Trainer
+from stepwell.trainer.memory import EngineMemory
+from stepwell.trainer.producers import GroupProducer
+from stepwell.trainer.publication import Publisher
+from stepwell.trainer.rollout import Producer
+from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
+from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.validation import TaskValidator, Validator
+
+log = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+
+
+@contextmanager
+def build_trainer(
+    config: RunConfig,
+    parts: Parts,
+    source: PromptSource | None,
+    *,
+    backend: TrainingBackend | None = None,
+    checkpoints: CheckpointStore | None = None,
+    ledger: Ledger | None = None,
+    tell: Callable[[str], None] = log.info,
+    kind: Callable[..., Trainer] = Trainer,
+) -> Iterator[Trainer]:
+    """A trainer over the running `parts`; closed on leaving.
+
+    Args:
+        source: of the prompts that this run's agents are given; None: traffic is trained on.
+        backend: None: the configured one.
+        checkpoints: None: in the run's folder.
+        ledger: None: beside the checkpoints.
+        tell: shows the user a line.
+        kind: what is built.
+    """
+    folder = config.run.dir / CHECKPOINTS
+    ledger = ledger or Ledger(folder / LEDGER)
+    scorer = Scorer(config.rollout.reward, config.model.path)
+    producer: GroupProducer
+    validator: Validator
+    looks: dict[str, Any] = {"folder": config.run.dir, "tokenizer_path": config.model.path}
+    if source is None:
+        producer = Traffic(parts.pool, ledger, config.rollout.min_n)
+        validator = TrafficValidator(config.validation, parts.pool, scorer, **looks)
+    else:
+        window = config.trainer.train_batch_size
+        producer = Producer(
+            config.rollout,
+            source,
+            parts.pool,
+            list(parts.workers),
+            ledger,
+            pace=Pace(credit_limit(config.async_training, config.sampling, window)),
+            drops_surplus=drops_surplus(config.async_training),
+            n_greedy=int(config.algorithm.adv_estimator == "remax"),
+        )
+        validator = TaskValidator(config.validation, parts.pool, scorer, producer, **looks)
+    if backend is None:
+        backend = build_backend(
+            config.trainer.backend,
+            config.backend,
+            config.model.path,
+            **parts.placement.backend_options(),
+        )
+    trainer = kind(
+        config.trainer,
+        config.async_training,
+        config.algorithm,
+        pool=parts.pool,
+        keeper=LeaseKeeper(parts.pool, TRAIN, config.pool.channel(TRAIN).lease_s),
+        producer=producer,
+        scorer=scorer,
+        group_filter=GroupFilter(config.sampling),
+        validator=validator,
+        backend=backend,
+        critic=build_critic(config, **parts.placement.critic_options()),
+        publisher=Publisher(
+            parts.engines,
+            WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
+            EngineMemory(parts.engines, lends=config.engine.release_memory),
+            transport=config.engine.weight_transport,
+            patience_s=config.trainer.starvation_timeout_s,
+        ),
+        checkpoints=checkpoints
+        or CheckpointStore(
+            folder,
+            config.trainer.keep_checkpoints,
+            config.trainer.keep_best,
+            origin={
+                "model_path": str(config.model.path.absolute()),
+                "backend": config.trainer.backend,
+                "backend_config": config.backend.model_dump(mode="json"),
+            },
+        ),
+        seed=config.run.seed,
+        logs=config.run.dir / LOGS,
+        tell=tell,
+    )
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+        ledger.close()
+
+
+def build_critic(config: RunConfig, **options: Any) -> Critic | None:
+    """The value model of `adv_estimator: gae`; None with any other. `options` are `Critic`'s."""
+    if config.algorithm.adv_estimator != "gae":
+        return None
+    return Critic(config.algorithm.critic, config.backend, config.model.path, **options)

@@ -1,0 +1,150 @@
+"""Live traffic: groups, and figures, of agents that nobody here starts.
+
+    agents ──gateway──► "train" ──► leased, trained, acked with the checkpoint    Traffic
+                   └──► "val", held out (`gateway.holdout`) ──► reward by version  TrafficValidator
+
+A group of traffic comes once: nothing can be issued again, so nothing is dropped because a trainer
+crashed. What was leased and is in no checkpoint is leased again; what a lost policy version sampled
+is trained as off-policy data, by the log-probs that were recorded with it.
+
+Owns: the account of such groups, and the evaluation of held-out traffic. Does not own how calls
+become groups, or which are held out (the gateway), or what the pool keeps of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.types import TRAIN, VAL, Group
+from stepwell.trainer.data import Task
+from stepwell.trainer.ledger import Ledger
+from stepwell.trainer.reclaim import RESTARTED, settle_former
+from stepwell.trainer.validation import (
+    Evaluation,
+    Policy,
+    Validator,
+    only_of,
+    samples_path,
+    tool_use,
+    versions_of,
+    write_samples,
+)
+
+log = logging.getLogger(__name__)
+
+LOST = -1
+"""`weights_step` of a version that a crashed trainer published: no checkpoint has its weights."""
+
+
+class Traffic:
+    """The `GroupProducer` of groups that come by themselves: keeps account of them, no more.
+
+    Args:
+        min_n: rollouts that a group is trained with at the least.
+    """
+
+    endless = True
+    has_ended = False
+
+    def __init__(self, pool: DataPoolClient, ledger: Ledger, min_n: int) -> None:
+        self._pool = pool
+        self.ledger = ledger
+        self.min_n = min_n
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Traffic flows whether anybody looks or not."""
+        yield
+
+    async def ended(self) -> None:
+        """Never returns."""
+        await asyncio.Event().wait()
+
+    def leased(self, prompt_uids: Iterable[str]) -> None:
+        """The ledger hears of a group when training takes it."""
+        for uid in prompt_uids:
+            if uid not in self.ledger.open:
+                self.ledger.issued(uid, uid)
+
+    def refund(self, n: int) -> None:
+        """Nobody waits for room."""
+
+    def settle(self, prompt_uids: Iterable[str]) -> None:
+        """The pool forgets them; nothing is kept here."""
+
+    async def close_window(self) -> None:
+        """Traffic knows no windows."""
+
+    def open_window(self) -> None:
+        """Traffic knows no windows."""
+
+    def state_dict(self, consumed: Set[str]) -> dict[str, Any]:
+        return {}
+
+    async def resume(self, state: Mapping[str, Any] | None, version: int) -> None:
+        """What the checkpoint contains is taken out of the pool; all else that the former trainer
+        had leased is ready again."""
+        trained = state["trained"] if state is not None else {}
+        dropped = await settle_former(self._pool, trained, TRAIN)
+        if dropped:
+            log.info("%d groups that the checkpoint contains were dropped", len(dropped))
+        await self._pool.release_leases(VAL, RESTARTED)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class TrafficValidator(Validator):
+    """Evaluates by the rewards of held-out traffic: of what was completed in channel "val" since
+    the last look, the mean per policy version. No task is run, and no publication waits.
+    """
+
+    pins = False
+
+    async def run(
+        self, tasks: Sequence[Task], policy: Policy, *, beside_training: bool = False
+    ) -> list[Evaluation]:
+        """An evaluation for each version that answered held-out traffic since the last look, the
+        oldest first; one sample table for all of them."""
+        began = time.monotonic()
+        leases, groups = [], list[Group]()
+        while (lease := await self._pool.lease_batch(channel=VAL)) is not None:
+            leases.append(lease.lease_id)
+            groups += lease.groups
+        scored = await self._scorer.score(groups)
+        kept = [t for g in scored for t in g.trajectories]
+        mixed = Counter(max(v) for t in kept if len(v := versions_of(t)) > 1)
+        failed = Counter(max(versions_of(t)) for g in groups for t in g.trajectories)
+        failed -= Counter(max(versions_of(t)) for t in kept)
+        evaluations, rows = list[Evaluation](), list[dict[str, Any]]()
+        for version in sorted({min(v) for t in kept if len(v := versions_of(t)) == 1}):
+            pinned = [g for group in scored if (g := only_of(group, version)).trajectories]
+            rewards = [t.reward for g in pinned for t in g.trajectories]
+            evaluations.append(
+                Evaluation(
+                    step=policy.step,
+                    score=float(np.mean(rewards)),
+                    tool_use=tool_use(pinned),
+                    rollouts=len(rewards),
+                    failed=failed[version],
+                    version=version,
+                    weights_step=policy.published.get(version, LOST),
+                    mixed=mixed[version],
+                    seconds=time.monotonic() - began,
+                )
+            )
+            rows += await asyncio.to_thread(self._rows, pinned, policy._replace(version=version))
+        if rows:
+            await asyncio.to_thread(write_samples, samples_path(self._folder, policy.step), rows)
+        for lease_id in leases:
+            await self._pool.ack(lease_id)
+        return self._report(evaluations)
