@@ -284,26 +284,33 @@ async def _train(
                 display.status(f"evaluating again: {e}")
         report()
 
+    def sum_up() -> dict[str, Any]:
+        memory.sample()
+        records = metrics.read()
+        summary = summarise(config.run.name, records, trainer.progress, memory.peak)
+        write_summary(config.run.dir, summary)
+        plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])
+        display.summary(summary, config.run.dir)
+        return summary
+
     if not trainer.progress.evaluations:
         await evaluate()
     if trainer.evaluation_due():  # of a process that was killed meanwhile
         await evaluate(config.validation.mode)
-    async with aclosing(trainer.train(total)) as steps:
-        async for record in steps:
-            metrics.write(record)
-            display.step(record)
-            report()
-            if trainer.evaluation_due():
-                await evaluate(config.validation.mode)
-    await evaluate()
-
-    memory.sample()
-    records = metrics.read()
-    summary = summarise(config.run.name, records, trainer.progress, memory.peak)
-    write_summary(config.run.dir, summary)
-    plot_reward(config.run.dir, f"Stepwell · {config.run.name}", records, summary["evals"])
-    display.summary(summary, config.run.dir)
-    return summary
+    try:
+        async with aclosing(trainer.train(total)) as steps:
+            async for record in steps:
+                metrics.write(record)
+                display.step(record)
+                report()
+                if trainer.evaluation_due():
+                    await evaluate(config.validation.mode)
+        await evaluate()
+    except asyncio.CancelledError:
+        if total is None:  # that is how it ends
+            sum_up()
+        raise
+    return sum_up()
 
 
 def resume_status(

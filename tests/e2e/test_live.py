@@ -1,0 +1,161 @@
+"""A run that is served, agents that nobody of ours started, and a trainer that is killed and
+attached again: the agents notice nothing but better weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from stepwell import connect
+from stepwell.backends.engines.client import EngineClient
+from stepwell.datapool.types import TRAIN
+from stepwell.run_file import live_run
+from stepwell.trainer.ledger import LEDGER, audit
+from tests.e2e.conftest import ROOT
+
+pytestmark = pytest.mark.e2e
+
+AGENTS = 3
+LIMIT_S = 240.0
+SMALL = (
+    *("logging.wandb=disabled", "logging.console=plain", "gateway.port=0"),
+    *("trainer.train_batch_size=2", "trainer.checkpoint_every=1", "rollout.max_tokens=16"),
+    *("async_training.trigger_parameter_sync_step=1", "pool.channels={train: {n_rollouts: 2}}"),
+    "async_training.max_queue_size=null",
+)
+
+
+def start(*arguments: str, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "stepwell.cli", *arguments],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@asynccontextmanager
+async def command(*arguments: str, log: Path) -> AsyncIterator[subprocess.Popen[bytes]]:
+    process = start(*arguments, log=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def said(log: Path) -> str:
+    return log.read_text()
+
+
+async def until(happened: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not happened():
+            assert process.poll() is None, said(log)
+            await asyncio.sleep(0.1)
+
+
+@dataclass
+class Service:
+    """Agents of somebody else's: two answers to each question, the second one is the better."""
+
+    gateway: str
+    answers: int = 0
+    failures: list[str] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        async with aiohttp.ClientSession() as http:
+            while not stop.is_set():
+                question = uuid.uuid4().hex
+                for reward in (0.0, 1.0):
+                    await self._answer(http, question, reward)
+
+    async def _answer(self, http: aiohttp.ClientSession, question: str, reward: float) -> None:
+        opened = await self._post(http, f"{self.gateway}/init_trajectory", {"prompt_uid": question})
+        url = opened.get("base_url", self.gateway)
+        messages = [{"role": "user", "content": f"What is {len(question)} + 2?"}]
+        await self._post(http, f"{url}/v1/chat/completions", {"model": "m", "messages": messages})
+        await self._post(http, f"{url}/v1/complete_trajectory", {"reward": reward})
+        self.answers += 1
+
+    async def _post(
+        self, http: aiohttp.ClientSession, url: str, body: dict[str, object]
+    ) -> dict[str, str]:
+        async with http.post(url, json=body) as response:
+            if response.status != 200:
+                self.failures.append(f"{url}: {response.status} {await response.text()}")
+                return {}
+            if (version := response.headers.get("x-stepwell-version")) is not None:
+                self.versions.append(int(version))
+            answer: dict[str, str] = await response.json()
+            return answer
+
+
+def steps_of(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    return [json.loads(x)["step"] for x in path.read_text().splitlines()] if path.exists() else []
+
+
+async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(tmp_path: Path) -> None:
+    folder, serve_log = tmp_path / "live", tmp_path / "serve.txt"
+    run = ("--config", "live", f"run.dir={folder}", "run.name=e2e", *SMALL)
+    async with command("serve", *run, log=serve_log) as served:
+        await until(lambda: "Ctrl-C" in serve_log.read_text(), served, serve_log)
+        told = serve_log.read_text()
+        assert f"stepwell train --attach {folder}" in told
+        found = re.search(r"OPENAI_BASE_URL=(\S+)/v1", told)
+        assert found is not None
+        service, stop = Service(found[1]), asyncio.Event()
+        agents = [asyncio.create_task(service.serve(stop)) for _ in range(AGENTS)]
+
+        log = tmp_path / "first.txt"
+        async with command("train", "--attach", str(folder), log=log) as trainer:
+            await until(lambda: len(steps_of(folder)) >= 3, trainer, log)
+            urls = live_run(folder).engines.urls  # type: ignore[union-attr]  # it is up
+            async with EngineClient(urls[0]) as engine:
+                await engine.pause("retract")  # as if it had begun to publish
+            trainer.send_signal(signal.SIGKILL)
+        killed_after, answers = max(steps_of(folder)), service.answers
+        await until(lambda: service.answers > answers + 2 * AGENTS, served, serve_log)
+
+        log = tmp_path / "second.txt"
+        total = killed_after + 3
+        again = ("train", "--attach", str(folder), f"trainer.total_steps={total}")
+        async with command(*again, log=log) as trainer:
+            await until(lambda: trainer.poll() is not None, served, serve_log)
+            assert trainer.returncode == 0, log.read_text()
+        assert "resumed at optimizer step" in log.read_text()
+
+        answers = service.answers
+        await until(lambda: service.answers > answers, served, serve_log)  # it goes on without
+        stop.set()
+        await asyncio.gather(*agents)
+        async with connect(folder) as pool:
+            groups = (await pool.get_statistics(TRAIN))["groups"]
+        served.send_signal(signal.SIGINT)
+        await until(lambda: served.poll() is not None, served, serve_log)
+
+    assert service.failures == []
+    assert steps_of(folder)[-1] == total
+    ledger = audit(folder / "checkpoints" / LEDGER)
+    assert ledger.doubled == ()
+    assert ledger.trained == 2 * total
+    assert ledger.trained == groups["acked"]
+    assert groups["dropped"] == 0
+    assert service.versions[-1] > killed_after
+    assert service.versions[0] == 0

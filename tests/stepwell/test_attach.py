@@ -1,0 +1,188 @@
+"""Which run a trainer is attached to, and by what configuration it trains there."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from stepwell import RunUnavailableError, load_config
+from stepwell.cli import main
+from stepwell.config import RunConfig
+from stepwell.connection import find_run
+from stepwell.presets import attached_config
+from stepwell.run import forget_weights_of_another_model
+from stepwell.run_file import begin, left_by_trainer, only_trainer_in
+from stepwell.run_record import record_run
+from stepwell.trainer.errors import ConfigError
+from tests.stepwell.configuring import fails
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from stepwell.run_file import only_trainer_in
+with only_trainer_in(Path(sys.argv[1])):
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+def live(folder: Path, *overrides: str) -> RunConfig:
+    return load_config("live", [f"run.dir={folder}", *overrides])
+
+
+# -- the configuration ---------------------------------------------------------------------------
+
+
+def test_agents_that_come_by_themselves_need_no_data_and_agents_of_ours_do(tmp_path: Path) -> None:
+    config = live(tmp_path)
+    assert (config.rollout.agent, config.data, config.trainer.total_steps) == (None, None, None)
+    assert config.max_outstanding_groups is None
+    assert "data is missing: there are no tasks to run it on" in fails(
+        "rollout.agent=mine:agent", config="live"
+    )
+    assert "rollout.agent is null: nobody runs an agent on its tasks" in fails("rollout.agent=null")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("async_training.mode=sync", "wait for nobody; set async_training.mode=async"),
+        ("algorithm.adv_estimator=remax", "agents that come by themselves make none"),
+    ],
+)
+def test_what_traffic_cannot_do_is_refused(override: str, said: str) -> None:
+    assert said in fails(override, config="live")
+
+
+def attached(folder: Path, own: RunConfig, *overrides: str, name: str | None = None) -> RunConfig:
+    """As a trainer has it that is attached to a run with the configuration `own`."""
+    return attached_config(folder, begin(own).config, name, overrides)
+
+
+def test_an_attached_trainer_is_configured_as_its_run_but_for_what_it_is_given(
+    tmp_path: Path,
+) -> None:
+    keys = "gateway.admin_keys=[a-key-of-sixteen]"
+    own = live(tmp_path, "engine.port=4711", "run.resume=never", keys)
+    config = attached(tmp_path, own, "trainer.total_steps=5", "backend.lr=0.5")
+    assert (config.trainer.total_steps, config.backend.lr) == (5, 0.5)
+    assert (config.engine, config.pool, config.model) == (own.engine, own.pool, own.model)
+    assert config.run.resume == "auto"
+    assert attached(tmp_path, own, name="live").trainer == own.trainer
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("engine.port=5", r"engine\.port is 5, but the run in .* goes by 0 since it was started"),
+        ("run.resume=never", "would remove the pool that agents fill"),
+        ("trainer.total_step=5", "did you mean 'total_steps'"),
+    ],
+)
+def test_what_an_attached_trainer_cannot_have_otherwise_is_refused(
+    tmp_path: Path, override: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        attached(tmp_path, live(tmp_path), override)
+
+
+def test_a_secret_of_the_trainers_is_asked_for_again(tmp_path: Path) -> None:
+    judge = "rollout.reward={function: remote, kwargs: {url: 'http://r', api_key: of-the-judge}}"
+    with pytest.raises(ConfigError, match=r"rollout\.reward\.kwargs\.api_key is a secret, which"):
+        attached(tmp_path, live(tmp_path, judge))
+    again = "rollout.reward.kwargs.api_key=of-the-judge"
+    config = attached(tmp_path, live(tmp_path, judge), again)
+    assert config.rollout.reward == live(tmp_path, judge).rollout.reward
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--attach", "nowhere"], 1, "nowhere is no run's folder"),
+        (["--attach", "127.0.0.1:9"], 1, "the run's Ray is '127.0.0.1:9', where nothing answers"),
+        (["--attach", "nowhere", "--dry-run"], 2, "--attach starts no engines"),
+        ([], 2, "--config is missing"),
+    ],
+)
+def test_what_cannot_be_attached_to_is_told_in_one_line(
+    arguments: list[str], status: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *arguments]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+# -- one trainer at a time -----------------------------------------------------------------------
+
+
+def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_noticed(
+    tmp_path: Path,
+) -> None:
+    with left_by_trainer(tmp_path) as pid:
+        assert pid is None
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "begun\n"
+        with (
+            pytest.raises(ConfigError, match=rf"process {trainer.pid} trains in {tmp_path}"),
+            only_trainer_in(tmp_path),
+        ):
+            pass
+        with left_by_trainer(tmp_path) as pid:
+            assert pid is None
+        trainer.send_signal(signal.SIGKILL)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    with left_by_trainer(tmp_path) as pid:
+        assert pid == trainer.pid
+    with only_trainer_in(tmp_path):
+        pass
+    with left_by_trainer(tmp_path) as pid:
+        assert pid is None  # it ended by itself
+
+
+# -- where the run is ----------------------------------------------------------------------------
+
+
+def test_a_run_is_found_by_the_address_of_its_ray(cluster: str, tmp_path: Path) -> None:
+    address = ray.get_runtime_context().gcs_address
+    with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
+        find_run(address)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    one = begin(live(tmp_path / "one", "run.name=one"))
+    two = begin(live(tmp_path / "two", "run.name=two"))
+    records = [record_run(one, f"{cluster}-one")]
+    assert find_run(address) == (tmp_path / "one", one)
+    records.append(record_run(two, f"{cluster}-two"))
+    with pytest.raises(RunUnavailableError, match=f"several runs; name one: {address}/one in .*"):
+        find_run(address)
+    assert find_run(f"{address}/two") == (tmp_path / "two", two)
+    with pytest.raises(RunUnavailableError, match="has no run 'three'"):
+        find_run(f"{address}/three")
+    for record in records:
+        ray.kill(record)
+
+
+def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model(
+    tmp_path: Path,
+) -> None:
+    weights = tmp_path / "weights" / "v3"
+    weights.mkdir(parents=True)
+    begin(live(tmp_path))
+    forget_weights_of_another_model(live(tmp_path))
+    assert weights.exists()
+    other = tmp_path / "model"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    forget_weights_of_another_model(live(tmp_path, f"model.path={other}"))
+    assert not weights.exists()

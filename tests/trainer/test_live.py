@@ -1,0 +1,160 @@
+"""A trainer over groups that agents bring by themselves: nothing is issued, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from stepwell.config import RunConfig
+from stepwell.datapool import DataPoolClient, Step, VersionSpan
+from stepwell.datapool.types import TRAIN, VAL
+from stepwell.trainer import loop
+from stepwell.trainer.ledger import audit
+from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
+
+
+def live_config(folder: Path, *overrides: str) -> RunConfig:
+    """Nobody's agents: no tasks, and no end."""
+    config = small_config(folder, "trainer.checkpoint_every=2", *overrides)
+    rollout = config.rollout.model_copy(update={"agent": None})
+    return config.model_copy(update={"data": None, "rollout": rollout})
+
+
+async def brings(
+    pool: DataPoolClient,
+    *,
+    version: int = 0,
+    rewards: Sequence[float | None] = (0.0, 1.0),
+    channel: str = TRAIN,
+    newer: int | None = None,
+) -> str:
+    """A group, as an agents' service declares it; returns its prompt_uid.
+
+    Args:
+        newer: the version that sampled the last token.
+    """
+    uid = uuid.uuid4().hex[:8]
+    spans = () if newer is None else (VersionSpan(version, 0, 1), VersionSpan(newer, 1, 2))
+    await pool.open_group(uid, len(rewards), channel=channel, metadata={"task": {"theirs": True}})
+    for i, reward in enumerate(rewards):
+        step = Step(
+            prompt_ids=[1, 2],  # type: ignore[arg-type]  # lists are normalised
+            response_ids=[3, 4],  # type: ignore[arg-type]
+            rollout_log_probs=[-0.5, -0.5],  # type: ignore[arg-type]
+            trajectory_uid=f"{uid}-{i}",
+            prompt_uid=uid,
+            policy_version=version,
+            version_spans=spans,
+        )
+        await pool.submit_step(step, channel)
+        await pool.complete_trajectory(step.trajectory_uid, reward, None, channel)
+    return uid
+
+
+def trained(run: SmallRun) -> list[str]:
+    return sorted({s.prompt_uid for steps in run.backend.steps for s in steps})
+
+
+async def test_groups_that_come_by_themselves_are_trained_once_each(tmp_path: Path) -> None:
+    async with small_run(live_config(tmp_path)) as run:
+        uids = [await brings(run.pool) for _ in range(8)]
+        records = await run.train(4)
+        assert (await run.pool.get_statistics(TRAIN))["groups"]["acked"] == 8
+    assert trained(run) == sorted(uids)
+    assert [r["groups"] for r in records] == [2] * 4
+    found = audit(tmp_path / "ledger.jsonl")
+    assert (found.trained, found.doubled, found.in_flight) == (8, (), ())
+
+
+async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "TOLD_S", 0.01)
+    told: list[str] = []
+    said = asyncio.Event()
+
+    def tell(text: str) -> None:
+        told.append(text)
+        said.set()
+
+    config = live_config(tmp_path, "trainer.starvation_timeout_s=0.01")
+    async with small_run(config, tell=tell) as run:
+        await brings(run.pool)
+        training = asyncio.create_task(run.train(1))
+        await said.wait()
+        assert not training.done()
+        await brings(run.pool)
+        await training
+    assert "waiting for 2 groups of traffic: 1 are ready, 0 open" in told[0]
+
+
+async def test_what_a_killed_trainer_had_leased_is_trained_by_the_next_one_once(
+    tmp_path: Path,
+) -> None:
+    """It is killed after update 3, with a checkpoint of update 2."""
+    async with small_run(live_config(tmp_path)) as run:
+        uids = [await brings(run.pool) for _ in range(10)]
+        training = asyncio.create_task(run.train())
+        await run.trained(3)
+        training.cancel()
+        await asyncio.gather(training, return_exceptions=True)
+        pool, lost = run.pool, run.trainer.progress.version
+    async with small_run(live_config(tmp_path), pool=pool, backend=RecordingBackend()) as run:
+        assert await run.trainer.resume()
+        assert run.trainer.progress.updates == 2
+        await run.train(5)
+        assert (await pool.get_statistics(TRAIN))["groups"]["dropped"] == 0
+        assert run.trainer.progress.version > lost
+    found = audit(tmp_path / "ledger.jsonl")
+    assert (found.trained, found.doubled, found.in_flight) == (10, (), ())
+    assert len(trained(run)) == 6
+    assert set(trained(run)) <= set(uids)
+
+
+async def test_what_a_lost_policy_version_sampled_is_trained_as_off_policy(tmp_path: Path) -> None:
+    """Its weights are gone with the trainer that was killed; its log-probs are with the steps."""
+    async with small_run(live_config(tmp_path)) as run:
+        for _ in range(4):
+            await brings(run.pool)
+        await run.train(2)
+        pool = run.pool
+        await pool.advance_version(5)
+    async with small_run(live_config(tmp_path), pool=pool) as run:
+        await run.trainer.resume()
+        assert run.trainer.progress.version == 6
+        uids = [await brings(pool, version=5), await brings(pool, version=6)]
+        (record,) = await run.train(3)
+    assert trained(run) == sorted(uids)
+    assert record["off_policy_share"] == 0.5
+    assert record["staleness/max"] == 1.0
+
+
+async def test_held_out_traffic_is_evaluated_by_the_version_that_answered_it(
+    tmp_path: Path,
+) -> None:
+    async with small_run(live_config(tmp_path)) as run:
+        await brings(run.pool, channel=VAL, rewards=(0.0, 0.5))
+        await brings(run.pool, channel=VAL, rewards=(1.0,), version=1)
+        await brings(run.pool, channel=VAL, rewards=(1.0,), version=0, newer=1)
+        run.trainer.progress.version = run.trainer.progress.published[1] = 1
+        found = await run.trainer.evaluate([])
+        assert [(e.version, e.score, e.rollouts, e.mixed) for e in found] == [
+            (0, 0.25, 2, 0),
+            (1, 1.0, 1, 1),
+        ]
+        assert await run.trainer.evaluate([]) == []  # nothing came since
+        assert [e.version for e in run.trainer.progress.evaluations] == [0, 1]
+        assert (await run.pool.get_statistics(VAL))["groups"]["acked"] == 3
+
+
+async def test_held_out_traffic_outlives_a_trainer(tmp_path: Path) -> None:
+    async with small_run(live_config(tmp_path)) as run:
+        await brings(run.pool, channel=VAL)
+        assert await run.pool.lease_batch(channel=VAL) is not None  # by one that is killed now
+        await run.trainer.resume()
+        (evaluation,) = await run.trainer.evaluate([])
+    assert evaluation.rollouts == 2
