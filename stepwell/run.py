@@ -199,7 +199,7 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
             }
         )
         run.write(config.run.dir)
-        record = record_run(run, cluster.ray.namespace)
+        record = await record_run(run, cluster.ray.namespace)
         try:
             yield cluster
         finally:

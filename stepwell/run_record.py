@@ -29,12 +29,14 @@ class RunRecord:
         return self._text
 
 
-def record_run(run: RunFile, namespace: str) -> Any:
-    """The handle of the record, which ends with it, or with this process."""
+async def record_run(run: RunFile, namespace: str) -> Any:
+    """The handle of the record, which is there now and ends with the handle, or this process."""
     actor = ray.remote(RunRecord).options(
         name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=-1
     )
-    return actor.remote(run.model_dump_json())
+    record = actor.remote(run.model_dump_json())
+    await record.read.remote()
+    return record
 
 
 def recorded_runs() -> list[RunFile]:

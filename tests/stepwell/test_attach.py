@@ -153,7 +153,7 @@ def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_notic
 # -- where the run is ----------------------------------------------------------------------------
 
 
-def test_a_run_is_found_by_the_address_of_its_ray(cluster: str, tmp_path: Path) -> None:
+async def test_a_run_is_found_by_the_address_of_its_ray(cluster: str, tmp_path: Path) -> None:
     address = ray.get_runtime_context().gcs_address
     with pytest.raises(RunUnavailableError, match=f"the Ray at {address} has no run"):
         find_run(address)
@@ -161,9 +161,9 @@ def test_a_run_is_found_by_the_address_of_its_ray(cluster: str, tmp_path: Path) 
         (tmp_path / name).mkdir()
     one = begin(live(tmp_path / "one", "run.name=one"))
     two = begin(live(tmp_path / "two", "run.name=two"))
-    records = [record_run(one, f"{cluster}-one")]
+    records = [await record_run(one, f"{cluster}-one")]
     assert find_run(address) == (tmp_path / "one", one)
-    records.append(record_run(two, f"{cluster}-two"))
+    records.append(await record_run(two, f"{cluster}-two"))
     with pytest.raises(RunUnavailableError, match=f"several runs; name one: {address}/one in .*"):
         find_run(address)
     assert find_run(f"{address}/two") == (tmp_path / "two", two)
