@@ -93,7 +93,7 @@ class RunConfig(Section):
     model: ModelConfig
     data: DataConfig | None = None
     """Null where `rollout.agent` is: agents bring their own tasks."""
-    rollout: RolloutConfig
+    rollout: RolloutConfig = RolloutConfig()
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -366,12 +366,15 @@ def _finished(config: RunConfig) -> dict[str, Any] | None:
 async def serve(config: RunConfig) -> None:
     """Pool, engines and gateway, until interrupted."""
     folder = config.run.dir
-    with only_run_in(folder), logged(folder, SERVE_LOG):
-        async with start_run(config, trains=False) as cluster:
-            print(where_to_call(config, cluster), flush=True)
-            while True:
-                await asyncio.sleep(WATCH_S)
-                await _continue_engines(config, cluster)
+    with only_run_in(folder):
+        if config.run.resume == "never":
+            _start_over(folder)
+        with logged(folder, SERVE_LOG):
+            async with start_run(config, trains=False) as cluster:
+                print(where_to_call(config, cluster), flush=True)
+                while True:
+                    await asyncio.sleep(WATCH_S)
+                    await _continue_engines(config, cluster)
 
 
 def where_to_call(config: RunConfig, cluster: Cluster) -> str:
@@ -401,7 +404,12 @@ async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:
         log.warning("trainer %d was killed; version %d is served on", pid, committed.version)
         try:
             await publish(
-                cluster.engines, committed.path, committed.version, "retract", store=store
+                cluster.engines,
+                committed.path,
+                committed.version,
+                "retract",
+                store=store,
+                transport="lora" if committed.adapter else "disk",
             )
         except WeightUpdateError as e:  # the next trainer publishes; supervisors restart engines
             log.warning("engines may stay paused until a trainer is attached: %s", e)

@@ -31,7 +31,7 @@ class RunRecord:
 
 async def record_run(run: RunFile, namespace: str) -> Any:
     """The handle of the record, which is there now and ends with the handle, or this process."""
-    actor = ray.remote(RunRecord).options(
+    actor: Any = ray.remote(RunRecord).options(
         name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=-1
     )
     record = actor.remote(run.model_dump_json())
@@ -41,7 +41,7 @@ async def record_run(run: RunFile, namespace: str) -> Any:
 
 def recorded_runs() -> list[RunFile]:
     """The runs on the Ray that this process is connected to."""
-    named = ray.util.list_named_actors(all_namespaces=True)
+    named: list[Any] = ray.util.list_named_actors(all_namespaces=True)
     found = []
     for actor in named:
         if actor["name"] == NAME:
