@@ -295,7 +295,7 @@ async def _train(
 
     if not trainer.progress.evaluations:
         await evaluate()
-    if trainer.evaluation_due():  # of a process that was killed meanwhile
+    elif trainer.evaluation_due():  # of a process that was killed meanwhile
         await evaluate(config.validation.mode)
     try:
         async with aclosing(trainer.train(total)) as steps:

@@ -467,9 +467,7 @@ class Trainer:
             self.progress.updates,
             self.config.total_steps,
         )
-        if not every or not updates or updates % every:
-            return False
-        if total is not None and updates >= total:
+        if not every or updates % every or (total is not None and updates >= total):
             return False
         return updates not in {e.step for e in self.progress.evaluations}
 

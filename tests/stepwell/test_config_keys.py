@@ -69,7 +69,8 @@ def test_the_command_prints_keys_without_a_configuration() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("trainer.total_steps: int ≥ 1 or null, default 100\n    Optimizer steps")
+    said = "trainer.total_steps: int ≥ 1 or null, default 100\n    Optimizer steps"
+    assert done.stdout.startswith(said)
 
 
 NO_KEYS = frozenset({"oc.env", "sampling_params.n", "tool_choice.mode"})

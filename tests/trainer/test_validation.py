@@ -130,7 +130,7 @@ def test_a_sample_has_the_question_the_answer_the_reply_and_the_reward(tmp_path:
     rows = samples(
         [group("a", "math", 1.0, 0.25, question="1+1?", answer="2")],
         lambda ids, skip_special_tokens: f"said {ids.tolist()}",
-        Policy(step=20, version=10, weights_step=20),
+        Policy(step=20, version=10, published={10: 20}),
     )
     write_samples(samples_path(tmp_path, 20), rows)
     assert read_samples(tmp_path / "validation" / "step_20.jsonl") == rows
