@@ -27,12 +27,15 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepwell.trainer.errors import ConfigError, TrainerError
 from stepwell.version import __version__
+
+if TYPE_CHECKING:
+    from stepwell.config import RunConfig
 
 T = TypeVar("T")
 
@@ -159,12 +162,14 @@ def _gpus(text: str) -> tuple[int, ...]:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from stepwell.presets import load_config
-
-    if args.attach is not None:
-        return _attach(args)
     if args.gpus and not args.dry_run:
         raise ConfigError("--gpus plans for nodes that need not exist; it goes with --dry-run")
+    if args.attach is not None:
+        if args.dry_run:
+            raise ConfigError("--dry-run plans a start, and --attach starts no engines; give one")
+        return _attach(args)
+    from stepwell.presets import load_config
+
     if args.config is None and not args.overrides:
         raise ConfigError(
             "--config is missing; name a YAML file or a preset (`stepwell config` lists them), "
@@ -178,31 +183,36 @@ def _train(args: argparse.Namespace) -> int:
 
         print(dry_run(config, args.gpus))
         return 0
-    from stepwell.backends import ranks
     from stepwell.run import train
 
-    if ranks.torchrun_rank():  # any but the first: it computes what the first asks for
-        ranks.follow(config.backend)
-        return 0
-    asyncio.run(interruptible(train(config)))
-    ranks.release(config.backend)
-    return 0
+    return _train_by(config, lambda: train(config))
 
 
 def _attach(args: argparse.Namespace) -> int:
-    if args.dry_run or args.gpus:
-        raise ConfigError("--dry-run plans a start, and --attach starts no engines; give one")
-    from stepwell.connection import find_run
+    from stepwell.find_run import find_run
     from stepwell.presets import attached_config
 
     folder, run = find_run(args.attach)
+    if args.config is not None and Path(args.config).is_file():
+        args.config = str(Path(args.config).absolute())
     if run.folder.is_dir():  # relative paths and modules mean what they meant to the run
         os.chdir(run.folder)
         sys.path.insert(0, str(run.folder))
     config = attached_config(folder, run.config, args.config, args.overrides)
     from stepwell.run import attach
 
-    asyncio.run(interruptible(attach(config, run)))
+    return _train_by(config, lambda: attach(config, run))
+
+
+def _train_by(config: RunConfig, work: Callable[[], Coroutine[Any, Any, object]]) -> int:
+    """As the first rank, or as one that computes what the first asks for."""
+    from stepwell.backends import ranks
+
+    if ranks.torchrun_rank():
+        ranks.follow(config.backend)
+        return 0
+    asyncio.run(interruptible(work()))
+    ranks.release(config.backend)
     return 0
 
 

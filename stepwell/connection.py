@@ -10,7 +10,7 @@
 `RunRecord`, says the same. A process can be connected to one Ray at a time, and so to one run, or
 to several on the same cluster; `host:port/NAME` says which of several.
 
-Owns the way from a folder or an address to a client. Does not own the file (`run_file.py`), or Ray
+Owns the way from a run to a client. Does not own where a run is (`find_run.py`), or Ray
 (`ray_cluster.py`).
 """
 
@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
-import socket
 from collections.abc import Generator
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,9 +27,9 @@ from stepwell.datapool import DataPoolClient
 from stepwell.datapool import connect as connect_pool
 from stepwell.datapool.errors import PoolUnavailableError
 from stepwell.errors import RunUnavailableError
-from stepwell.ray_cluster import attached, visited
-from stepwell.run_file import RunFile, is_starting, live_run
-from stepwell.run_record import recorded_runs
+from stepwell.find_run import find_run
+from stepwell.ray_cluster import attached
+from stepwell.run_file import is_starting
 
 
 class Connection:
@@ -83,53 +80,3 @@ def connect(run: str | os.PathLike[str]) -> Connection:
             another Ray.
     """
     return Connection(run)
-
-
-_ADDRESS = re.compile(r"(?P<address>[^/\s]+:\d+)(?:/(?P<name>[^/\s]+))?")
-
-
-def find_run(where: str | os.PathLike[str]) -> tuple[Path, RunFile]:
-    """The folder and the file of a live run.
-
-    Args:
-        where: its folder; or `host:port` of its Ray, with `/NAME` if that has several runs.
-
-    Raises:
-        RunUnavailableError: there is none, or there are several.
-    """
-    match = None if Path(where).exists() else _ADDRESS.fullmatch(os.fspath(where))
-    if match is not None:
-        run = _run_at(match["address"], match["name"])
-        return run.folder / run.config["run"]["dir"], run
-    folder = Path(where)
-    run = live_run(folder)
-    if run.ray is not None:
-        _check_host(folder, run, run.ray.address)
-    return folder.absolute(), run
-
-
-def _run_at(address: str, name: str | None) -> RunFile:
-    """The run called `name` (None: the only one) on the Ray at `address`."""
-    with visited(address):
-        runs = {run.name: run for run in recorded_runs()}
-    if not runs:
-        raise RunUnavailableError(
-            f"the Ray at {address} has no run; start one there (`stepwell serve … "
-            f"cluster.address={address}`), or name the folder of a run"
-        )
-    listed = ", ".join(f"{address}/{run} in {runs[run].folder}" for run in sorted(runs))
-    if name is None and len(runs) > 1:
-        raise RunUnavailableError(f"the Ray at {address} has several runs; name one: {listed}")
-    if name is not None and name not in runs:
-        raise RunUnavailableError(f"the Ray at {address} has no run {name!r}; it has {listed}")
-    return runs[name] if name is not None else next(iter(runs.values()))
-
-
-def _check_host(run_dir: Path, run: RunFile, address: str) -> None:
-    here = socket.gethostname()
-    if address.startswith("127.") and run.host != here:
-        raise RunUnavailableError(
-            f"the run in {run_dir} is on {run.host}, this process on {here}, and the run's Ray "
-            "listens on loopback; connect from there, or start the run on a cluster that both "
-            "reach (cluster.address)"
-        )

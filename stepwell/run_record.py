@@ -46,7 +46,7 @@ def recorded_runs() -> list[RunFile]:
     for actor in named:
         if actor["name"] == NAME:
             try:
-                record = ray.get_actor(NAME, namespace=actor["namespace"])
+                record: Any = ray.get_actor(NAME, namespace=actor["namespace"])
                 text = ray.get(record.read.remote(), timeout=ANSWER_S)
             except (ray.exceptions.RayError, ValueError):
                 continue  # its run has just ended

@@ -13,7 +13,7 @@ import ray
 from stepwell import RunUnavailableError, load_config
 from stepwell.cli import main
 from stepwell.config import RunConfig
-from stepwell.connection import find_run
+from stepwell.find_run import find_run
 from stepwell.presets import attached_config
 from stepwell.run import forget_weights_of_another_model
 from stepwell.run_file import begin, left_by_trainer, only_trainer_in
