@@ -22,8 +22,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Values in [0, 1] as block characters, the last `width` of them."""
-    return "".join(_BARS[round(min(max(v, 0.0), 1.0) * 7)] for v in values[-width:])
+    """The last `width` values as block characters, from 0 to 1 or as far as all values reach."""
+    low, high = min(0.0, *values, 0.0), max(1.0, *values, 1.0)
+    return "".join(_BARS[round((v - low) / (high - low) * 7)] for v in values[-width:])
 
 
 class Display:

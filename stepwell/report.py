@@ -125,11 +125,17 @@ def plot_reward(
             ha="center",
             color=ORANGE,
             fontsize=10,
+            bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
+            zorder=4,
         )
-    top.set_ylim(-0.03, 1.12)
+    shown = [*(r["reward/mean"] for r in records), *(e["score"] for e in evals)]
+    if all(0 <= value <= 1 for value in shown):
+        top.set_ylim(-0.03, 1.12)
+    else:
+        top.margins(y=0.12)
     top.set_ylabel("mean reward")
     top.set_title(title, loc="left", color=INK)
-    top.legend(loc="lower right", frameon=False)
+    top.legend(loc="best", frameon=False)
     bottom.fill_between(steps, [r["staleness/mean"] for r in records], color=BLUE, alpha=0.3, lw=0)
     bottom.set_ylabel("mean lag\n(versions)")
     bottom.set_xlabel("optimizer step")

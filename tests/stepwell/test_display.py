@@ -45,8 +45,10 @@ def test_a_sparkline_spans_its_range_and_keeps_the_last_values() -> None:
     assert sparkline([0.0] * 50 + [1.0], width=2) == "▁█"
 
 
-def test_values_outside_the_unit_interval_are_clipped() -> None:
-    assert sparkline([-3.0, 7.0]) == "▁█"
+def test_values_outside_the_unit_interval_widen_the_range() -> None:
+    assert sparkline([-1.0, 0.0, 1.0]) == "▁▅█"
+    assert sparkline([0.0, 5.0, 10.0]) == "▁▅█"
+    assert sparkline([-1.0, 0.0], width=1) == "▅"
 
 
 def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

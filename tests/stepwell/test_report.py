@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from stepwell.report import plot_reward, write_summary
 
 
@@ -14,6 +16,18 @@ def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     evals = [{"step": 0, "score": 0.3, "tool_use": 0.4}, {"step": 9, "score": 0.9, "tool_use": 1.0}]
     path = plot_reward(tmp_path, "demo", records, evals)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("scale", [1.0, -1.0, 40.0])
+def test_rewards_of_any_size_are_in_the_picture(tmp_path: Path, scale: float) -> None:
+    def picture(*rewards: float) -> bytes:
+        records = [
+            {"step": i, "reward/mean": scale * r, "tool_use": None, "staleness/mean": 0.0}
+            for i, r in enumerate(rewards)
+        ]
+        return plot_reward(tmp_path, "demo", records, []).read_bytes()
+
+    assert picture(0.5, 0.7, 0.9) != picture(0.5, 0.9, 0.7)
 
 
 def test_a_run_that_ended_before_its_first_step_has_a_plot_too(tmp_path: Path) -> None:
