@@ -71,3 +71,10 @@ def test_its_agent_learns_its_tasks(project: Path) -> None:
     assert done.returncode == 0, done.stderr
     summary = json.loads((project / "runs" / "my-first" / "summary.json").read_text())
     assert summary["eval_after"] > summary["eval_before"] + 0.3
+
+
+def test_readme_shows_the_files_as_they_are_written(project: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name in ("agent.py", "reward.py"):
+        assert f"```python\n{(project / name).read_text()}```" in readme
+    assert (project / "tasks.jsonl").read_text().partition("\n")[0] in readme
