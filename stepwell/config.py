@@ -166,8 +166,8 @@ class RunConfig(Section):
         if agent is not None and self.data is None:
             raise ValueError(
                 f"rollout.agent is {agent!r}, but data is missing: there are no tasks to run it "
-                "on; give data.train and data.val, or set rollout.agent to null if agents call "
-                "the gateway by themselves"
+                "on; give some, e.g. data: tasks.jsonl, or set rollout.agent to null if agents "
+                "call the gateway by themselves"
             )
         if agent is None and self.data is not None:
             raise ValueError(

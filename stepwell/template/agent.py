@@ -2,7 +2,7 @@
 
 from openai import AsyncOpenAI
 
-openai = AsyncOpenAI(base_url="http://given.later", api_key="given later")  # its connections
+openai = AsyncOpenAI(base_url="http://given.later", api_key="given later")  # keeps connections
 
 
 async def agent(task, base_url, api_key):
