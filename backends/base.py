@@ -221,12 +221,12 @@ def loop_backend(name: str) -> type[TrainingBackend]:
     found = backend_class(name)
     if lacking := found.loop_lacks():
         raise BackendConfigError(
-            f"backend is {name!r}, which does not implement {', '.join(lacking)}; its own trainer "
-            "runs the loop, fed from the pool (docs/design/backends.md). `stepwell train` runs on "
-            "trainer.backend=torch"
+            f"trainer.backend is {name!r}, which does not implement {', '.join(lacking)}; its own "
+            "trainer runs the loop, fed from the pool (docs/design/backends.md). `stepwell train` "
+            "runs on trainer.backend=torch"
         )
     if (missing := found.missing()) is not None:
-        raise BackendConfigError(f"backend is {name!r}: {missing}")
+        raise BackendConfigError(f"trainer.backend is {name!r}: {missing}")
     return found
 
 

@@ -25,7 +25,6 @@ from a `state_dict`. Not thread-safe: one caller at a time. Does not own: formul
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -59,13 +58,10 @@ from stepwell.backends.fsdp import (
     shard_like,
 )
 from stepwell.backends.master_weights import MasterWeights
+from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint
 from stepwell.backends.optimizers import build_optimizer, learning_rate, load_optimizer
 from stepwell.backends.rows import Row, build_rows, computed_tokens, select
 from stepwell.datapool.types import Step
-
-WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
-_END = 1 << 16
-"""Bytes at each end of a file that its fingerprint reads."""
 
 
 @dataclass(eq=False, slots=True)
@@ -118,8 +114,8 @@ class TorchBackend(TrainingBackend):
         self._reference_path = config.reference_path or self._model_path
         # What the run starts with: its checkpoints must not meet other weights there.
         self._started_from = {
-            "model": _fingerprint(_model_dir(self._model_path, "model.path")),
-            "reference": _fingerprint(_model_dir(self._reference_path, "backend.reference_path")),
+            "model": fingerprint(_model_dir(self._model_path, "model.path")),
+            "reference": fingerprint(_model_dir(self._reference_path, "backend.reference_path")),
         }
         self._model = _load(self._model_path, config, frozen=config.lora is not None)
         if config.lora is not None:
@@ -198,7 +194,7 @@ class TorchBackend(TrainingBackend):
             with lora.adapters_off(self._model):
                 return self._score(self._policy, batch)
         if self._reference is None:
-            if _fingerprint(self._reference_path) != self._started_from["reference"]:
+            if fingerprint(self._reference_path) != self._started_from["reference"]:
                 raise BackendConfigError(
                     f"the reference policy in {self._reference_path} is not the one that the run "
                     "started with; set backend.reference_path to a directory that holds it"
@@ -536,20 +532,6 @@ def _aliases(model: Any) -> dict[str, str]:
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
     return aliases
-
-
-def _fingerprint(path: Path) -> str:
-    """Tells one directory of weights from another, by what is cheap to read: names, sizes and ends
-    of the files of weights."""
-    digest = hashlib.sha256()
-    for file in sorted(path.iterdir()):
-        if file.suffix in WEIGHT_SUFFIXES:
-            size = file.stat().st_size
-            with file.open("rb") as f:
-                head = f.read(_END)
-                f.seek(max(0, size - _END))
-                digest.update(f"{file.name} {size} ".encode() + head + f.read(_END))
-    return digest.hexdigest()
 
 
 def _shortest(rows: Sequence[Row]) -> Row:

@@ -19,10 +19,10 @@ import time
 from typing import cast
 
 from benchmarks.checks import BenchResult, Check
+from stepwell.checks import training_prompts
 from stepwell.cluster import start_cluster
 from stepwell.datapool.types import TRAIN
 from stepwell.presets import load_config
-from stepwell.run import training_prompts
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.live import Traffic
 from stepwell.trainer.loop import Trainer

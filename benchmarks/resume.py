@@ -40,9 +40,9 @@ from typing import Any
 import psutil
 
 from benchmarks.checks import BenchResult, Check
+from stepwell.checks import training_prompts
 from stepwell.datapool.lease_keeper import USED
 from stepwell.presets import load_config
-from stepwell.run import training_prompts
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
 from stepwell.trainer.reclaim import TRAINED

@@ -34,8 +34,9 @@ from stepwell.datapool.process import (
 )
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import PortInUseError
+from stepwell.gateway.listening import bind
 from stepwell.gateway.pool_port import PoolPort
-from stepwell.gateway.server import HttpServer, bind
+from stepwell.gateway.server import HttpServer
 from stepwell.gateway.wiring import Wiring
 
 RESTART_BIND_S = 30.0

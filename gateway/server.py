@@ -10,7 +10,6 @@ around it (`replicas.py`).
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import threading
@@ -20,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import GatewayError, PortInUseError
+from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.http_protocol import ConnectionLimits, HttpProtocol
+from stepwell.gateway.listening import bind
 from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.wiring import Wiring
 
@@ -32,33 +32,6 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening address.
-
-    Raises:
-        PortInUseError: names `gateway.port`, its value and the remedy.
-        GatewayError: the address cannot be used.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is named; without it, every answer
-    # on a kept connection waits 40 ms for a delayed ACK.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-    except OSError as e:
-        listening.close()
-        if e.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"gateway.port is {port}, which another process uses on {host}; "
-                "stop it, choose another port, or set gateway.port=0 for a free one"
-            ) from e
-        raise GatewayError(
-            f"gateway.host is {host!r} and gateway.port is {port}: {e.strerror}"
-        ) from e
-    return listening
 
 
 def http_protocol(config: GatewayConfig) -> Any:

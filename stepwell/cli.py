@@ -16,7 +16,8 @@ line.
     stepwell backends                                    list training backends and engines
 
 Exit codes: 0 done; 1 a run failed; 2 the command line or the configuration is wrong;
-130 interrupted (everything that was started has been stopped).
+130 interrupted by Ctrl-C or SIGTERM (everything that was started has been stopped); a second one
+ends it at once.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stepwell.trainer.errors import ConfigError, TrainerError
@@ -53,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `python -m`.
     sys.path.insert(0, os.getcwd())
     try:
-        return int(args.run(args))
+        with terminated_as_interrupted():
+            return int(args.run(args))
     except ConfigError as e:
         print(f"stepwell: {e}", file=sys.stderr)
         return 2
@@ -168,6 +172,7 @@ def _train(args: argparse.Namespace) -> int:
         if args.dry_run:
             raise ConfigError("--dry-run plans a start, and --attach starts no engines; give one")
         return _attach(args)
+    from stepwell.checks import check_run
     from stepwell.presets import load_config
 
     if args.config is None and not args.overrides:
@@ -177,18 +182,23 @@ def _train(args: argparse.Namespace) -> int:
             "that is served"
         )
     config = load_config(args.config, args.overrides, paths_exist=not args.dry_run)
-    # after the configuration: a typo costs no second of importing torch
     if args.dry_run:
         from stepwell.cluster import dry_run
 
         print(dry_run(config, args.gpus))
         return 0
-    from stepwell.run import train
 
-    return _train_by(config, lambda: train(config))
+    def work() -> Coroutine[Any, Any, object]:
+        checked = check_run(config)
+        from stepwell.run import train
+
+        return train(config, checked)
+
+    return _train_by(config, work)
 
 
 def _attach(args: argparse.Namespace) -> int:
+    from stepwell.checks import check_attached
     from stepwell.find_run import find_run
     from stepwell.presets import attached_config
 
@@ -199,19 +209,30 @@ def _attach(args: argparse.Namespace) -> int:
         os.chdir(run.folder)
         sys.path.insert(0, str(run.folder))
     config = attached_config(folder, run.config, args.config, args.overrides)
-    from stepwell.run import attach
 
-    return _train_by(config, lambda: attach(config, run))
+    def work() -> Coroutine[Any, Any, object]:
+        checked = check_attached(config)
+        from stepwell.run import attach
+
+        return attach(config, run, checked)
+
+    return _train_by(config, work)
 
 
 def _train_by(config: RunConfig, work: Callable[[], Coroutine[Any, Any, object]]) -> int:
-    """As the first rank, or as one that computes what the first asks for."""
+    """As the first rank, or as one that computes what the first asks for.
+
+    Args:
+        work: checks first, and imports torch and Ray only then: a mistake costs no seconds.
+    """
+    follows = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
+    begun = None if follows else work()
     from stepwell.backends import ranks
 
-    if ranks.torchrun_rank():
+    if begun is None:
         ranks.follow(config.backend)
         return 0
-    asyncio.run(interruptible(work()))
+    asyncio.run(interruptible(begun))
     ranks.release(config.backend)
     return 0
 
@@ -221,6 +242,9 @@ def _serve(args: argparse.Namespace) -> int:
 
     chosen = [] if args.replicas is None else [f"gateway.replicas={args.replicas}"]
     config = load_config(args.config, [*args.overrides, *chosen])
+    from stepwell.checks import check_serving
+
+    check_serving(config)
     from stepwell.run import serve
 
     asyncio.run(interruptible(serve(config)))
@@ -232,7 +256,7 @@ def _config(args: argparse.Namespace) -> int:
 
     config = None
     if args.config is not None or args.overrides:
-        config = load_config(args.config, args.overrides)
+        config = load_config(args.config, args.overrides, fetch=False)
     if args.keys is not None:
         from stepwell.config_keys import show_keys
 
@@ -295,13 +319,38 @@ def _backends(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does inside the block, also while modules are imported."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 async def interruptible(work: Coroutine[Any, Any, T]) -> T:
-    """SIGINT and SIGTERM cancel `work` once, so that its `finally` blocks stop what was started."""
+    """The first SIGINT or SIGTERM cancels `work`, whose `finally` blocks stop what was started. The
+    second ends this process at once; the rest is killed by the run's `ProcessGuard`."""
     task = asyncio.ensure_future(work)
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(name, task.cancel)
-    return await task
+    interrupted = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
+            os.write(2, b"stepwell: interrupted twice; ended at once\n")
+            os._exit(130)
+        interrupted = True
+        os.write(2, b"stepwell: stopping; once more ends it at once\n")
+        loop.call_soon_threadsafe(task.cancel)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return await task
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _expected(error: BaseException) -> str | None:

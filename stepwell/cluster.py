@@ -38,6 +38,7 @@ from stepwell.datapool.types import TRAIN, VAL
 from stepwell.gateway.config import GatewayConfig, is_loopback
 from stepwell.gateway.replicas import start_replicas
 from stepwell.gateway.wiring import ChannelSampling, Wiring
+from stepwell.layout import GATEWAY_KEY, LOGS, POOL, WEIGHTS
 from stepwell.placement import (
     Node,
     Placement,
@@ -52,21 +53,12 @@ from stepwell.placement import (
 from stepwell.ray_cluster import connected, joined, ray_here, while_raylet_lives
 from stepwell.run_file import RayPart
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
-from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout import WorkerHandle, start_workers
 from stepwell.trainer.sampling import train_channel
 
 log = logging.getLogger(__name__)
 
 POOL_NAME = "data_pool"
-WEIGHTS = "weights"
-"""Folder of published weights, in the run's folder: what a crashed engine restarts from."""
-GATEWAY_KEY = "gateway_key"
-"""File with the gateway's admin key, in the run's folder, if the run made one."""
-LOGS = "logs"
-"""Folder of all parts' logs, in the run's folder."""
-POOL = "pool"
-"""Folder of the pool's journal, in the run's folder: what a resumed run finds its groups in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,11 +176,6 @@ async def _start_engines(
     """Urls of these engines, or of those that somebody else runs. One without a seat runs here."""
     folder = config.run.dir.absolute()
     count = len(engines)
-    if count > 1 and config.engine.port:
-        raise ConfigError(
-            f"engine.port is {config.engine.port}, but cluster.engines is {count}: they cannot "
-            "share it; set engine.port to 0"
-        )
     logs = [folder / LOGS / (f"engine_{i}" if count > 1 else "") for i in range(count)]
     servers: list[Any] = []
     for i, engine in enumerate(engines):

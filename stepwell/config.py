@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeInt, ValidationInfo, model_validator
 
 from stepwell.backends.config import EngineConfig, TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.hub import is_hub_id
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.types import TRAIN
@@ -82,8 +83,11 @@ class ClusterConfig(Section):
 
 class ModelConfig(Section):
     path: Path
-    """Hugging Face directory: weights, config and tokenizer with a chat template. Where none is
-    named, the quickstart's, with the quickstart's settings beneath those that are given."""
+    """Hugging Face directory (weights, config, tokenizer with a chat template), or a model's id on
+    the hub, such as `Qwen/Qwen3-0.6B`, which is downloaded into its cache. Where none is named, the
+    quickstart's, with the quickstart's settings beneath those that are given."""
+    revision: str | None = None
+    """Commit, tag or branch on the hub; null is the newest."""
 
 
 class RunConfig(Section):
@@ -262,6 +266,8 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _paths_exist(self, info: ValidationInfo) -> RunConfig:
         if info.context is not None and not info.context["paths_exist"]:
+            return self
+        if is_hub_id(self.model.path):  # `load_config` fetches it
             return self
         if not (self.model.path / "config.json").is_file():
             raise ValueError(

@@ -29,6 +29,8 @@ from omegaconf.errors import (
 from pydantic import BaseModel, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
+from stepwell.backends.errors import BackendConfigError
+from stepwell.backends.hub import fetch_model, is_hub_id
 from stepwell.config import RunConfig
 from stepwell.config_errors import Problem, explain, nearest, told_value
 from stepwell.config_keys import ROOT, by_kind, models_of, named_by, types_of
@@ -38,6 +40,12 @@ from stepwell.trainer.errors import ConfigError
 _PACKAGE = Path(__file__).resolve().parent
 PRESET_DIRS = (Path("configs"), _PACKAGE / "configs")
 """Where `--config NAME` looks: the working folder, then what came with Stepwell."""
+
+MODELS = (
+    *("model.path", "engine.model_path", "engine.tokenizer_path", "backend.reference_path"),
+    "algorithm.critic.path",
+)
+"""Keys that take a model's folder or its id on the hub."""
 
 Raw: TypeAlias = dict[str, Any]
 """Sections as a file has them: plain containers, `${…}` not resolved."""
@@ -104,13 +112,19 @@ def show_presets() -> str:
 
 
 def load_config(
-    name: str | None, overrides: Sequence[str] = (), *, paths_exist: bool = True
+    name: str | None,
+    overrides: Sequence[str] = (),
+    *,
+    paths_exist: bool = True,
+    fetch: bool = True,
 ) -> RunConfig:
     """Read a preset or file and what it extends, apply `key=value` overrides, validate.
 
     Args:
         name: of the preset or file; None: the overrides are everything.
         paths_exist: the model is here; False to look at a configuration for another machine.
+        fetch: models that are named by their id on the hub are downloaded, unless they are in its
+            cache; False to look at the configuration.
 
     Raises:
         ConfigError: one line per problem, each naming the key, the value and the remedy.
@@ -118,7 +132,7 @@ def load_config(
     path = None if name is None else _named(name)
     given, lines = _read_overrides(overrides)
     layers = [*(_read_files(path, ()) if path else ()), Layer(None, given)]
-    return _validated(layers, lines, path, paths_exist)
+    return _validated(layers, lines, path, paths_exist, fetch)
 
 
 def attached_config(
@@ -196,7 +210,11 @@ def _named(name: str) -> Path:
 
 
 def _validated(
-    layers: Sequence[Layer], lines: Sequence[str], path: Path | None, paths_exist: bool = True
+    layers: Sequence[Layer],
+    lines: Sequence[str],
+    path: Path | None,
+    paths_exist: bool = True,
+    fetch: bool = True,
 ) -> RunConfig:
     """The layers over each other, as a configuration.
 
@@ -209,6 +227,8 @@ def _validated(
         merged = _merged([_for_the_quickstarts_model(), *layers])
     _name(merged, path)
     raw, problems, unread = _resolve(merged)
+    if fetch and paths_exist and not problems and not lines:
+        fetch_models(raw)
     try:
         config = RunConfig.model_validate(raw, context={"paths_exist": paths_exist})
     except ValidationError as e:
@@ -244,6 +264,26 @@ def _name(values: Raw, path: Path | None) -> None:
     name = path.stem if path else re.split("[:.]", agent)[-2:][0] if isinstance(agent, str) else ""
     if isinstance(run, dict) and "name" not in run and name:
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+
+
+def fetch_models(raw: Raw) -> None:
+    """In place of ids on the hub, the folders that the models are in.
+
+    Raises:
+        ConfigError: one cannot be had.
+    """
+    for key in MODELS:
+        *parents, last = key.split(".")
+        section: Any = raw
+        for part in parents:
+            section = section.get(part) if isinstance(section, dict) else None
+        if isinstance(section, dict) and isinstance(name := section.get(last), str):
+            revision = section.get("revision") if key == "model.path" else None
+            try:
+                if is_hub_id(name):
+                    section[last] = str(fetch_model(name, revision, key))
+            except BackendConfigError as e:
+                raise ConfigError(str(e)) from e
 
 
 def _with_origin(problem: Problem, layers: Sequence[Layer], path: Path | None) -> str:

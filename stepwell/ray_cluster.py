@@ -17,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
+import re
+import signal
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -25,28 +27,24 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, utils
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
 
 from stepwell.errors import RunUnavailableError
 from stepwell.process_guard import VARIABLE, ProcessGuard, runs
+from stepwell.ray_address import find_ray
 from stepwell.run_file import RayPart
 from stepwell.trainer.errors import ConfigError, RayEndedError
 
-CONNECT_S = 5.0
-"""A GCS answers within this."""
 RETRIES = 2
 """Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
 RAYLET_LOOK_S = 1.0
-_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-"""What a client says first; a gRPC server, as a GCS is, answers with its settings. Ray itself would
-wait for a mute one for over a minute."""
 _raylet: Any = ray._raylet
 """Ray's compiled part, whose types do not cover authentication."""
-_SETTINGS = b"\4"
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+_VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -64,15 +62,43 @@ def connected(address: str | None, namespace: str, object_store_mb: int) -> Iter
             guard = ProcessGuard()
             stack.callback(guard.close)
             with _environment(**{VARIABLE: guard.mark, _CLUSTER_SWITCH: "0"}), _loopback():
-                ray.init(
-                    address="local",
-                    namespace=namespace,
-                    object_store_memory=object_store_mb << 20,
-                    include_dashboard=False,
-                    **_QUIET,
-                )
+                _start(namespace, object_store_mb)
             stack.callback(ray.shutdown)
         yield
+
+
+def _start(namespace: str, object_store_mb: int) -> None:
+    try:
+        with _our_signals():
+            ray.init(
+                address="local",
+                namespace=namespace,
+                object_store_memory=object_store_mb << 20,
+                include_dashboard=False,
+                **_QUIET,
+            )
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
+        raise RayEndedError(
+            f"no Ray could be started on this machine ({_first_line(e)}); its logs are in "
+            f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
+        ) from e
+
+
+@contextmanager
+def _our_signals() -> Iterator[None]:
+    """Handlers stay ours. Ray puts its own in the place of SIGTERM's: in Python one that ends the
+    process before anything is stopped or saved, in C++ one that prints a stack and aborts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = theirs
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @asynccontextmanager
@@ -231,17 +257,25 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR
 
 @contextmanager
 def _joined(address: str, **options: Any) -> Iterator[None]:
-    if address != "auto" and "://" not in address:
-        _check_reachable(address)
+    address = find_ray(address)
     before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
     try:
-        _init(address, options)
+        with _our_signals():
+            _init(address, options)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
         if _is_about_a_token(e):
             raise ConfigError(
                 f"cluster.address is {address!r}: its Ray wants a token that this process does not "
                 "have; put the cluster's (`ray get-auth-token` there) into ~/.ray/auth_token or "
                 "RAY_AUTH_TOKEN, or start both with RAY_AUTH_MODE=disabled"
+            ) from e
+        versions = _VERSIONS.findall(str(e)) if "ersion mismatch" in str(e) else ()
+        if len(versions) == 2:
+            (theirs, their_python), (ours, our_python) = versions
+            raise ConfigError(
+                f"cluster.address is {address!r}: that cluster has Ray {theirs} on Python "
+                f"{their_python}, this process Ray {ours} on Python {our_python}; run this with "
+                "the cluster's versions, Python's third number included"
             ) from e
         raise ConfigError(
             f"cluster.address is {address!r}: no Ray could be joined there ({_first_line(e)}); "
@@ -266,25 +300,6 @@ def _init(address: str, options: dict[str, Any]) -> None:
             raise
         ray.shutdown()
         ray.init(address=address, **options, **_QUIET)
-
-
-def _check_reachable(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    remedy = (
-        "start Ray there (`ray start --head`) and give its GCS's host:port, or set "
-        "cluster.address=null for a Ray of this run's own"
-    )
-    if not host or not port.isdecimal():
-        raise ConfigError(f"cluster.address is {address!r}; write host:port, or auto")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S) as sock:
-            sock.sendall(_HTTP2_HELLO)
-            if sock.recv(9)[3:4] != _SETTINGS:
-                raise OSError("no gRPC server")
-    except OSError as e:
-        raise ConfigError(
-            f"cluster.address is {address!r}, where nothing answers ({e.strerror or e}); {remedy}"
-        ) from e
 
 
 def _is_about_a_token(error: BaseException | None) -> bool:

@@ -20,13 +20,14 @@ from stepwell.cluster import Parts
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool.client import DataPoolClient
+from stepwell.layout import CHECKPOINTS
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import MetricsWriter
 from stepwell.trainer.recording import recordings
 from stepwell.trainer.replay import NoPool, ReplayTrainer
-from stepwell.training import CHECKPOINTS, build_trainer
+from stepwell.training import build_trainer
 
 REPLAY = "replay"
 """Folder of a replay's metrics, in the run's folder."""

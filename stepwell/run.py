@@ -23,26 +23,27 @@ import numpy as np
 import ray
 import torch
 
-from stepwell.backends.base import build_backend, loop_backend
+from stepwell.backends.base import build_backend
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.errors import BackendError, WeightUpdateError
+from stepwell.backends.errors import WeightUpdateError
 from stepwell.backends.weights import Published, WeightStore, publish
-from stepwell.cluster import (
-    GATEWAY_KEY,
-    LOGS,
-    POOL,
-    POOL_NAME,
-    WEIGHTS,
-    Cluster,
-    Parts,
-    start_cluster,
-)
+from stepwell.checks import Checked, check_attached, check_run, validation_tasks
+from stepwell.cluster import POOL_NAME, Cluster, Parts, start_cluster
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool import connect as connect_pool
 from stepwell.datapool.journal import holder
 from stepwell.datapool.process import logging_to
 from stepwell.errors import RunUnavailableError
+from stepwell.layout import (
+    CHECKPOINTS,
+    GATEWAY_KEY,
+    LOGS,
+    POOL,
+    SERVE_LOG,
+    TRAINER_LOG,
+    WEIGHTS,
+)
 from stepwell.placement import place
 from stepwell.ray_cluster import attached
 from stepwell.replay import REPLAY, replay
@@ -63,21 +64,18 @@ from stepwell.run_file import (
 from stepwell.run_record import record_run
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore
-from stepwell.trainer.config import DataConfig, TrainerConfig
-from stepwell.trainer.data import PromptSource, Task
-from stepwell.trainer.errors import ConfigError, StarvedError, TrainerError
+from stepwell.trainer.config import TrainerConfig
+from stepwell.trainer.data import PromptSource
+from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.live import LOST
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
-from stepwell.trainer.rewards import build_manager
-from stepwell.trainer.rollout import WorkerHandle, load_agent, start_workers
+from stepwell.trainer.rollout import WorkerHandle, start_workers
 from stepwell.trainer.validation import COLUMNS, VALIDATION, read_samples, samples_path
-from stepwell.training import CHECKPOINTS, build_trainer
+from stepwell.training import build_trainer
 
 log = logging.getLogger(__name__)
 
-TRAINER_LOG = "trainer.log"
-SERVE_LOG = "serve.log"
 HELD_OUT = "looking at the rewards of held-out traffic"
 WATCH_S = 0.5
 """A killed trainer is noticed within this."""
@@ -92,18 +90,22 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-async def train(config: RunConfig) -> dict[str, Any]:
-    """Train as configured; returns the summary, which is also written to `summary.json`."""
+async def train(config: RunConfig, checked: Checked | None = None) -> dict[str, Any]:
+    """Train as configured; returns the summary, which is also written to `summary.json`.
+
+    Args:
+        checked: by `check_run`; None: it is called here.
+
+    Raises:
+        ConfigError: as `check_run`, before anything is started or removed.
+    """
+    checked = checked or check_run(config)
     seed_everything(config.run.seed)
     if config.trainer.load_debug_rollout_data is not None:
         backend = build_backend(config.trainer.backend, config.backend, config.model.path)
         return await replay(config, backend)
-    with configured():
-        source = (
-            None if config.data is None else training_prompts(config)
-        )  # a mistake costs no start, and removes no run
     with only_run_in(config.run.dir):
-        return await _run(config, source)
+        return await _run(config, checked.prompts)
 
 
 async def _run(config: RunConfig, source: PromptSource | None) -> dict[str, Any]:
@@ -115,14 +117,6 @@ async def _run(config: RunConfig, source: PromptSource | None) -> dict[str, Any]
         display.status("this run is complete; run.resume=never starts it over")
         display.summary(done, folder)
         return done
-    with configured():
-        if config.rollout.agent is not None:
-            load_agent(config.rollout.agent)
-        loop_backend(config.trainer.backend)
-        if config.rollout.reward is not None:
-            with configured("rollout.reward"):
-                build_manager(config.rollout.reward)
-    CheckpointStore(folder / CHECKPOINTS).find(config.run.resume)  # a wrong one costs no start
     with only_trainer_in(folder), logged(folder), display:
         display.status("starting Ray, the pool, the engine and the gateway")
         async with start_run(config) as cluster:
@@ -147,21 +141,6 @@ async def _train_on(
             await trainer.memory.take_back()
             await trainer.validator.stop()
             await trainer.scorer.aclose()
-
-
-@contextmanager
-def configured(key: str = "") -> Iterator[None]:
-    """What cannot be loaded here was named by the configuration: an error is the configuration's.
-
-    Args:
-        key: of what is loaded; not every message names it.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (TrainerError, BackendError) as e:
-        raise ConfigError(str(e) if str(e).startswith(key) else f"{key}: {e}") from e
 
 
 @contextmanager
@@ -214,37 +193,6 @@ def forget_weights_of_another_model(config: RunConfig) -> None:
         model = None
     if model != str(config.model.path):
         shutil.rmtree(config.run.dir / WEIGHTS, ignore_errors=True)
-
-
-def training_prompts(config: RunConfig) -> PromptSource:
-    """The prompts of `data.train` that are not held out for validation.
-
-    Raises:
-        ConfigError: they cannot be read, or there is none.
-    """
-    data = _data_of(config)
-    held_out: frozenset[str] = frozenset()
-    if data.val is not None:
-        with configured("data.val"):
-            held_out = PromptSource(data.val, tokenizer_path=config.model.path).prompts()
-    with configured("data.train"):
-        source = PromptSource(data.train, held_out, tokenizer_path=config.model.path)
-        if data.val is None:
-            source.hold_out()
-        return source
-
-
-def validation_tasks(config: RunConfig) -> list[Task]:
-    """The tasks of `data.val`, or those of `data.train` that are held out for it."""
-    data = _data_of(config)
-    source = PromptSource(data.val or data.train, tokenizer_path=config.model.path)
-    return source.hold_out() if data.val is None else source.all()
-
-
-def _data_of(config: RunConfig) -> DataConfig:
-    if config.data is None:
-        raise ConfigError("data is null: there are no tasks; give data.train")
-    return config.data
 
 
 async def _train(
@@ -415,11 +363,12 @@ async def _continue_engines(config: RunConfig, cluster: Cluster) -> None:
             log.warning("engines may stay paused until a trainer is attached: %s", e)
 
 
-async def attach(config: RunConfig, run: RunFile) -> dict[str, Any]:
+async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None) -> dict[str, Any]:
     """Train on the pool of a run that is served, and publish to its engines.
 
     Args:
         config: `attached_config`'s.
+        checked: by `check_attached`; None: it is called here.
 
     Raises:
         ConfigError: it cannot be trained from here.
@@ -434,12 +383,7 @@ async def attach(config: RunConfig, run: RunFile) -> dict[str, Any]:
         )
     if run.ray is None or run.pool is None or run.engines is None or run.gateway is None:
         raise is_starting(folder)
-    with configured():
-        source = None if config.data is None else training_prompts(config)
-        loop_backend(config.trainer.backend)
-        if config.rollout.reward is not None:
-            with configured("rollout.reward"):
-                build_manager(config.rollout.reward)
+    checked = checked or check_attached(config)
     display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
     with only_trainer_in(folder), logged(folder), display, attached(run.ray, str(folder)):
         if (done := _finished(config)) is not None:
@@ -458,4 +402,4 @@ async def attach(config: RunConfig, run: RunFile) -> dict[str, Any]:
                 )
             display.status(f"attached to {folder}: gateway at {run.gateway.urls[0]}")
             parts = Parts(pool=pool, engines=engines, workers=workers, placement=placement)
-            return await _train_on(parts, config, source, display)
+            return await _train_on(parts, config, checked.prompts, display)

@@ -14,10 +14,11 @@ from typing import Any
 from stepwell.backends.base import TrainingBackend, build_backend
 from stepwell.backends.critic import Critic
 from stepwell.backends.weights import WeightStore
-from stepwell.cluster import LOGS, WEIGHTS, Parts
+from stepwell.cluster import Parts
 from stepwell.config import RunConfig
 from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN
+from stepwell.layout import CHECKPOINTS, LOGS, WEIGHTS
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import LEDGER, Ledger
@@ -32,8 +33,6 @@ from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.validation import TaskValidator, Validator
 
 log = logging.getLogger(__name__)
-
-CHECKPOINTS = "checkpoints"
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import torch
 
 from stepwell.backends.checksums import ChecksumError, check, checked_json, seal, sealed_json
 from stepwell.trainer.errors import CheckpointError
@@ -82,6 +81,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: the folder cannot be written; nothing that was there is touched.
         """
+        import torch  # only here and in `load`: to look at checkpoints takes none
+
         final = self._path(step)
         draft = final.with_suffix(".tmp")
         try:
@@ -161,6 +162,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: it cannot be read, is not what was written, or is of another format.
         """
+        import torch
+
         self.about(path)
         self._check(path)
         try:

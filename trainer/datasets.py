@@ -305,7 +305,12 @@ class _RowTasks:
     def _task(self, index: int, row: Mapping[str, Any]) -> Task:
         """Raises DataError: the row is no task."""
         config, where = self._config, self._table.where(index)
-        prompt = lookup(row, config.prompt_key)
+        prompt = lookup(row, config.prompt_key, _MISSING)
+        if prompt is _MISSING:
+            raise DataError(
+                f"{where} has no {config.prompt_key!r}; set prompt_key to the key that holds the "
+                f"question (it has {', '.join(row)})"
+            )
         messages = isinstance(prompt, list) and all(
             isinstance(m, dict) and isinstance(m.get("role"), str) for m in prompt
         )

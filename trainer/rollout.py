@@ -32,7 +32,6 @@ it), group readiness (the pool).
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 import traceback
@@ -40,8 +39,6 @@ import uuid
 from collections import Counter
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
-    Callable,
     Iterable,
     Iterator,
     Mapping,
@@ -53,17 +50,17 @@ from copy import deepcopy
 from functools import partial
 from itertools import count, cycle
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import aiohttp
 import ray
 from pydantic import SecretStr
 
 from stepwell.datapool.client import DataPoolClient
-from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
 from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
+from stepwell.trainer.agents import load_agent
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import DataExhaustedError, PromptSource, Task, slug
 from stepwell.trainer.errors import RolloutError
@@ -105,29 +102,6 @@ group is dropped, to be issued again."""
 TOO_FEW = "too few rollouts finished"
 FORGOTTEN = "dropped_unseen"
 """Ledger's reason: the pool dropped the group and was restarted before it could say why."""
-
-Agent: TypeAlias = Callable[[Mapping[str, Any], str, str], Awaitable[float | None]]
-
-
-def load_agent(path: str) -> Agent:
-    """The coroutine function at `package.module:name` (or `package.module.name`).
-
-    Raises:
-        RolloutError: it cannot be imported, or is no `async def agent(task, base_url, api_key)`.
-    """
-    try:
-        agent = resolve(path)
-    except ImportError as e:
-        raise RolloutError(
-            f"rollout.agent is {path!r}, which cannot be imported ({e}); "
-            "name an async function as package.module:function"
-        ) from e
-    if not inspect.iscoroutinefunction(agent):
-        raise RolloutError(
-            f"rollout.agent is {path!r}, which is no coroutine function; "
-            "write it as async def agent(task, base_url, api_key) -> float | None"
-        )
-    return cast(Agent, agent)
 
 
 def read_reward(agent: str, returned: object) -> float | None:

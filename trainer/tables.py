@@ -22,6 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from stepwell.backends.hub import is_hub_id, offline_if_unreachable
 from stepwell.trainer.config import (
     HuggingFaceSource,
     JsonlSource,
@@ -190,7 +191,8 @@ class JsonlTable:
             ) from e
         except json.JSONDecodeError as e:
             raise DataError(
-                f"{self.where(index)} is no JSON ({e}); write one object per line"
+                f"{self.where(index)} is no JSON (line {self.number(index)}, column {e.colno}: "
+                f"{e.msg}); write one object per line"
             ) from e
         if not isinstance(row, dict):
             raise DataError(
@@ -339,13 +341,28 @@ def open_hugging_face(config: HuggingFaceSource) -> ArrowTable:
         builder = {".jsonl": "json", ".txt": "text"}.get(folder.suffix, folder.suffix[1:])
         dataset = _load(config, builder, data_files=str(folder), split=config.split)
     else:
-        dataset = _load(
-            config, config.path, config.name, split=config.split, revision=config.revision
-        )
+        dataset = _load_from_hub(config)
     name = folder.stem if folder.exists() else config.path
     label = name if config.split == "train" else f"{name}-{config.split}"
     stored = [Path(f["filename"]) for f in dataset.cache_files]
     return ArrowTable(config, dataset, files=stored or None, labels=[label], sizes=[len(dataset)])
+
+
+def _load_from_hub(config: HuggingFaceSource) -> Any:
+    where = {"split": config.split, "revision": config.revision}
+    if not is_hub_id(config.path):  # a folder of data, or a name of before there were owners
+        return _load(config, config.path, config.name, **where)
+    with offline_if_unreachable(config.path, config.revision) as reached:
+        try:
+            return _load(config, config.path, config.name, **where)
+        except DataError as e:
+            if reached:
+                raise
+            raise DataError(
+                f"path is {config.path!r}, which is no folder here, and the hub cannot be reached: "
+                "this machine is offline, or HF_HUB_OFFLINE is set; run `hf download --repo-type "
+                f"dataset {config.path}` where there is a network and copy the folder here"
+            ) from e
 
 
 def _load_from_disk(config: HuggingFaceSource) -> Any:

@@ -167,7 +167,7 @@ def test_a_backend_for_the_loop_is_refused_where_it_lacks_a_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TorchBackend, "missing", classmethod(lambda cls: "torch is not here"))
-    with pytest.raises(BackendConfigError, match="backend is 'torch': torch is not here"):
+    with pytest.raises(BackendConfigError, match=r"trainer\.backend is 'torch': torch is not here"):
         loop_backend("torch")
 
 

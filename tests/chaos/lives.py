@@ -34,8 +34,8 @@ from pathlib import Path
 
 import psutil
 
-from stepwell.cluster import POOL, WEIGHTS
 from stepwell.datapool.journal import FILE_NAME
+from stepwell.layout import POOL, WEIGHTS
 from stepwell.trainer.ledger import LEDGER
 from tests.chaos import agent
 from tests.chaos.faults import Fault, attempt, find, part_of

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from stepwell.cluster import POOL
+from stepwell.layout import POOL
 from tests.chaos.faults import PARTS, Action, plan
 from tests.chaos.lives import Run, SmallDisk
 from tests.chaos.machines import TwoMachines

@@ -25,14 +25,15 @@ from typing import Any
 import numpy as np
 
 from stepwell.backends.torch_backend import TorchBackend
+from stepwell.checks import training_prompts
 from stepwell.config import RunConfig
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.journal import Journal, Row
 from stepwell.datapool.pool import DataPool
 from stepwell.datapool.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
+from stepwell.layout import CHECKPOINTS
 from stepwell.presets import load_config
-from stepwell.run import CHECKPOINTS, training_prompts
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
 from stepwell.trainer.recording import load_recording, recordings
 from tests.chaos.lives import Run

@@ -125,7 +125,7 @@ def test_a_recording_is_trained_again_without_engines_to_the_same_bits(resumed: 
     assert "gateway" not in done.stdout
 
     missing = run_here(command(resumed, f"trainer.load_debug_rollout_data={resumed / 'nowhere'}"))
-    assert missing.returncode == 1
+    assert missing.returncode == 2
     assert "no batch is recorded" in missing.stderr
 
 

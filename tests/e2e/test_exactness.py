@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from stepwell.backends.torch_backend import TorchBackend
+from stepwell.checks import training_prompts
 from stepwell.cluster import start_cluster
 from stepwell.config import RunConfig
 from stepwell.datapool.types import Step, VersionSpan
-from stepwell.run import training_prompts
 from stepwell.trainer.recording import load_recording, recordings
 from stepwell.training import build_trainer
 from tests.e2e.conftest import ROOT, EngineRecorder, engine, small_config

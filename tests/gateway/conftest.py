@@ -28,7 +28,8 @@ from stepwell.datapool.pool import DataPool
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.server import bind, http_protocol
+from stepwell.gateway.listening import bind
+from stepwell.gateway.server import http_protocol
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.wiring import ChannelSampling, Wiring
 

@@ -24,8 +24,9 @@ from stepwell.gateway import errors
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError, GatewayError, PortInUseError, RequestError
+from stepwell.gateway.listening import bind
 from stepwell.gateway.replicas import start_replicas
-from stepwell.gateway.server import HttpServer, bind
+from stepwell.gateway.server import HttpServer
 from stepwell.gateway.wiring import Wiring
 
 ROOT = Path(__file__).resolve().parents[2]

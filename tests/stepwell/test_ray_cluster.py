@@ -22,7 +22,8 @@ import ray
 from pydantic import SecretStr
 from ray.cluster_utils import Cluster
 
-from stepwell.cluster import GATEWAY_KEY, start_cluster
+from stepwell.cluster import start_cluster
+from stepwell.layout import GATEWAY_KEY
 from stepwell.ray_cluster import connected, joined
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.rollout import RolloutWorker

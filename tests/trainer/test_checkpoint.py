@@ -24,8 +24,9 @@ from stepwell.backends.torch_backend import TorchBackend
 from stepwell.config import RunConfig, RunSection
 from stepwell.datapool.journal import Journal
 from stepwell.datapool.types import Group
+from stepwell.layout import CHECKPOINTS
 from stepwell.report import write_summary
-from stepwell.run import CHECKPOINTS, _finished, _start_over
+from stepwell.run import _finished, _start_over
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
     checkpoint_due,

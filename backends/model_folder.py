@@ -1,0 +1,218 @@
+"""This module looks at a Hugging Face model directory without loading it, so that a model that
+cannot be trained is refused in milliseconds: files that are missing, cut off or only pointers, and
+one that needs more memory than there is.
+
+    config.json        which architecture it is
+    *.safetensors      each begins with the names, shapes and places of its tensors: their number of
+                       parameters is exact, and a file that was cut off is shorter than it says
+    tokenizer, chat template
+
+Owns what is read of the folder and the bytes that training it takes. Does not own loading it
+(`torch_backend.py`, the engines). Loads no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stepwell.backends.config import TorchBackendConfig
+from stepwell.backends.errors import BackendConfigError
+
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt"),
+    *("spiece.model", "sentencepiece.bpe.model"),
+)
+"""A tokenizer has one of these."""
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_POINTER = b"version https://git-lfs"
+_LONGEST_HEADER = 100 << 20
+_END = 1 << 16
+"""Bytes at each end of a file that its fingerprint reads."""
+_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.0, "adafactor": 0.0, "sgd": 0.0}
+"""Bytes of state per parameter."""
+
+
+def check_weights(folder: Path, key: str = "model.path") -> None:
+    """Raises BackendConfigError: `folder` is no model directory, or its weights are not whole."""
+    whose = f"{key} is {str(folder)!r}"
+    config = _object(folder / "config.json", whose)
+    if not {"model_type", "architectures"} & config.keys():
+        raise BackendConfigError(
+            f"{whose}, whose config.json names no model_type; point it at a Hugging Face model "
+            "directory"
+        )
+    for index in _INDICES:
+        if (folder / index).is_file():
+            shards = set(_object(folder / index, whose).get("weight_map", {}).values())
+            if missing := sorted(name for name in shards if not (folder / name).is_file()):
+                raise BackendConfigError(
+                    f"{whose}, which lacks {len(missing)} of {len(shards)} files of weights "
+                    f"({missing[0]} first); download it again"
+                )
+    files = list(_weights(folder))
+    if not files:
+        raise BackendConfigError(
+            f"{whose}, which has no weights (*.safetensors); download the whole model"
+        )
+    for file in files:
+        _check_file(file, whose)
+
+
+def check_architecture(folder: Path, key: str = "model.path") -> None:
+    """Raises BackendConfigError: the installed transformers does not know it. Imports that, but no
+    model."""
+    config = _object(folder / "config.json", f"{key} is {str(folder)!r}")
+    kind = config.get("model_type")
+    if kind is None or "auto_map" in config:  # it brings its own code
+        return
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise BackendConfigError(
+            f"{key} is {str(folder)!r}, of the architecture {kind!r}, which transformers "
+            f"{transformers.__version__} does not know; install a release that does, or take "
+            "another model"
+        )
+
+
+def check_tokenizer(folder: Path, key: str = "model.path") -> None:
+    """Raises BackendConfigError: `folder` has no tokenizer, or one without a chat template."""
+    whose = f"{key} is {str(folder)!r}"
+    if not folder.is_dir():
+        raise BackendConfigError(f"{whose}, where no folder is; name one with a tokenizer")
+    settings = folder / "tokenizer_config.json"
+    known = _object(settings, whose) if settings.is_file() else {}
+    if not known and not any((folder / name).exists() for name in TOKENIZERS):
+        raise BackendConfigError(
+            f"{whose}, which has no tokenizer; add the model's tokenizer.json and "
+            "tokenizer_config.json"
+        )
+    if not any((folder / name).exists() for name in TOKENIZERS):
+        raise BackendConfigError(f"{whose}, which has no tokenizer.json; add the model's")
+    if not known.get("chat_template") and not any((folder / name).exists() for name in TEMPLATES):
+        raise BackendConfigError(
+            f"{whose}, whose tokenizer has no chat template (a base model has none); add a "
+            "chat_template.jinja, such as that of its instruct model"
+        )
+
+
+def fingerprint(folder: Path) -> str:
+    """Tells one directory of weights from another, by what is cheap to read: names, sizes and ends
+    of the files of weights."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in WEIGHT_SUFFIXES:
+            size = file.stat().st_size
+            with file.open("rb") as f:
+                head = f.read(_END)
+                f.seek(max(0, size - _END))
+                digest.update(f"{file.name} {size} ".encode() + head + f.read(_END))
+    return digest.hexdigest()
+
+
+def count_parameters(folder: Path) -> int:
+    """Of weights in safetensors, exactly; of others by their size, at two bytes each."""
+    total = 0
+    for file in _weights(folder):
+        if file.suffix == ".safetensors":
+            tensors = _header(file)
+            total += sum(math.prod(t["shape"]) for n, t in tensors.items() if n != "__metadata__")
+        else:
+            total += file.stat().st_size // 2
+    return total
+
+
+def weight_bytes(folder: Path) -> int:
+    """Of all files of weights: what an engine loads."""
+    return sum(file.stat().st_size for file in _weights(folder))
+
+
+def training_bytes(parameters: int, config: TorchBackendConfig) -> int:
+    """Memory that weights, gradients and optimizer state take, over all ranks; activations come on
+    top. Adam in float32 takes 16 bytes a parameter: 4 for it, 4 for its gradient, 8 for moments."""
+    compute = 2.0 if config.dtype == "bfloat16" else 4.0
+    if config.lora is not None:  # the adapters are a hundredth of it
+        return int(parameters * compute)
+    moments = _MOMENTS[config.optimizer] + (4.0 if config.momentum else 0.0)
+    copy = compute if config.dtype == "bfloat16" else 0.0
+    return int(parameters * (4 + 4 + moments + copy))
+
+
+def checkpoint_bytes(parameters: int, config: TorchBackendConfig) -> int:
+    """On disk: float32 weights and the optimizer's state."""
+    if config.lora is not None:
+        return 0
+    return int(parameters * (4 + _MOMENTS[config.optimizer]))
+
+
+def _weights(folder: Path) -> Iterator[Path]:
+    """The files that are loaded: safetensors where there are some."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return iter(files)
+
+
+def _check_file(file: Path, whose: str) -> None:
+    try:
+        with file.open("rb") as f:
+            first = f.read(len(_POINTER))
+        if first == _POINTER:
+            raise BackendConfigError(
+                f"{whose}, whose {file.name} is a Git LFS pointer, not the weights; run "
+                "`git lfs pull` there, or `hf download`"
+            )
+        if file.suffix != ".safetensors":
+            return
+        tensors = _header(file)
+        ends = [t["data_offsets"][1] for n, t in tensors.items() if n != "__metadata__"]
+        with file.open("rb") as f:
+            begin = 8 + int.from_bytes(f.read(8), "little")
+        wanted, has = begin + max(ends, default=0), file.stat().st_size
+        if has < wanted:
+            raise BackendConfigError(
+                f"{whose}, whose {file.name} is cut off ({has:,} of {wanted:,} bytes); download it "
+                "again"
+            )
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        if isinstance(e, BackendConfigError):
+            raise
+        raise BackendConfigError(
+            f"{whose}, whose {file.name} cannot be read ({str(e).splitlines()[0]}); download it "
+            "again"
+        ) from e
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Name -> dtype, shape and place of every tensor in a safetensors file."""
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        if not 0 < length < _LONGEST_HEADER:
+            raise ValueError("it is no safetensors file")
+        text = f.read(length)
+    if len(text) < length:
+        raise ValueError("it is cut off")
+    header: dict[str, Any] = json.loads(text)
+    return header
+
+
+def _object(file: Path, whose: str) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}")
+    except FileNotFoundError:
+        raise BackendConfigError(
+            f"{whose}, which has no {file.name}; point it at a Hugging Face model directory"
+        ) from None
+    except (OSError, ValueError) as e:
+        raise BackendConfigError(
+            f"{whose}, whose {file.name} cannot be read ({e}); download the model again"
+        ) from e
+    return found

@@ -1,0 +1,122 @@
+"""This module finds the Ray that `cluster.address` names and looks whether it answers, so that a
+wrong address is told in one line, before Ray waits a minute for it.
+
+    host:port   as it is
+    auto        RAY_ADDRESS, or else the one Ray that `ray start` began on this machine. Those that
+                other runs of Stepwell have started for themselves do not count
+
+Owns the address and what of the environment Ray would stumble over. Does not own the connection
+(`ray_cluster.py`). Does not import Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from stepwell.process_guard import VARIABLE
+from stepwell.trainer.errors import ConfigError
+
+CONNECT_S = 3.0
+"""A GCS answers within this."""
+SOCKET_PATH = 107
+"""Longest path of a socket."""
+SESSION = "/ray/session_2026-11-22_16-29-19_524755_1234567/sockets/plasma_store"
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""What a client says first; a gRPC server, as a GCS is, answers with its settings. Ray itself would
+wait for a mute one for over a minute."""
+_SETTINGS = b"\4"
+_OWN = "set cluster.address=null for a Ray of this run's own"
+
+
+def find_ray(address: str) -> str:
+    """host:port of the Ray that `cluster.address` names; it answers.
+
+    Raises:
+        ConfigError: there is none, or `auto` could be several.
+    """
+    whose = f"cluster.address is {address!r}"
+    if address == "auto":
+        if named := os.environ.get("RAY_ADDRESS"):
+            address, whose = named, f"{whose} and RAY_ADDRESS is {named!r}"
+        else:
+            address = _only_one(whose)
+    if "://" in address:
+        raise ConfigError(
+            f"{whose}, a Ray Client's; give the host:port of the cluster's GCS (`ray start --head` "
+            "prints it), reached from a node of the cluster"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{whose}; write host:port, or auto")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S) as sock:
+            sock.sendall(_HTTP2_HELLO)
+            if sock.recv(9)[3:4] != _SETTINGS:
+                raise OSError("no gRPC server")
+    except OSError as e:
+        raise ConfigError(
+            f"{whose}, where nothing answers ({e.strerror or e}); start Ray there (`ray start "
+            f"--head`) and give its GCS's host:port, or {_OWN}"
+        ) from e
+    return address
+
+
+def _only_one(whose: str) -> str:
+    here = sorted(set(_running()))
+    if not here:
+        raise ConfigError(
+            f"{whose}, but no Ray that could be joined runs on this machine; start one (`ray start "
+            f"--head`), give its host:port, or {_OWN}"
+        )
+    if len(here) > 1:
+        raise ConfigError(f"{whose}, but several run on this machine: {', '.join(here)}; give one")
+    return here[0]
+
+
+def _running() -> Iterator[str]:
+    """GCS addresses of the raylets on this machine that no run of Stepwell has started."""
+    for process in psutil.process_iter():
+        try:
+            if process.name() != "raylet":
+                continue
+            found = re.search(r"--gcs-address=(\S+)", " ".join(process.cmdline()))
+            if found is not None and VARIABLE not in process.environ():
+                yield found[1]
+        except psutil.Error:  # it ended meanwhile, or is another user's
+            continue
+
+
+def check_environment() -> None:
+    """Raises ConfigError: a Ray of our own could not start, for what the environment says."""
+    tmp = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
+    if len(f"{tmp}{SESSION}") > SOCKET_PATH:
+        raise ConfigError(
+            f"RAY_TMPDIR is {str(tmp)!r}, too long by {len(f'{tmp}{SESSION}') - SOCKET_PATH} "
+            "characters for the paths of Ray's sockets; name a shorter folder, such as /tmp"
+        )
+    folder = tmp / "ray" if (tmp / "ray").exists() else tmp
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"Ray keeps its sessions in {folder}, which this user cannot write; set RAY_TMPDIR to "
+            "a short path that can be written"
+        )
+    mode = os.environ.get("RAY_AUTH_MODE")
+    if mode is not None and mode.lower() not in ("token", "disabled"):
+        raise ConfigError(f"RAY_AUTH_MODE is {mode!r}; set it to token or disabled, or unset it")
+    file = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    if file is None or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    try:
+        if not Path(file).read_text().strip():
+            raise OSError("it is empty")
+    except OSError as e:
+        raise ConfigError(
+            f"RAY_AUTH_TOKEN_PATH is {file!r}, which holds no token ({e.strerror or e}); write one "
+            "there (`ray get-auth-token --generate`), or unset it"
+        ) from e

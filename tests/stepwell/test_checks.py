@@ -1,0 +1,227 @@
+"""A mistake is told in one line with its key and the remedy, before Ray starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from stepwell.cli import main
+from stepwell.run_file import only_run_in
+from tests.e2e.conftest import ROOT
+
+MODEL = ROOT / "examples" / "quickstart" / "model"
+CODE = """
+async def good(task, base_url, api_key): return 1.0
+async def no_key(task, base_url): return 1.0
+async def more(task, base_url, api_key, model): return 1.0
+def sync(task, base_url, api_key): return 1.0
+def score(data_source, solution_str, ground_truth, extra_info): return 1.0
+def two(solution, answer): return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with everything that the mistakes below name."""
+    root = tmp_path_factory.mktemp("project")
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(6)]
+    for name, part in (("train", rows[:4]), ("val", rows[4:])):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (root / "empty.jsonl").touch()
+    (root / "broken.jsonl").write_text(json.dumps(rows[0]) + '\n{"question": \n')
+    (root / "other_keys.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
+    (root / "no_label.jsonl").write_text('{"question": "1 + 1?", "gold": "2"}\n')
+    (root / "checks_code.py").write_text(CODE)
+    (root / "checks_raises.py").write_text("import os\nos.environ['CHECKS_NO_SUCH_KEY']\n")
+    (root / "checks_syntax.py").write_text("async def agent(task, base_url, api_key) return 1\n")
+    (root / "checks_exits.py").write_text("raise SystemExit('give --port')\n")
+    (root / "checks_lacks.py").write_text("import checks_not_installed\n")
+    (root / "file").touch()
+    for name in ("no_tokenizer", "no_template", "no_weights", "cut_off", "pointer", "huge", "new"):
+        shutil.copytree(MODEL, root / name)
+    (root / "no_tokenizer" / "tokenizer.json").unlink()
+    (root / "no_tokenizer" / "tokenizer_config.json").unlink()
+    (root / "no_template" / "chat_template.jinja").unlink(missing_ok=True)
+    (root / "no_weights" / "model.safetensors").unlink()
+    with (root / "cut_off" / "model.safetensors").open("r+b") as file:
+        file.truncate(100_000)
+    (root / "pointer" / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1"
+    )
+    (root / "new" / "config.json").write_text('{"model_type": "nonesuch"}')
+    shape = [1_000_000, 1_000_000]
+    size = 4 * shape[0] * shape[1]
+    tensor = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+    header = json.dumps({"weight": tensor}).encode()
+    with (root / "huge" / "model.safetensors").open("wb") as file:  # sparse
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + size)
+    return root
+
+
+@pytest.fixture(scope="module")
+def taken() -> Iterator[int]:
+    """A port that something listens on."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def train(folder: Path, *mistake: str) -> list[str]:
+    run = folder / "run"
+    return [
+        *("train", "--config", "quickstart", f"run.dir={run}", "logging.wandb=disabled"),
+        *("data.train.kind=jsonl", f"data.train.path={folder / 'train.jsonl'}"),
+        *("data.val.kind=jsonl", f"data.val.path={folder / 'val.jsonl'}"),
+        *("rollout.agent=checks_code:good", *mistake),
+    ]
+
+
+MISTAKES = {
+    # the agent
+    "rollout.agent=checks_nowhere:agent": "there is no module 'checks_nowhere' in {folder}",
+    "rollout.agent=checks_code:god": "checks_code has no 'god'; did you mean 'good'?",
+    "rollout.agent=checks_code": "name an async function as package.module:function",
+    "rollout.agent=checks_code.py:good": "a file; name its module, as `import` does: checks_code:g",
+    "rollout.agent=checks_code:sync": "is no coroutine function; write it as async def agent(",
+    "rollout.agent=checks_code:no_key": "as no_key(task, base_url, api_key): too many positional",
+    "rollout.agent=checks_code:more": "missing a required argument: 'model'; write it as async def",
+    "rollout.agent=checks_raises:agent": "checks_raises.py, line 2): KeyError: 'CHECKS",
+    "rollout.agent=checks_syntax:agent": "checks_syntax.py, line 1): SyntaxError: expected ':'",
+    "rollout.agent=checks_exits:agent": "checks_exits.py, line 1): SystemExit: give --port",
+    "rollout.agent=checks_lacks:agent": "checks_lacks.py, line 1): ModuleNotFoundError: No module",
+    # the reward
+    "rollout.reward=checks_code:two": "cannot be called as two(data_source, solution_str,",
+    "rollout.reward=checks_code:scor": "checks_code has no function 'scor'",
+    "rollout.reward=mahts": "rollout.reward: reward is 'mahts'; name a built-in (dapo, ",
+    # the data
+    "data.train.path={folder}/nowhere.jsonl": "data.train: path is '{folder}/nowhere.jsonl', which",
+    "data.train.path={folder}/empty.jsonl": "empty.jsonl has no tasks; write one JSON object per",
+    "data.train.path={folder}/broken.jsonl": "broken.jsonl:2 is no JSON (line 2, column 14: ",
+    "data.train.path={folder}/other_keys.jsonl": "has no 'question'; set prompt_key to the",
+    "data.train.path={folder}/no_label.jsonl": "no_label.jsonl:1 has no answer; name the answer's",
+    "data.val.path={folder}/broken.jsonl": "data.val: {folder}/broken.jsonl:2 is no JSON",
+    "data.train.path={folder}/val.jsonl": "are also in data.val",
+    # the model
+    "model.path={folder}/no_tokenizer": "which has no tokenizer; add the model's tokenizer.json",
+    "model.path={folder}/no_template": "whose tokenizer has no chat template",
+    "model.path={folder}/no_weights": "which has no weights (*.safetensors); download",
+    "model.path={folder}/cut_off": "model.safetensors is cut off (100,000 of ",
+    "model.path={folder}/pointer": "whose model.safetensors is a Git LFS pointer, not the weights",
+    "model.path={folder}/new": "of the architecture 'nonesuch', which transformers",
+    "model.path={folder}/huge": "1 × embedded engine takes 20000 GB, this machine has",
+    # the machine
+    "gateway.port={taken}": "gateway.port is {taken}, which another process uses on 127.0.0.1;",
+    "engine.port={taken}": "engine.port is {taken} on 127.0.0.1, which cannot be had (Address alre",
+    "run.dir={folder}/file/run": "run.dir is '{folder}/file/run', which cannot be written (Not a d",
+    "pool.journal_dir={folder}/file/j": "pool.journal_dir is '{folder}/file/j', which cannot be wr",
+    "trainer.save_debug_rollout_data={folder}/file/b": "trainer.save_debug_rollout_data is",
+    "engine.python={folder}/no/python": "engine.python is '{folder}/no/python', which is no p",
+    # plug-ins and logs
+    "trainer.backend=checks_nowhere:Backend": "trainer.backend 'checks_nowhere:Backend' cannot be",
+    "trainer.backend=verl": "trainer.backend is 'verl', which does not implement compute_log_",
+    "pool.default.selection.order=nowhere:order": "pool.default.selection.order is 'nowhere:",
+    "trainer.load_debug_rollout_data={folder}/no": "where no batch is recorded; name what",
+    # where it goes on
+    "run.resume=7": "run.resume is 7, but {folder}/run/checkpoints has no step_7; it has none",
+    "run.resume={folder}/file": "run.resume is '{folder}/file', which has no state.pt; give auto,",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_before_ray_starts(
+    mistake: str,
+    folder: Path,
+    taken: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    named = {"folder": str(folder), "taken": str(taken)}
+    assert main(train(folder, mistake.format(**named))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert MISTAKES[mistake].format(**named) in line
+    assert mistake.partition("=")[0].rpartition(".")[0] in line or "data" in line
+    assert not ray.is_initialized()
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="it has a GPU")
+def test_a_gpu_that_is_not_there_is_told_with_its_key(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(train(folder, "backend.device=cuda")) == 2
+    assert "backend.device is 'cuda', but this machine shows no GPU" in capsys.readouterr().err
+
+
+def test_wandb_without_a_key_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert main(train(folder, "logging.wandb=online")) == 2
+    assert "logging.wandb is 'online', but there is no key; set WANDB" in capsys.readouterr().err
+
+
+def test_mistakes_of_one_kind_are_told_together(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(train(folder, "rollout.agent=checks_code:sync", "rollout.reward=mahts")) == 2
+    agent, reward = capsys.readouterr().err.splitlines()
+    assert "rollout.agent" in agent
+    assert "rollout.reward" in reward
+
+
+def test_a_live_run_is_named_before_the_port_that_it_holds(
+    folder: Path, taken: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with only_run_in(tmp_path):
+        assert main(train(folder, f"run.dir={tmp_path}", f"gateway.port={taken}")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"another run is alive in {tmp_path}; stop it first" in line
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["rollout.agent=checks_code:sync", "gateway.port={taken}", "data.val.path=none.jsonl"],
+)
+def test_neither_torch_nor_ray_is_imported_to_find_a_mistake(
+    mistake: str, folder: Path, taken: int
+) -> None:
+    argv = train(folder, mistake.format(taken=taken))
+    script = (
+        "import sys; from stepwell.cli import main; "
+        f"code = main({argv!r}); print(code, *sorted({{'torch', 'ray'}} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "2\n", done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_is_served_is_checked_too(
+    folder: Path, taken: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["serve", "--config", "quickstart", f"run.dir={tmp_path}", f"gateway.port={taken}"]
+    assert main([*argv, f"model.path={folder / 'no_template'}"]) == 2
+    port, model = capsys.readouterr().err.splitlines()
+    assert f"gateway.port is {taken}" in port
+    assert "chat template" in model

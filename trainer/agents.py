@@ -1,0 +1,96 @@
+"""This module finds the agent that `rollout.agent` names, so that one that cannot be run is refused
+before anything is started.
+
+Owns what an agent is and the errors of one that is none. Does not own running it (`rollout.py`).
+Loads neither torch nor Ray, unless the agent's own module does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias, cast
+
+from stepwell.trainer.errors import RolloutError
+
+Agent: TypeAlias = Callable[[Mapping[str, Any], str, str], Awaitable[float | None]]
+
+FORM = "async def agent(task, base_url, api_key) -> float | None"
+
+
+def load_agent(path: str) -> Agent:
+    """The coroutine function at `package.module:name` (or `package.module.name`).
+
+    Raises:
+        RolloutError: it cannot be imported, or is no `async def agent(task, base_url, api_key)`.
+    """
+    whose = f"rollout.agent is {path!r}"
+    module_name, sep, name = path.partition(":")
+    if not sep:
+        module_name, _, name = path.rpartition(".")
+    if module_name.endswith(".py") or name == "py" or "/" in path:
+        file = module_name if sep else path
+        dotted = ".".join(Path(file).with_suffix("").parts)
+        raise RolloutError(
+            f"{whose}, a file; name its module, as `import` does: "
+            f"{dotted}:{name if sep else 'NAME'}"
+        )
+    if not module_name or not name:
+        raise RolloutError(f"{whose}; name an async function as package.module:function")
+    module = _import(whose, module_name)
+    try:
+        agent = getattr(module, name)
+    except AttributeError:
+        raise RolloutError(f"{whose}, but {_has_not(module, name)}") from None
+    if not inspect.iscoroutinefunction(agent):
+        raise RolloutError(f"{whose}, which is no coroutine function; write it as {FORM}")
+    try:
+        inspect.signature(agent).bind({}, "", "")
+    except TypeError as e:
+        raise RolloutError(
+            f"{whose}, which cannot be called as {name}(task, base_url, api_key): {e}; write it as "
+            f"{FORM}"
+        ) from e
+    return cast(Agent, agent)
+
+
+def _import(whose: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as e:  # the user's own module: it may raise anything
+        missing = e.name if isinstance(e, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            why = (
+                f"there is no module {missing!r} in {Path.cwd()} or among the installed packages; "
+                "name an async function as package.module:function"
+            )
+        else:
+            said = e.msg if isinstance(e, SyntaxError) else e
+            why = f"importing {name} fails{_at(e)}: {type(e).__name__}: {said}; mend it"
+        raise RolloutError(f"{whose}, but {why}") from e
+
+
+def _at(error: BaseException) -> str:
+    """` (agents.py, line 3)`: the last line of the user's own that ran."""
+    if isinstance(error, SyntaxError):
+        return f" ({error.filename}, line {error.lineno})"
+    ran = [(f.filename, f.lineno) for f in traceback.extract_tb(error.__traceback__)]
+    own = [at for at in ran if at[0][0] != "<" and at[0] not in (__file__, importlib.__file__)]
+    return f" ({own[-1][0]}, line {own[-1][1]})" if own else ""
+
+
+def _has_not(module: ModuleType, name: str) -> str:
+    agents = sorted(
+        n
+        for n, f in vars(module).items()
+        if inspect.iscoroutinefunction(f) and f.__module__ == module.__name__
+    )
+    near = get_close_matches(name, agents, n=1)
+    guess = f"; did you mean {near[0]!r}?" if near else ""
+    has = f"; its async functions: {', '.join(agents)}" if agents else "; it has no async function"
+    return f"{module.__name__} has no {name!r}{guess}{has}"
