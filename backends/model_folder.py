@@ -73,9 +73,9 @@ def check_architecture(folder: Path, key: str = "model.path") -> None:
     if kind is None or "auto_map" in config:  # it brings its own code
         return
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
-    if kind not in CONFIG_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING:
         raise BackendConfigError(
             f"{key} is {str(folder)!r}, of the architecture {kind!r}, which transformers "
             f"{transformers.__version__} does not know; install a release that does, or take "
