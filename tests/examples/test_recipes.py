@@ -1,0 +1,130 @@
+"""The recipes, run as rollouts: a worker, a gateway and the embedded engine with the quickstart's
+model, and the pool's core."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+
+from examples.recipes.shell_agent import agent as shell_agent
+from stepwell.backends.config import EngineConfig
+from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.datapool.types import Step
+from stepwell.gateway.app import create_app
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.wiring import Wiring
+from stepwell.trainer.config import RewardConfig, RolloutConfig
+from stepwell.trainer.rewards import build_manager
+from stepwell.trainer.rollout import RolloutWorker
+from tests.gateway.conftest import QUICKSTART, LocalPool, make_tokenizer, serving
+from tests.helpers import serving_posts
+
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+README = (RECIPES / "README.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+PROGRAMS = [path for path in sorted(RECIPES.glob("*.*")) if path.suffix in (".py", ".sh")]
+TASK = {
+    "question": "State the final answer to the following arithmetic problem: 12 + 34 =",
+    "answer": "46",
+}
+N = 6
+SHOWS = {"anthropic": "AsyncAnthropic", "sub_agents": "asyncio.gather", "judge": "JUDGE"}
+"""What tells the snippets apart."""
+
+
+@pytest.fixture(scope="module")
+def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    supervisor = Supervisor(EngineConfig(model_path=QUICKSTART), tmp_path_factory.mktemp("engine"))
+    try:
+        yield supervisor.start()
+    finally:
+        supervisor.stop()
+
+
+@asynccontextmanager
+async def gateway(engine_url: str) -> AsyncIterator[tuple[str, LocalPool]]:
+    pool = LocalPool()
+    wiring = Wiring((engine_url,), sampling={})
+    app = create_app(GatewayConfig(port=0), wiring, pool, make_tokenizer("quickstart"))
+    async with serving(app) as url:
+        yield url, pool
+
+
+async def rollouts(agent: str, url: str, task: dict[str, Any] = TASK) -> dict[str, int]:
+    """How `N` rollouts of `task` ended."""
+    worker = RolloutWorker(RolloutConfig(agent=agent, timeout_s=60, max_attempts=1), [url])
+    try:
+        return await worker.run_group(task, "p", N)
+    finally:
+        await worker.close()
+
+
+def chains(steps: list[Step]) -> dict[str, list[int | None]]:
+    """Each trajectory's parents, in its order."""
+    found: dict[str, list[int | None]] = {}
+    for step in steps:
+        found.setdefault(step.trajectory_uid, []).append(step.parent_index)
+    return found
+
+
+@pytest.mark.parametrize("name", ["openai_tool", "langgraph_agent", "shell_agent"])
+async def test_a_recipes_rollouts_are_scored_and_each_conversation_is_one_branch(
+    name: str, engine_url: str
+) -> None:
+    async with gateway(engine_url) as (url, pool):
+        assert await rollouts(f"examples.recipes.{name}:agent", url) == {"complete": N}
+        stored = chains(pool.stored())
+        assert len(stored) == N
+        assert max(map(len, stored.values())) > 1, "no rollout called its tool"
+        for parents in stored.values():
+            assert parents == [None, *range(len(parents) - 1)]
+        (group,) = pool.core.lease_batch(now=0.0).groups
+        assert {t.reward for t in group.trajectories} <= {0.0, 1.0}
+
+
+def test_each_recipe_is_short_enough_to_be_read_at_once() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in PROGRAMS}
+    assert len(lengths) == 5
+    assert max(lengths.values()) <= 60, lengths
+
+
+async def test_a_program_that_fails_is_no_score_of_zero() -> None:
+    with pytest.raises(RuntimeError, match=r"shell_agent\.sh ended with"):
+        await shell_agent(TASK, "http://127.0.0.1:9", "key")
+
+
+async def test_a_rollout_that_runs_out_of_time_leaves_no_program_behind() -> None:
+    async def never(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    async with serving_posts("/v1/chat/completions", never) as address:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await shell_agent(TASK, address, "key")
+    words = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    assert not [line for line in words if any("shell_agent.sh" in word for word in line)]
+
+
+@pytest.mark.parametrize(("name", "calls"), [("anthropic", 1), ("sub_agents", 3)])
+async def test_an_agent_of_the_readme_runs(
+    name: str, calls: int, engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (snippet,) = (s for s in SNIPPETS if SHOWS[name] in s)
+    (tmp_path / f"recipe_{name}.py").write_text(snippet)
+    monkeypatch.syspath_prepend(tmp_path)
+    async with gateway(engine_url) as (url, pool):
+        assert await rollouts(f"recipe_{name}:agent", url) == {"complete": N}
+        assert [len(parents) for parents in chains(pool.stored()).values()] == [calls] * N
+
+
+def test_the_judge_of_the_readme_is_a_reward_function(tmp_path: Path) -> None:
+    (snippet,) = (s for s in SNIPPETS if SHOWS["judge"] in s)
+    (tmp_path / "my_judge.py").write_text(snippet)
+    build_manager(RewardConfig(function=f"{tmp_path / 'my_judge.py'}:score"))
