@@ -33,7 +33,8 @@ TASK = {
     "question": "State the final answer to the following arithmetic problem: 12 + 34 =",
     "answer": "46",
 }
-N = 6
+N = 24
+"""Rollouts: two in five call the tool before any training, so all but never none of them does."""
 SHOWS = {"anthropic": "AsyncAnthropic", "sub_agents": "asyncio.gather", "judge": "JUDGE"}
 """What tells the snippets apart."""
 
