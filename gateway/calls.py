@@ -546,9 +546,8 @@ class Call:
             metadata["forced_tool"] = self.request.forced_tool
         if self.request.prefill:
             metadata["prefilled"] = True
-        calls = self.reply.text.tool_calls
-        if calls or (self.request.tools and self.request.parse_tools):  # 0: it might have
-            metadata["tool_calls"] = len(calls)
+        if self.request.tools and self.request.parse_tools:  # 0: it might have called one
+            metadata["tool_calls"] = len(self.reply.text.tool_calls)
         if prompt.cause is not None:
             metadata["branch"] = prompt.cause
         if self.reply.has_reasoning or (prompt.parent is not None and prompt.parent.has_reasoning):

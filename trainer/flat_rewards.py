@@ -13,7 +13,7 @@ Owns the causes that can be told from the rollouts. Does not own rewards or filt
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,10 @@ STEPS = 10
 """Optimizer steps that are looked at together: the first may be flat for a good reason."""
 NEARLY_ALL = 0.95
 """Share of groups without a signal from which it is said."""
+MOSTLY_WRONG = 0.85
+"""The same where they fail: what a few lucky guesses earn teaches next to nothing."""
 MOST = 0.9
-"""Share of rollouts from which something counts as the cause."""
+"""Share of rollouts, or of groups without a signal, from which something counts as the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +77,10 @@ class FlatRewards:
             "groups/no_signal": _share(s.flat for s in self._steps[-1])
         }
         seen = [s for step in self._steps for s in step]
-        if (
-            not self._warned
-            and len(self._steps) == STEPS
-            and _share(s.flat for s in seen) >= NEARLY_ALL
-        ):
+        if not self._warned and len(self._steps) == STEPS and (found := _warning(seen)):
             self._warned = True
-            metrics["warning"] = self._warning(seen)
+            metrics["warning"] = f"{found} (replies and rewards: {self._samples})"
         return metrics
-
-    def _warning(self, seen: Sequence[_Seen]) -> str:
-        flat = [s for s in seen if s.flat]
-        cause = _cause(flat)
-        return (
-            f"nothing to learn from: in {len(flat)} of {len(seen)} groups of the last {STEPS} "
-            f"steps all rewards were equal. {cause} (replies and rewards: {self._samples})"
-        )
 
 
 def _seen(group: Group, *, all_equal: bool) -> _Seen:
@@ -107,39 +97,57 @@ def _seen(group: Group, *, all_equal: bool) -> _Seen:
     )
 
 
-def _cause(flat: Sequence[_Seen]) -> str:
-    """What the flat groups have in common, and what to do about it."""
-    rewards = {s.reward for s in flat}
+def _warning(seen: Sequence[_Seen]) -> str | None:
+    """What is to be said of the groups; None: there is enough to learn from."""
+    flat = [s for s in seen if s.flat]
+    if len(flat) < MOSTLY_WRONG * len(seen):
+        return None
+    (reward, n_of_it), *_ = Counter(s.reward for s in flat).most_common(1)
+    alike = n_of_it >= MOST * len(flat)
+    if len(flat) < NEARLY_ALL * len(seen) and not (alike and reward <= 0):
+        return None
+    n, what = (n_of_it, f"{reward:g}") if alike else (len(flat), "equal")
+    return (
+        f"little to learn from: in {n} of {len(seen)} groups of the last {STEPS} steps all rewards "
+        f"were {what}. {_cause(flat, reward if alike else None)}"
+    )
+
+
+def _cause(flat: Sequence[_Seen], reward: float | None) -> str:
+    """What groups without a signal have in common, and what to do about it.
+
+    Args:
+        reward: of nearly all of them; None: they differ.
+    """
     if _share(s.same for s in flat) >= MOST:
         return (
             "The rollouts of a group are the same, token for token: let the agent, or "
             "rollout.temperature, ask for temperature 1"
         )
-    if len(rewards) > 1:
+    if reward is None:
         return (
             "Each task is either always right or always wrong: take tasks in between, or raise "
             "rollout.n"
         )
-    (reward,) = rewards
-    if reward <= 0:
-        if (cut := float(np.mean([s.cut for s in flat]))) >= MOST:
-            return (
-                f"Every reward is {reward:g}, and {cut:.0%} of the replies were cut off at "
-                "max_tokens: raise it in the agent (and in rollout.max_tokens, if that is set)"
-            )
-        tools = [s.calls_tools for s in flat if s.has_tools]
-        if tools and (calls := float(np.mean(tools))) <= 1 - MOST:
-            return (
-                f"Every reward is {reward:g}, and the model calls its tools in {calls:.0%} of the "
-                "rollouts: tell it to in the prompt, or begin with a model that knows how"
-            )
+    if reward > 0:
         return (
-            f"Every reward is {reward:g}: either the reward accepts no reply, or the tasks are too "
-            "hard for the model; try easier ones, or give some reward for a part of the way"
+            "The tasks are solved, or the reward accepts any reply: take harder tasks, or look at "
+            "the reward"
+        )
+    if (cut := float(np.mean([s.cut for s in flat]))) >= MOST:
+        return (
+            f"{cut:.0%} of the replies were cut off at max_tokens: raise it in the agent (and in "
+            "rollout.max_tokens, if that is set)"
+        )
+    tools = [s.calls_tools for s in flat if s.has_tools]
+    if tools and (calls := float(np.mean(tools))) <= 1 - MOST:
+        return (
+            f"The model calls its tools in {calls:.0%} of the rollouts: tell it to in the prompt, "
+            "or begin with a model that knows how"
         )
     return (
-        f"Every reward is {reward:g}: the tasks are solved, or the reward accepts any reply; take "
-        "harder tasks, or look at the reward"
+        "Either the reward accepts no reply, or the tasks are too hard for the model: try easier "
+        "ones, or give some reward for a part of the way"
     )
 
 

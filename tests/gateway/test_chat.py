@@ -228,10 +228,11 @@ async def test_a_step_says_how_many_tools_were_called_if_any_could_be(world: Any
         (CALL, {"tools": [CALCULATOR]}),
         ("3", {"tools": [CALCULATOR]}),
         ("3", {}),
+        (CALL, {"stop": ["none of it"]}),  # no call: nobody offered a tool
     ):
         world.say(said)
         await client.chat.completions.create(model="m", messages=[user(str(options))], **options)
-    assert [s.metadata.get("tool_calls") for s in world.pool.stored()] == [1, 0, None]
+    assert [s.metadata.get("tool_calls") for s in world.pool.stored()] == [1, 0, None, None]
 
 
 async def test_a_turn_that_may_call_no_tool_extends_one_that_may(world: Any) -> None:

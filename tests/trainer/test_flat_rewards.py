@@ -31,11 +31,11 @@ def number(task: Task) -> int:
 @pytest.mark.parametrize(
     ("reward", "step", "cause"),
     [
-        (0.0, replies(), "Every reward is 0: either the reward accepts no reply"),
-        (1.0, replies(), "Every reward is 1: the tasks are solved"),
+        (0.0, replies(), "were 0. Either the reward accepts no reply"),
+        (1.0, replies(), "were 1. The tasks are solved"),
         (0.0, replies(finish_reason="length"), "100% of the replies were cut off at max_tokens"),
-        (0.0, replies(metadata={"tool_calls": 0}), "the model calls its tools in 0% of"),
-        (0.0, replies(metadata={"tool_calls": 2}), "Every reward is 0: either"),
+        (0.0, replies(metadata={"tool_calls": 0}), "The model calls its tools in 0% of"),
+        (0.0, replies(metadata={"tool_calls": 2}), "were 0. Either"),
         (0.0, lambda task, index: {}, "the same, token for token"),
     ],
 )
@@ -45,7 +45,7 @@ async def test_a_run_without_a_signal_is_warned_of_once_with_the_cause(
     records = await records_of(tmp_path, lambda task, index: reward, step)
     warnings = [r["warning"] for r in records if "warning" in r]
     assert len(warnings) == 1
-    assert "in 20 of 20 groups of the last 10 steps all rewards were equal" in warnings[0]
+    assert "in 20 of 20 groups of the last 10 steps all rewards were" in warnings[0]
     assert cause in warnings[0]
     assert str(tmp_path / "validation" / "step_0.jsonl") in warnings[0]
     assert [r["groups/no_signal"] for r in records] == [1.0] * 12
@@ -56,13 +56,22 @@ async def test_tasks_that_are_always_right_or_always_wrong_are_told_apart(tmp_pa
     assert any("either always right or always wrong" in r.get("warning", "") for r in records)
 
 
-async def test_a_group_in_ten_with_a_difference_is_no_reason_to_warn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("usual", "warned"), [(0.0, True), (1.0, False)])
+async def test_a_difference_in_a_group_of_ten_is_little_where_all_else_fails(
+    tmp_path: Path, usual: float, warned: bool
+) -> None:
     records = await records_of(
-        tmp_path, lambda task, index: float(number(task) % 10 == 0 and index == 0)
+        tmp_path, lambda t, i: abs(usual - float(number(t) % 10 == 0 and i == 0))
+    )
+    assert any("in 18 of 20 groups" in r.get("warning", "") for r in records) == warned
+    assert {r["groups/no_signal"] for r in records} == {0.5, 1.0}
+
+
+async def test_a_difference_in_a_group_of_five_is_no_reason_to_warn(tmp_path: Path) -> None:
+    records = await records_of(
+        tmp_path, lambda task, index: float(number(task) % 5 == 0 and index == 0)
     )
     assert not [r for r in records if "warning" in r]
-    shares = [r["groups/no_signal"] for r in records]
-    assert set(shares) == {0.5, 1.0}
 
 
 def odd_ones(source: str, said: str, answer: str, extra_info: dict[str, Any]) -> float:
