@@ -128,7 +128,7 @@ class TrafficValidator(Validator):
         evaluations, rows = list[Evaluation](), list[dict[str, Any]]()
         for version in sorted({min(v) for t in kept if len(v := versions_of(t)) == 1}):
             pinned = [g for group in scored if (g := only_of(group, version)).trajectories]
-            rewards = [t.reward for g in pinned for t in g.trajectories]
+            rewards = [t.reward for g in pinned for t in g.trajectories if t.reward is not None]
             evaluations.append(
                 Evaluation(
                     step=policy.step,

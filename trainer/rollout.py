@@ -259,7 +259,7 @@ class RolloutWorker:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 returned = await self._agent(task, base_url, started.get("api_key", "none"))
-            reward = read_reward(self._config.agent, returned)
+            reward = read_reward(self._config.agent or "", returned)
             await self._ask([f"{base_url}/v1/complete_trajectory"], {"reward": reward})
         except TimeoutError:
             reason = "timeout"
