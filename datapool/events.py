@@ -33,8 +33,9 @@ class Event:
     prompt_uid: str
     trajectory_uid: str | None = None
     data: dict[str, Any] = field(default_factory=dict)
-    """`ready`: size, why. `leased`, `returned`: delivery. `dropped`: reason, complete, metadata of
-    the group, and `returned`: whether its source should issue the prompt again. `aborted`: reason.
+    """`ready`: size, why. `leased`, `returned`: delivery. `dropped`: reason, complete, and
+    `returned`: whether its source should issue the prompt again; then the group's metadata, too.
+    `aborted`: reason.
     `scored`, of a complete trajectory, and again if its reward changes: reward, and the oldest and
     newest policy version of its steps."""
 

@@ -212,6 +212,11 @@ class GroupRecord:
     tags: frozenset[str] = frozenset()
     """Of these marks."""
 
+    @property
+    def size(self) -> int:
+        """Itself, its trajectories and their steps."""
+        return 1 + sum(1 + len(t.steps) for t in self.trajectories.values())
+
 
 class Remembered(Generic[V]):
     """The last `limit` keys with a value each; older ones are forgotten."""

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepwell.datapool import ChannelConfig, DataPool, PoolConfig, Step
+from stepwell.datapool.journal import Journal
+from stepwell.datapool.replay import restore
+
+DAY = 86_400.0
 
 CHANGES = {
     "open_group",
@@ -71,6 +76,64 @@ def build_step(trajectory_uid: str, prompt_uid: str = "p", index: int = 0, **fie
         step_index=index,
         **fields,
     )
+
+
+class JournaledPool:
+    """A pool over a journal in `folder`, at a time that the test moves."""
+
+    def __init__(self, folder: Path, now: float = 1000.0, **config) -> None:
+        self.folder = folder
+        self.now = now
+        self.journal = Journal(folder, "process")
+        self.pool = DataPool(PoolConfig(**config))
+        restore(
+            self.pool,
+            self.journal,
+            self.journal.rows(),
+            self.journal.states(),
+            self.journal.read,
+        )
+
+    def __call__(self, method: str, *args, **kwargs):
+        try:
+            return getattr(self.pool, method)(*args, **kwargs, now=self.now)
+        finally:
+            self.pool.write_counts()
+            self.journal.flush()
+            self.pool.written()
+
+    def later(self, days: float) -> None:
+        self.now += days * DAY
+        while (due := self.pool.next_deadline()) is not None and due <= self.now:
+            self.pool.tick(self.now)
+        self.pool.write_counts()
+        self.journal.flush()
+        self.journal._checkpoint()  # what the actor's journal does every few seconds
+
+    def say(self, uid: str, prompt_uid: str, text: str, index: int = 0) -> str:
+        """One step in which `text` stands as ids, log-probs' neighbour and metadata."""
+        step = Step(
+            prompt_ids=list(text.encode()),
+            response_ids=list(text.encode()),
+            trajectory_uid=uid,
+            prompt_uid=prompt_uid,
+            step_index=index,
+            metadata={"said": text},
+        )
+        return self("submit_step", step)
+
+    def holds(self, text: str) -> bool:
+        """Whether a file of the journal has these bytes, as text or as token ids."""
+        ids = b"".join(bytes([b, 0, 0, 0]) for b in text.encode())
+        files = [path.read_bytes() for path in self.folder.iterdir()]
+        return any(form in data for data in files for form in (text.encode(), ids))
+
+    def groups(self, channel: str = "train") -> dict:
+        return self("get_statistics", channel)["groups"]
+
+    def restart(self, **config) -> JournaledPool:
+        self.journal.close()
+        return JournaledPool(self.folder, self.now, **config)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 
 from stepwell.datapool import ChannelConfig, PoolFullError
 from stepwell.datapool.config import SelectionConfig
+from tests.datapool.conftest import DAY, JournaledPool
 
 # -- late rewards ----------------------------------------------------------------------------------
 
@@ -82,6 +83,20 @@ def test_a_dry_run_says_who_waits_for_rewards(make_pool):
     pool = make_pool(reward_wait_s=60)
     pool.finish("p", "t")
     assert pool.dry_run().counts == {"hold": {"unscored": 1}}
+
+
+def test_the_wait_for_a_reward_counts_on_through_a_restart(tmp_path):
+    live = {"default": ChannelConfig(reward_wait_s=100)}
+    pool = JournaledPool(tmp_path, **live)
+    pool.say("t", "p", "text")
+    pool("complete_trajectory", "t")
+    pool.later(60 / DAY)
+    pool.say("u", "q", "another")  # so that the pool has seen this time
+    pool = pool.restart(**live)
+    pool.later(39 / DAY)
+    assert pool("lease_batch") is None
+    pool.later(1 / DAY)
+    assert uids(pool("lease_batch")) == ["p"]
 
 
 # -- room ------------------------------------------------------------------------------------------

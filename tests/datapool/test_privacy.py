@@ -2,79 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from stepwell.datapool import (
-    ChannelConfig,
-    DataPool,
-    InvalidRequestError,
-    PoolConfig,
-    Step,
-)
-from stepwell.datapool.journal import Journal
-from stepwell.datapool.replay import restore
-
-DAY = 86_400.0
-
-
-class JournaledPool:
-    """A pool over a journal in `folder`, at a time that the test moves."""
-
-    def __init__(self, folder: Path, now: float = 1000.0, **config) -> None:
-        self.folder = folder
-        self.now = now
-        self.journal = Journal(folder, "process")
-        self.pool = DataPool(PoolConfig(**config))
-        restore(
-            self.pool,
-            self.journal,
-            self.journal.rows(),
-            self.journal.states(),
-            self.journal.read,
-        )
-
-    def __call__(self, method: str, *args, **kwargs):
-        try:
-            return getattr(self.pool, method)(*args, **kwargs, now=self.now)
-        finally:
-            self.pool.write_counts()
-            self.journal.flush()
-            self.pool.written()
-
-    def later(self, days: float) -> None:
-        self.now += days * DAY
-        while (due := self.pool.next_deadline()) is not None and due <= self.now:
-            self.pool.tick(self.now)
-        self.pool.write_counts()
-        self.journal.flush()
-        self.journal._checkpoint()  # what the actor's journal does every few seconds
-
-    def say(self, uid: str, prompt_uid: str, text: str, index: int = 0) -> str:
-        """One step in which `text` stands as ids, log-probs' neighbour and metadata."""
-        step = Step(
-            prompt_ids=list(text.encode()),
-            response_ids=list(text.encode()),
-            trajectory_uid=uid,
-            prompt_uid=prompt_uid,
-            step_index=index,
-            metadata={"said": text},
-        )
-        return self("submit_step", step)
-
-    def holds(self, text: str) -> bool:
-        """Whether a file of the journal has these bytes, as text or as token ids."""
-        ids = b"".join(bytes([b, 0, 0, 0]) for b in text.encode())
-        files = [path.read_bytes() for path in self.folder.iterdir()]
-        return any(form in data for data in files for form in (text.encode(), ids))
-
-    def groups(self, channel: str = "train") -> dict:
-        return self("get_statistics", channel)["groups"]
-
-    def restart(self, **config) -> JournaledPool:
-        self.journal.close()
-        return JournaledPool(self.folder, self.now, **config)
+from stepwell.datapool import ChannelConfig, InvalidRequestError, Step
+from tests.datapool.conftest import DAY, JournaledPool
 
 
 @pytest.fixture
@@ -161,14 +92,14 @@ def test_the_age_counts_on_through_a_restart(tmp_path):
 
 def test_groups_of_one_age_go_a_few_at_a_time(tmp_path):
     pool = JournaledPool(tmp_path, retention_days=1)
-    for i in range(100):
+    for i in range(400):
         pool.say(f"t{i}", f"p{i}", f"text {i}")
     pool.now += DAY
     pool("tick")
-    assert 0 < pool.groups()["dropped"] < 40, "others are served between"
+    assert 0 < pool.groups()["dropped"] < 200, "others are served between"
     assert pool.pool.next_deadline() <= pool.now, "and the rest is due at once"
     pool.later(0)
-    assert pool.groups()["dropped"] == 100
+    assert pool.groups()["dropped"] == 400
 
 
 # -- deletion --------------------------------------------------------------------------------------
@@ -223,15 +154,15 @@ def test_all_that_has_a_tag_goes_in_every_channel(pool):
 
 
 def test_many_with_a_tag_go_a_few_at_a_time(pool):
-    for i in range(50):
+    for i in range(400):
         pool.say(f"t{i}", f"p{i}", "text")
         pool("mark", trajectory_uid=f"t{i}", tags=["ann"])
     first = pool("delete", tag="ann")
     assert first.more
-    assert 0 < len(first.trajectories) < 50
+    assert 0 < len(first.trajectories) < 200
     while first.more:
         first += pool("delete", tag="ann")
-    assert len(first.trajectories) == 50
+    assert len(first.trajectories) == 400
 
 
 @pytest.mark.parametrize("asked", [{}, {"trajectory_uid": "t", "tag": "x"}, {"tag": ""}], ids=str)

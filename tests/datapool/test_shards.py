@@ -842,3 +842,19 @@ async def test_a_lease_whose_answer_was_lost_with_its_shard_goes_back(own, make_
     again = await own.lease_batch(batch_size=2, timeout_s=60)
     assert sorted(prompts_of(again)) == sorted(both(1))
     await own.ack(again.lease_id)
+
+
+async def test_what_has_a_tag_goes_from_all_shards_whatever_dies_meanwhile(own, make_step):
+    prompts = both(2)
+    await fill(own, prompts, make_step)
+    for uid in prompts:
+        await own.mark(uid, tags=["ann"])
+    lease = await own.lease_batch(batch_size=2)
+    deleted = await own.delete(tag="ann")
+    assert sorted(deleted.leased) == sorted(f"t-{group.prompt_uid}" for group in lease.groups)
+    assert sorted(deleted.trajectories + deleted.leased) == sorted(f"t-{uid}" for uid in prompts)
+    await kill(own, 0)
+    await own.nack(lease.lease_id)
+    assert await own.lease_batch() is None
+    assert (await own.get_statistics("train"))["groups"]["drop_reasons"] == {"deleted": 4}
+    assert (await own.delete(trajectory_uid=f"t-{prompts[0]}")).trajectories == ()

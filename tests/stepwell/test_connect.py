@@ -109,6 +109,17 @@ def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Pa
         found = [json.loads(line) for line in ask(LOOK, one, two, one)]
         assert found == [[f"of {one}"], [f"of {two}"], [f"of {one}"]]
 
+        for folder in (one, two):
+            command = [sys.executable, "-m", "stepwell", "data", "delete", str(folder)]
+            done = subprocess.run(
+                [*command, "--trajectory", "t"],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert f"{folder / 'pool'}: deleted 0 trajectories\n" == done.stdout
+
         *counts, refused = ask(TWO_AT_ONCE, one, two)
         assert counts == ["0", "0", "0"]
         assert all(address in refused for address in addresses), refused
