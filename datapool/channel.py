@@ -581,7 +581,7 @@ class Channel:
     def delete(self, trajectory_uid: str | None, tag: str | None) -> Deleted:
         """Drop the groups of this trajectory, or with this tag; about `AT_ONCE`."""
         if tag is not None:
-            uids = list(self._tagged.get(tag, ()))
+            uids = list(islice(self._tagged.get(tag, ()), AT_ONCE + len(self._leased)))
         else:
             record = self.trajectory_index.get(trajectory_uid or "")
             uids = [] if record is None else [record.prompt_uid]

@@ -34,10 +34,9 @@ class Event:
     trajectory_uid: str | None = None
     data: dict[str, Any] = field(default_factory=dict)
     """`ready`: size, why. `leased`, `returned`: delivery. `dropped`: reason, complete, and
-    `returned`: whether its source should issue the prompt again; then the group's metadata, too.
-    `aborted`: reason.
-    `scored`, of a complete trajectory, and again if its reward changes: reward, and the oldest and
-    newest policy version of its steps."""
+    `returned`, whether its source should issue the prompt again: then metadata is the group's, else
+    empty. `aborted`: reason. `scored`, of a complete trajectory, and again if its reward changes:
+    reward, and the oldest and newest policy version of its steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ def test_stale_groups_are_dropped_at_the_lease_and_their_source_is_told(
             "reason": "stale",
             "returned": on_stale == "return",
             "complete": 2,
-            "metadata": {"prompt": event.prompt_uid},
+            "metadata": {"prompt": event.prompt_uid} if on_stale == "return" else {},
         }
 
 
