@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -50,6 +51,7 @@ from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.listening import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
 from stepwell.ray_address import check_environment, find_ray
+from stepwell.resuming import check_resumed, check_same_data
 from stepwell.run_file import holder
 from stepwell.trainer.agents import load_agent
 from stepwell.trainer.checkpoint import CheckpointStore
@@ -97,6 +99,10 @@ def check_attached(config: RunConfig) -> Checked:
     if config.trainer.load_debug_rollout_data is None:
         _all((disk, checkpoint), config)
     prompts = None if config.data is None else training_prompts(config)
+    if prompts is not None and config.trainer.load_debug_rollout_data is None:
+        about = _resumed(config)
+        if about is not None:
+            check_same_data(about, len(prompts), config)
     _all((architecture,), config)
     return Checked(prompts)
 
@@ -428,7 +434,15 @@ def recording(config: RunConfig) -> None:
 
 
 def checkpoint(config: RunConfig) -> None:
-    CheckpointStore(config.run.dir / CHECKPOINTS).find(config.run.resume)
+    if (about := _resumed(config)) is not None:
+        check_resumed(about, config)
+
+
+def _resumed(config: RunConfig) -> dict[str, Any] | None:
+    """What the checkpoint that the run goes on from says of itself; None: it begins anew."""
+    store = CheckpointStore(config.run.dir / CHECKPOINTS)
+    path = store.find(config.run.resume)
+    return None if path is None else store.about(path)
 
 
 def training_prompts(config: RunConfig) -> PromptSource:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import shutil
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -48,6 +49,7 @@ from stepwell.placement import place
 from stepwell.ray_cluster import attached
 from stepwell.replay import REPLAY, replay
 from stepwell.report import SUMMARY, plot_reward, read_summary, summarise, write_summary
+from stepwell.resuming import told
 from stepwell.run_file import (
     RUN_FILE,
     EnginesPart,
@@ -118,9 +120,15 @@ async def _run(config: RunConfig, source: PromptSource | None) -> dict[str, Any]
         display.summary(done, folder)
         return done
     with only_trainer_in(folder), logged(folder), display:
+        if (other := os.environ.get("RAY_ADDRESS")) and config.cluster.address is None:
+            display.status(
+                f"RAY_ADDRESS is {other!r}, which is not joined: cluster.address is null, so this "
+                "run has a Ray of its own; cluster.address=auto joins it"
+            )
         display.status("starting Ray, the pool, the engine and the gateway")
         async with start_run(config) as cluster:
-            display.status(f"gateway at {cluster.gateway_url}")
+            where = f"Ray at {cluster.ray.address}, namespace {cluster.ray.namespace}"
+            display.status(f"gateway at {cluster.gateway_url}; {where}")
             return await _train_on(cluster, config, source, display)
 
 
@@ -202,10 +210,14 @@ async def _train(
     display: Display,
     memory: MemoryMeter,
 ) -> dict[str, Any]:
+    path = trainer.checkpoints.find(config.run.resume)
+    changes = [] if path is None else told(trainer.checkpoints.about(path), config)
     resumed = await trainer.resume(config.run.resume)
     display.resume_at(trainer.progress.updates)
     if status := resume_status(resumed, trainer.progress.updates, metrics.read(), config.trainer):
         display.status(status)
+    for line in changes:
+        display.status(line)
     # Of a run that was complete and goes back: it is not any more, also if it is killed now.
     (config.run.dir / SUMMARY).unlink(missing_ok=True)
     tasks = [] if config.data is None else validation_tasks(config)

@@ -19,6 +19,7 @@ from stepwell.config import RunConfig
 from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN
 from stepwell.layout import CHECKPOINTS, LOGS, WEIGHTS
+from stepwell.resuming import origin
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import LEDGER, Ledger
@@ -110,11 +111,7 @@ def build_trainer(
             folder,
             config.trainer.keep_checkpoints,
             config.trainer.keep_best,
-            origin={
-                "model_path": str(config.model.path.absolute()),
-                "backend": config.trainer.backend,
-                "backend_config": config.backend.model_dump(mode="json"),
-            },
+            origin=origin(config, None if source is None else len(source)),
         ),
         seed=config.run.seed,
         logs=config.run.dir / LOGS,

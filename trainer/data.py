@@ -38,6 +38,12 @@ __all__ = ["DataError", "DataExhaustedError", "PromptSource", "Returned", "Task"
 
 log = logging.getLogger(__name__)
 
+FREE = (
+    *("epochs", "skip_instance_ids", "buffer_filter", "max_returns", "cache_dir"),
+    "shuffle_seed",
+)
+"""Keys of a source that may change while a run is stopped."""
+
 HELD_OUT = 128
 """Tasks held out for validation where `data.val` names none."""
 
@@ -69,6 +75,7 @@ class PromptSource:
         self._excluded = frozenset(exclude)
         self._epoch = 0
         self._position = 0
+        self._shuffle_seed = config.shuffle_seed
         self._order = self._order_of(0)
         self._handed_out = 0
         self._buffer: list[Returned] = []
@@ -178,6 +185,7 @@ class PromptSource:
         """JSON-like; goes into the checkpoint."""
         return {
             "source": self._identity(),
+            "shuffle_seed": self._shuffle_seed,
             "epoch": self._epoch,
             "position": self._position,
             "handed_out": self._handed_out,
@@ -201,6 +209,7 @@ class PromptSource:
                 f"the saved state belongs to other data: {was}; restore the data section, or start "
                 "a new run"
             )
+        self._shuffle_seed = state["shuffle_seed"]  # its order goes on, whatever the seed is now
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
         self._handed_out = state["handed_out"]
@@ -244,14 +253,13 @@ class PromptSource:
     def _order_of(self, epoch: int) -> array[int]:
         order = array("Q", range(len(self._tasks)))
         if self._config.shuffle:
-            random.Random(f"{self._config.shuffle_seed}/{epoch}").shuffle(order)
+            random.Random(f"{self._shuffle_seed}/{epoch}").shuffle(order)
         return order
 
     def _identity(self) -> dict[str, Any]:
         """What must not change between saving and loading; more epochs may be asked for, other
         tasks skipped, and what comes back treated otherwise."""
-        free = {"epochs", "skip_instance_ids", "buffer_filter", "max_returns", "cache_dir"}
-        return self._config.model_dump(mode="json", exclude=free) | {"tasks": len(self._tasks)}
+        return self._config.model_dump(mode="json", exclude=set(FREE)) | {"tasks": len(self._tasks)}
 
 
 def _prompt(task: Task) -> str:
