@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.newcomer.live import live_traffic
 from tests.newcomer.mistakes import MISTAKES, make, write_files
-from tests.newcomer.user import ROOT, User, WentWrongError, emptied
+from tests.newcomer.user import CONSTRAINTS, ROOT, User, WentWrongError, emptied
 
 GOAL_MIN = 8.0
 """From an empty folder to a trained own agent, on two cores."""
@@ -42,7 +42,7 @@ def own_agent(user: User) -> None:
             "stepwell",
             "train",
             "--config",
-            "mine.yaml",
+            "config.yaml",
             f"trainer.total_steps={STEPS}",
             cwd=mine,
             within_s=900,
@@ -51,6 +51,13 @@ def own_agent(user: User) -> None:
         before, after = summary["eval_before"]["score"], summary["eval_after"]["score"]
         if after <= before:
             raise WentWrongError(f"the score was {before:.2f} and is {after:.2f}")
+
+
+def own_test(user: User) -> None:
+    """The test that `stepwell init` wrote."""
+    with user.step("pip install pytest; pytest"):
+        user.run("pip", "install", "--quiet", "-c", CONSTRAINTS, "pytest")
+        user.run("pytest", cwd=user.folder / "mine")
 
 
 def look(user: User) -> None:
@@ -99,6 +106,7 @@ def mistakes(user: User) -> None:
 
 PARTS: dict[str, Callable[[User], None]] = {
     "agent": own_agent,
+    "test": own_test,
     "look": look,
     "live": live_traffic,
     "plugin": plug_in,
