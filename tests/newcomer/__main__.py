@@ -48,7 +48,7 @@ def own_agent(user: User) -> None:
             within_s=900,
         )
         summary = json.loads((mine / "runs/mine/summary.json").read_text())
-        before, after = summary["eval_before"]["score"], summary["eval_after"]["score"]
+        before, after = summary["eval_before"], summary["eval_after"]
         if after <= before:
             raise WentWrongError(f"the score was {before:.2f} and is {after:.2f}")
 
