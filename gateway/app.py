@@ -15,6 +15,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -29,18 +30,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.calls import CallService
-from stepwell.gateway.config import REMEMBERED, GatewayConfig
+from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import error_response, make_dialects
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
+from stepwell.gateway.groups import Groups
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.identity import Conversations, Identities
 from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.openapi import install_openapi
+from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.protection import Protection
+from stepwell.gateway.recording import Recording
 from stepwell.gateway.render import ChatRenderer
 from stepwell.gateway.reply import ReplyFormat
 from stepwell.gateway.rewards import RewardFunction, load_reward_function
@@ -51,7 +55,7 @@ from stepwell.gateway.serve import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HE
 from stepwell.gateway.services import Services
 from stepwell.gateway.shortcut import Shortcut
 from stepwell.gateway.tokenization import ChatTokenizer
-from stepwell.gateway.trajectories import TrajectoryStore
+from stepwell.gateway.trajectories import LiveTrajectory, TrajectoryStore
 from stepwell.gateway.web import invalid_body
 from stepwell.gateway.wiring import Wiring
 
@@ -62,19 +66,25 @@ PROMPT_CACHE_TOKENS = 4_000_000
 RENDER_THREADS = 2
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """What is loaded before the gateway serves, so that a wrong name fails at once."""
+
+    config: GatewayConfig
+    wiring: Wiring
+    pool: PoolPort
+    tokenizer: ChatTokenizer
+    reward: RewardFunction | None
+    generator: Generator | None
+    keys: KeyRing
+    hosts: Hosts
+
+
 def _services(
-    config: GatewayConfig,
-    wiring: Wiring,
-    pool: PoolPort,
-    tokenizer: ChatTokenizer,
-    session: aiohttp.ClientSession,
-    threads: ThreadPoolExecutor,
-    reward: RewardFunction | None,
-    generator: Generator | None,
-    keys: KeyRing,
-    hosts: Hosts,
+    loaded: _Loaded, session: aiohttp.ClientSession, threads: ThreadPoolExecutor
 ) -> Services:
     """The parts put together. None is told later of another one."""
+    config, wiring, pool, tokenizer = loaded.config, loaded.wiring, loaded.pool, loaded.tokenizer
     engine = EngineClient(session, config, wiring, tokenizer.vocabulary)
     renderer = ChatRenderer(tokenizer, thinking=config.thinking, cache_tokens=PROMPT_CACHE_TOKENS)
     if renderer.turn_close_id is None:
@@ -83,20 +93,26 @@ def _services(
             "of a conversation becomes a branch"
         )
     conversations = Conversations(config.chat_template_args)
+    groups = Groups(config)
+    recording = Recording(pool, config)
+
+    def unused(trajectory: LiveTrajectory) -> None:
+        conversations.forget(trajectory)
+        groups.leave(trajectory.prompt_uid)
+
     trajectories = TrajectoryStore(
-        pool,
-        channel=config.channel,
-        pool_timeout_s=config.pool_timeout_s,
-        room_timeout_s=config.queue_timeout_s,
-        remembered=REMEMBERED,
+        recording,
+        channel_of=groups.channel,
         on_closed=conversations.forget,
+        on_unused=unused,
     )
+    outcomes = Outcomes(config, pool, trajectories)
     template = str(tokenizer.hf.chat_template)
     responses = OpenAIResponses(config.stored_response_chars, template)
     return Services(
         config=config,
-        keys=keys,
-        hosts=hosts,
+        keys=loaded.keys,
+        hosts=loaded.hosts,
         addresses=Addresses(wiring, config.public_url, session),
         pool=pool,
         tokenizer=tokenizer,
@@ -109,18 +125,24 @@ def _services(
             threads,
             CallLimits(config),
             wiring.sampling,
+            recording,
             on_turn=conversations.note_turn,
         ),
         trajectories=trajectories,
+        groups=groups,
+        outcomes=outcomes,
+        recording=recording,
         identities=Identities(
-            trajectories, conversations, keys.read, idle_s=config.conversation_idle_s
+            *(trajectories, conversations, groups, loaded.keys.read),
+            idle_s=config.conversation_idle_s,
         ),
         dialects=make_dialects(template, responses),
         responses=responses,
         rollout_buffer=RolloutBuffer(
-            config, wiring.engine_urls, pool, tokenizer, trajectories, generator
+            *(config, wiring.engine_urls, pool, tokenizer, outcomes),
+            loaded.generator,
         ),
-        reward=reward,
+        reward=loaded.reward,
     )
 
 
@@ -159,11 +181,16 @@ def create_app(
     """
     # Texts come one at a time: a pool of threads costs each two switches and gains it nothing.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    chat_tokenizer = tokenizer or ChatTokenizer.load(config.tokenizer_path)
-    reward = load_reward_function(config.reward_fn) if config.reward_fn else None
-    generator = load_generator(config)
-    keys = KeyRing(config.admin_keys, config.agent_keys)
-    hosts = Hosts(config, wiring.replica_urls)
+    loaded = _Loaded(
+        config=config,
+        wiring=wiring,
+        pool=pool,
+        tokenizer=tokenizer or ChatTokenizer.load(config.tokenizer_path),
+        reward=load_reward_function(config.reward_fn) if config.reward_fn else None,
+        generator=load_generator(config),
+        keys=KeyRing(config),
+        hosts=Hosts(config, wiring.replica_urls),
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -176,18 +203,7 @@ def create_app(
                 timeout=aiohttp.ClientTimeout(total=None),
                 read_bufsize=2**20,
             ) as session:
-                app.state.services = services = _services(
-                    config,
-                    wiring,
-                    pool,
-                    chat_tokenizer,
-                    session,
-                    threads,
-                    reward,
-                    generator,
-                    keys,
-                    hosts,
-                )
+                app.state.services = services = _services(loaded, session, threads)
                 await services.start()
                 try:
                     yield
@@ -198,8 +214,8 @@ def create_app(
         protected = Protection(
             Shortcut(routes),
             error_response,
-            keys=keys,
-            hosts=hosts,
+            keys=loaded.keys,
+            hosts=loaded.hosts,
             max_body_bytes=config.max_body_bytes,
             body_timeout_s=config.body_timeout_s,
         )

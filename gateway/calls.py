@@ -33,7 +33,7 @@ import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -53,6 +53,7 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
 )
 from stepwell.gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
+from stepwell.gateway.latency import AddedLatency
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.messages import (
     Key,
@@ -66,6 +67,7 @@ from stepwell.gateway.messages import (
 )
 from stepwell.gateway.parsing import THINK_CLOSE, THINK_OPEN, Delta, ReplyText, ToolCall
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote
+from stepwell.gateway.recording import Recording
 from stepwell.gateway.render import ChatRenderer, CutError
 from stepwell.gateway.reply import ReplyFormat, ReplyReader
 from stepwell.gateway.retries import (
@@ -123,6 +125,10 @@ class ChatRequest:
     parse_tools: bool = True
     stores_step: bool = True
     """False: white-box, the agent submits its own Steps."""
+    is_kept: bool = True
+    """False: nothing of it outlives its answer in any memory here."""
+    began_at: float = field(default_factory=time.perf_counter)
+    """When the request had been read."""
     constraint_field: str = "response_format"
     """The request's own field that `constraint` came from, for the engine's refusal."""
 
@@ -223,6 +229,7 @@ class Call:
         self._waiting: list[asyncio.Future[None]] = []
         self._why_cancelled: GatewayError | None = None
         self._begun = False
+        self._engine_s = 0.0
         self._reader: ReplyReader | None = None
         self._streamed_version: int | None = None
         self._finished = finished
@@ -333,7 +340,7 @@ class Call:
             if self.request.stores_step:
                 await self._commit()
             else:
-                self._stored(None)
+                self._answered(None)
         except asyncio.CancelledError:
             self._fail(self._why_cancelled or GatewayError("the gateway is shutting down"))
         except PoolUnavailableError as e:
@@ -355,8 +362,11 @@ class Call:
             self._trajectory.forget_if_unused()
 
     async def _commit(self) -> None:
-        await self._trajectory.commit(Commit(self._step, self._stored))
-        if self._finished is not None:
+        why = await self._trajectory.record(Commit(self._step, self._stored))
+        if why is not None:
+            self._service.recording.unrecorded[why] += 1
+            self._answered(None)
+        elif self._finished is not None:
             await self._recall(self._finished)
 
     async def _generate(self) -> Reply:
@@ -373,6 +383,7 @@ class Call:
         self._reader = reader = self._open_reader(prompt.ids, prompt.n_forced)
         self._publish(reader.begin(prompt.forced))
         self.state = "generating"
+        asked_at = time.perf_counter()
         try:
             generation = await service.engine.generate(
                 prompt.ids,
@@ -388,6 +399,7 @@ class Call:
                 "grammar backend that takes it",
                 request.constraint_field,
             ) from e
+        self._engine_s = time.perf_counter() - asked_at
         if not request.stream:
             self._on_tokens(
                 generation.response_ids.tolist(),
@@ -579,11 +591,21 @@ class Call:
             cause = graph.attach(prompt.root, self.request.messages).cause
         prompt.cause = cause
 
-    def _stored(self, index: int | None) -> None:
+    def _stored(self, index: int) -> None:
         """Runs under the trajectory's lock, in the same loop turn as the pool's answer."""
+        self._answered(index)
+        if self.reply is not None:
+            self._service.count_stored(self.reply)
+
+    def _answered(self, index: int | None) -> None:
+        """The reply is final and a turn of the graph.
+
+        Args:
+            index: of its Step; None: it has none here.
+        """
         reply = self.reply
         if reply is None:
-            raise RuntimeError("a call is stored only after its generation")
+            raise RuntimeError("a call is answered only after its generation")
         note = self._note or self._make_note(reply)
         if reply.prompt.attachment is not None and note.keys is not None:
             turn = self._trajectory.graph.add(
@@ -604,9 +626,9 @@ class Call:
                 # The client goes on from what it was told, without the token that ended it.
                 told = plain + reply.text.content
                 self._service.on_turn(self._trajectory, text_key(told), len(told))
-        self._service.count_stored(reply)
         self.step_index = index
         self.state, self.error = "done", None
+        self._service.latency.note(time.perf_counter() - self.request.began_at - self._engine_s)
         self._ended()
 
     def _fail(self, error: GatewayError, state: State = "failed") -> None:
@@ -735,6 +757,7 @@ class CallService:
         threads: ThreadPoolExecutor,
         limits: CallLimits,
         sampling: Mapping[str, ChannelSampling],
+        recording: Recording,
         on_turn: Callable[[LiveTrajectory, Key, int | None], None],
     ) -> None:
         """`sampling`: by channel. `on_turn`: told of every turn that enters a graph, with the key
@@ -742,6 +765,8 @@ class CallService:
         self.config = config
         self.limits = limits
         self._sampling = sampling
+        self.recording = recording
+        self.latency = AddedLatency()
         self.renderer = renderer
         self.format = reply_format
         self.engine = engine
@@ -788,6 +813,8 @@ class CallService:
         keys = [retry] if n == 1 else [replace(retry, key=f"{retry.key}/{i}") for i in range(n)]
         with trajectory.in_use():
             self._check(request)
+            if trajectory.unrecorded == "asked":
+                request = replace(request, is_kept=False)
             begin = partial(self._start_each, trajectory, request, keys, dialect)
             if trajectory.is_new and trajectory.channel not in self._blocking:
                 goes_on = any(m["role"] == "assistant" for m in request.messages)
@@ -953,7 +980,7 @@ class CallService:
             except CutError as e:
                 parent, cause = None, e.cause
         if new_ids is None:
-            new_ids = await self._whole(messages, request.tools, template_args, context)
+            new_ids = await self._whole(request, template_args, context)
         n_forced = 0
         if forced := self.forced_text(request, new_ids):
             forced_ids = self.renderer.tokenizer.encode(forced)
@@ -1051,18 +1078,20 @@ class CallService:
 
     async def _whole(
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] | None,
+        request: ChatRequest,
         template_args: Mapping[str, Any],
         context: int | None,
     ) -> TokenIds:
         """Ids of a whole prompt."""
+        messages, tools = request.messages, request.tools
+        whole = self.renderer.whole
+        if not request.is_kept:
+            return await self._offload(messages, whole, messages, tools, template_args, context)
         key = exact_key(messages, tools, template_args)
         if (ids := self.renderer.cached(key)) is not None:
             return ids
         under_way = self._rendering.get(key)
         if under_way is None:  # rollouts of one prompt begin together: the first one renders
-            whole = self.renderer.whole
             work = self._offload(messages, whole, messages, tools, template_args, context)
             under_way = self._rendering[key] = asyncio.ensure_future(work)
             under_way.add_done_callback(lambda done: self._rendered(key, done))

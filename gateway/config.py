@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import (
@@ -50,6 +51,56 @@ class NormalizeRule(Section):
 MIN_KEY_LENGTH = 16
 REMEMBERED = 100_000
 """Ids of closed trajectories kept in order to answer 410."""
+MOST_OF_A_GROUP = 1024
+
+
+def check_key(key: SecretStr, name: str) -> None:
+    """
+    Raises:
+        ValueError: it can be guessed, or cannot be sent; told without the key.
+    """
+    text = key.get_secret_value()
+    if len(text) < MIN_KEY_LENGTH or not re.fullmatch(r"[!-~]+", text):
+        raise ValueError(
+            f"{name} has {len(text)} characters; use at least {MIN_KEY_LENGTH}, ASCII "
+            "without spaces, e.g. from: "
+            "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    if text.startswith("sw."):
+        raise ValueError(f"{name} begins with 'sw.', as keys of trajectories do")
+
+
+class AgentKey(Section):
+    """A key for LLM calls, and for opening and closing trajectories by their URL."""
+
+    # Errors do not quote what was given, which may be a key.
+    model_config = ConfigDict(hide_input_in_errors=True)
+
+    key: SecretStr
+    """Write `${oc.env:NAME}`, so that the key is in the environment and in no file."""
+    channel: str | None = Field(default=None, min_length=1)
+    """Where what is called with this key is stored; null: `gateway.channel`."""
+
+    @field_validator("key")
+    @classmethod
+    def _strong(cls, key: SecretStr) -> SecretStr:
+        check_key(key, "it")
+        return key
+
+
+class GroupsConfig(Section):
+    """Which conversations of agents that name no trajectory are one group. What an agent's service
+    declares (`POST /v1/groups`, the header `x-prompt-uid`) is a group whatever `form` says."""
+
+    form: Literal["declared", "first_prompt", "single"] = "single"
+    """`single`: each conversation is a group of its own. `first_prompt`: conversations that begin
+    with the same messages and tools are. `declared`: what nobody declared is answered and not
+    stored."""
+    n: int = Field(default=8, ge=1, le=MOST_OF_A_GROUP)
+    """Conversations of one group; the next one begins another group."""
+    within_s: float = Field(default=900.0, gt=0)
+    """For so long from its first call on a group takes conversations; then it is served with those
+    that are complete. Longer than `conversation_idle_s`, if nobody completes them."""
 
 
 class GatewayConfig(Section):
@@ -61,8 +112,8 @@ class GatewayConfig(Section):
     admin_keys: tuple[SecretStr, ...] = ()
     """Bearer keys for everything. Write `${oc.env:STEPWELL_ADMIN_KEY}`, so that the key is in the
     environment and in no file. The first signs the keys of trajectories; all are valid."""
-    agent_keys: tuple[SecretStr, ...] = ()
-    """Bearer keys for LLM calls, and for opening and closing trajectories by their URL."""
+    agent_keys: dict[str, AgentKey] = {}
+    """By a name that may be shown, as `{bot: {key: "${oc.env:BOT_KEY}", channel: bot}}`."""
     port: int = Field(default=8100, ge=0, le=65535)
     """0 takes a free port."""
     public_url: str | None = None
@@ -76,6 +127,9 @@ class GatewayConfig(Section):
     """The name `/v1/models` lists and replies carry; requests may name any model."""
     channel: str = Field(default="train", min_length=1)
     """Channel of trajectories that were not registered for another."""
+    groups: GroupsConfig = GroupsConfig()
+    holdout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the groups that go to the channel `val` instead, if nobody chose theirs."""
 
     context_length: int | None = Field(default=None, ge=2)
     """Prompt plus response tokens that fit; null: asked of the engine (`max_model_len`)."""
@@ -124,6 +178,11 @@ class GatewayConfig(Section):
     so long for the newer ones, then the newest there are serve them."""
     pool_timeout_s: float = Field(default=60.0, gt=0)
     """The DataPool must answer within this; then 503 and nothing is acknowledged."""
+    on_pool_failure: Literal["refuse", "serve_unrecorded"] = "refuse"
+    """`refuse`: without the pool a call answers 503. `serve_unrecorded`: it is answered, its
+    trajectory is not stored any more, and recording goes on with new ones."""
+    pool_patience_s: float = Field(default=2.0, gt=0)
+    """With `serve_unrecorded` an LLM call waits so long for the pool, or for room in it."""
     keepalive_s: float = Field(default=15.0, gt=0)
     """A stream without a token for this long carries an SSE comment, so that no proxy cuts it."""
 
@@ -203,7 +262,7 @@ class GatewayConfig(Section):
                 )
         return tuple(origin.lower() for origin in origins)
 
-    @field_validator("admin_keys", "agent_keys", mode="before")
+    @field_validator("admin_keys", mode="before")
     @classmethod
     def _one_or_more(cls, keys: Any) -> Any:
         """One key needs no list. What is wrong is told without the key."""
@@ -216,19 +275,22 @@ class GatewayConfig(Section):
             )
         return keys
 
-    @field_validator("admin_keys", "agent_keys")
+    @field_validator("admin_keys")
     @classmethod
     def _strong(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         for i, key in enumerate(keys):
-            text = key.get_secret_value()
-            if len(text) < MIN_KEY_LENGTH or not re.fullmatch(r"[!-~]+", text):
-                raise ValueError(
-                    f"key {i} has {len(text)} characters; use at least {MIN_KEY_LENGTH}, ASCII "
-                    "without spaces, e.g. from: "
-                    "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
-                )
-            if text.startswith("sw."):
-                raise ValueError(f"key {i} begins with 'sw.', as keys of trajectories do")
+            check_key(key, f"key {i}")
+        return keys
+
+    @field_validator("agent_keys", mode="before")
+    @classmethod
+    def _have_names(cls, keys: Any) -> Any:
+        """What is wrong is told without the key."""
+        if not isinstance(keys, Mapping):
+            raise ValueError(
+                'agent_keys have names, as in {bot: {key: "${oc.env:BOT_KEY}"}}; a channel may '
+                "stand beside each key"
+            )
         return keys
 
     @model_validator(mode="after")
@@ -238,7 +300,8 @@ class GatewayConfig(Section):
                 f"host is {self.host!r}, which other machines reach, but there are no keys yet; "
                 "set admin_keys, e.g. to ${oc.env:STEPWELL_ADMIN_KEY}, or listen on 127.0.0.1"
             )
-        secrets = [k.get_secret_value() for k in (*self.admin_keys, *self.agent_keys)]
+        agents = (each.key for each in self.agent_keys.values())
+        secrets = [k.get_secret_value() for k in (*self.admin_keys, *agents)]
         if len(set(secrets)) < len(secrets):
             raise ValueError("admin_keys and agent_keys hold a key twice; use different ones")
         return self
@@ -258,6 +321,12 @@ class GatewayConfig(Section):
                 f"{self.port + self.replicas - 1}; choose a lower port, or 0 for free ones"
             )
         return self
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Those of agents that come by themselves, without what is held out."""
+        chosen = (key.channel for key in self.agent_keys.values())
+        return tuple(dict.fromkeys((self.channel, *filter(None, chosen))))
 
 
 def is_loopback(host: str) -> bool:

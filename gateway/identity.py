@@ -4,15 +4,15 @@ The first that applies::
 
     URL path            /{trajectory_uid}/{prompt_uid}/v1/…
     API key             the `api_key` that /init_trajectory returned, for agents without a path
-    headers             x-trajectory-uid (and x-prompt-uid)
+    headers             x-trajectory-uid (and x-prompt-uid, its group)
     the body            `previous_response_id` continues the trajectory of that response
     session headers     x-session-id …: one trajectory per session; a sub-agent's parent session
                         (x-parent-session-id …) is the session
     the conversation    the trajectory whose turn it extends; a new one otherwise
 
-The last two are the online case: nobody opens or completes these trajectories, so each is a group
-of its own (`prompt_uid`) and is completed, unscored, after `gateway.conversation_idle_s` without a
-call.
+The last two are the online case: nobody opens these trajectories, so their first call says of which
+group they are (`groups.py`), and they are completed, unscored, after `gateway.conversation_idle_s`
+without a call if nobody does that before.
 
 Agents often send the very same first request, so a conversation belongs to the API key that it came
 with, and a retry of its first call finds it only if it cannot be another agent's: nobody has the
@@ -40,7 +40,8 @@ from starlette.datastructures import Headers
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.calls import ChatRequest
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
-from stepwell.gateway.keys import presented
+from stepwell.gateway.groups import Groups
+from stepwell.gateway.keys import Named, presented
 from stepwell.gateway.messages import Key, extend_key, root_key, text_prefix_keys
 from stepwell.gateway.retries import RetryKey
 from stepwell.gateway.trajectories import LiveTrajectory, TrajectoryStore
@@ -49,6 +50,8 @@ log = logging.getLogger(__name__)
 
 TRAJECTORY_HEADER = "x-trajectory-uid"
 PROMPT_HEADER = "x-prompt-uid"
+RECORD_HEADER = "x-stepwell-record"
+"""`false`: nothing of the call is stored or kept once it is answered."""
 SESSION_HEADERS = (
     "x-parent-session-id",
     "x-session-id",
@@ -74,8 +77,18 @@ class _FirstCall(NamedTuple):
     peer: Peer
 
 
-ReadKey = Callable[[str], tuple[str, str] | None]
-"""(trajectory_uid, prompt_uid) of a trajectory's API key; None for any other text."""
+ReadKey = Callable[[str], Named | None]
+"""The trajectory of a trajectory's API key; None for any other text."""
+
+
+class Origin(NamedTuple):
+    """What a request says of whose it is, beside its body."""
+
+    headers: Headers
+    url: Named | None
+    peer: Peer
+    channel: str | None
+    """Of its agent key."""
 
 
 class Conversations:
@@ -150,12 +163,14 @@ class Identities:
         self,
         trajectories: TrajectoryStore,
         conversations: Conversations,
+        groups: Groups,
         read_key: ReadKey,
         *,
         idle_s: float,
     ) -> None:
         self._trajectories = trajectories
         self._conversations = conversations
+        self._groups = groups
         self._read_key = read_key
         self._idle_s = idle_s
         self._first_calls: OrderedDict[tuple[Caller, str, str], _FirstCall] = OrderedDict()
@@ -172,29 +187,25 @@ class Identities:
 
     def identify(
         self,
-        headers: Headers,
+        origin: Origin,
         call: ChatRequest,
         retry: RetryKey,
-        trajectory_uid: str | None = None,
-        prompt_uid: str | None = None,
         continued: str | None = None,
-        peer: Peer = None,
     ) -> LiveTrajectory:
         """The trajectory of a call.
 
         Args:
-            trajectory_uid, prompt_uid: from the URL.
             continued: the trajectory that the body continues.
-            peer: where the request came from.
 
         Raises:
             TrajectoryClosedError, TrajectoryConflictError
             RequestError: a header is malformed.
         """
-        if trajectory_uid is not None and prompt_uid is not None:
-            return self._trajectories.get(trajectory_uid, prompt_uid)
-        if (named := self.named(headers)) is not None:
-            return self._trajectories.get(*named)
+        headers = origin.headers
+        if _is_not_recorded(headers):
+            return self._trajectories.unrecorded("asked", origin.channel)
+        if (named := origin.url or self.named(headers)) is not None:
+            return self._trajectories.get(*named, origin.channel)
         if continued is not None and (known := self._trajectories.known(continued)) is not None:
             # One that was opened by its URL is its opener's to complete.
             return (
@@ -203,10 +214,24 @@ class Identities:
                 else known
             )
         caller = _caller(headers)
-        if (session := _session(headers)) is not None:
+        session = _session(headers)
+        if session is not None:
             uid = self._session_uid(session)
-            return self._conversations.use(self._trajectories.get(uid, f"prompt-{uid}"), caller)
-        return self._conversations.use(self._of_conversation(call, retry, caller, peer), caller)
+        else:
+            uid = self._of_conversation(call, retry, caller, origin.peer)
+        trajectory = self._trajectories.known(uid)
+        if trajectory is None:
+            declared = _decoded(headers, PROMPT_HEADER)
+            identity = self._groups.join(call, uid, declared, origin.channel)
+            if identity is None:
+                return self._trajectories.unrecorded("undeclared", origin.channel)
+            trajectory = self._trajectories.begin(identity)
+        return self._conversations.use(trajectory, caller)
+
+    def let_go(self, trajectory: LiveTrajectory) -> None:
+        """The pool takes no more of it, nor of its group: what comes belongs to another one."""
+        self._groups.end(trajectory.prompt_uid)
+        trajectory.let_go()
 
     def known(self, headers: Headers, call: ChatRequest) -> LiveTrajectory | None:
         """The open trajectory that `identify` would find without a URL; none is begun.
@@ -230,15 +255,9 @@ class Identities:
         for key in presented(headers):
             if (named := self._read_key(key)) is not None:
                 return named
-        uid = headers.get(TRAJECTORY_HEADER)
-        if uid is None:
+        if (uid := _decoded(headers, TRAJECTORY_HEADER)) is None:
             return None
-        uid = unquote(uid)
-        prompt_uid = unquote(headers.get(PROMPT_HEADER) or f"prompt-{uid}")
-        for header, value in ((TRAJECTORY_HEADER, uid), (PROMPT_HEADER, prompt_uid)):
-            if not value:
-                raise RequestError(f"{header} is empty; send an id, percent-encoded", header)
-        return uid, prompt_uid
+        return uid, _decoded(headers, PROMPT_HEADER) or f"prompt-{uid}"
 
     def _session_uid(self, session: str) -> str:
         """A session that goes on after its trajectory was closed begins another one."""
@@ -252,7 +271,7 @@ class Identities:
 
     def _of_conversation(
         self, call: ChatRequest, retry: RetryKey, caller: Caller, peer: Peer
-    ) -> LiveTrajectory:
+    ) -> str:
         uid = self._conversations.extended(call, caller)
         if uid is None:
             request = caller, retry.key, retry.body
@@ -263,7 +282,7 @@ class Identities:
             self._first_calls.move_to_end(request)
             while len(self._first_calls) > REMEMBERED_REQUESTS:
                 self._first_calls.popitem(last=False)
-        return self._trajectories.get(uid, f"prompt-{uid}")
+        return uid
 
     def _retried(self, first: _FirstCall | None, retry: RetryKey, peer: Peer) -> str | None:
         """The conversation that began with this very request, if this is a retry of it."""
@@ -314,12 +333,39 @@ class Identities:
             ):
                 continue
             trajectory.touch()  # asked again after as long
+            if trajectory.unrecorded is not None:
+                trajectory.let_go()
+                continue
             try:
                 await trajectory.open(metadata={})
             except TrajectoryClosedError:
                 log.debug("%s was closed by the pool", trajectory.uid)
             except (GatewayError, DataPoolError) as e:
                 log.warning("the pool was not asked about %s: %s", trajectory.uid, e)
+
+
+def _decoded(headers: Headers, name: str) -> str | None:
+    """The id in a header; None: it names none.
+
+    Raises:
+        RequestError: it is empty.
+    """
+    if (value := headers.get(name)) is None:
+        return None
+    if not value:
+        raise RequestError(f"{name} is empty; send an id, percent-encoded", name)
+    return unquote(value)
+
+
+def _is_not_recorded(headers: Headers) -> bool:
+    """
+    Raises:
+        RequestError: the header says neither.
+    """
+    value = headers.get(RECORD_HEADER, "true").lower()
+    if value not in ("true", "false"):
+        raise RequestError(f"{RECORD_HEADER} is {value!r:.80}; send true or false", RECORD_HEADER)
+    return value == "false"
 
 
 def _session(headers: Headers) -> str | None:

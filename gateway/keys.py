@@ -5,9 +5,10 @@
                      agent                       agent, admin or trajectory key
                      admin                       admin key
 
-An admin key may do everything. An agent key makes LLM calls and opens or closes trajectories by
-their URL. A trajectory key, which `/init_trajectory` hands out, does the same for its trajectory
-alone; it also names that trajectory, for agents whose base URL has no path::
+An admin key may do everything. An agent key makes LLM calls, declares groups, and opens, closes or
+scores trajectories; it may have a channel, where all that it opens is stored. A trajectory key,
+which `/init_trajectory` and `/v1/groups` hand out, calls, closes and scores its trajectory alone;
+it also names that trajectory, for agents whose base URL has no path::
 
     sw.<trajectory_uid>.<prompt_uid>.<mac>      both in base64url; without keys there is no mac
 
@@ -25,12 +26,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
-from pydantic import SecretStr
 from starlette.datastructures import Headers
 
+from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import AuthenticationError, PermissionDeniedError
 from stepwell.gateway.paths import uid_of
 
@@ -49,6 +49,31 @@ class Principal(NamedTuple):
     """The most it may do."""
     trajectory: Named | None = None
     """Of the trajectory key that it sent."""
+    is_bound: bool = False
+    """It may do things to that trajectory only."""
+    channel: str | None = None
+    """Of its agent key."""
+
+    def check_trajectory(self, uid: str) -> None:
+        """
+        Raises:
+            PermissionDeniedError: its key is for another trajectory.
+        """
+        if self.is_bound and self.trajectory is not None and uid != self.trajectory[0]:
+            raise PermissionDeniedError(
+                f"this API key is for trajectory {self.trajectory[0]!r}, not for {uid!r}"
+            )
+
+    def check_channel(self, channel: str | None) -> None:
+        """
+        Raises:
+            PermissionDeniedError: its key is for another channel.
+        """
+        if self.channel is not None and channel not in (None, self.channel):
+            raise PermissionDeniedError(
+                f"channel is {channel!r}, but this API key is for channel {self.channel!r}; "
+                "leave it out"
+            )
 
 
 def needed_by(method: str, path: str) -> tuple[Access, Named | None]:
@@ -86,15 +111,17 @@ def presented(headers: Headers) -> list[str]:
 class KeyRing:
     """Judges requests by their keys; makes and reads trajectory keys. Holds no state."""
 
-    def __init__(self, admin_keys: Iterable[SecretStr], agent_keys: Iterable[SecretStr]) -> None:
-        secrets: list[tuple[Access, bytes]] = [
-            ("admin", key.get_secret_value().encode()) for key in admin_keys
+    def __init__(self, config: GatewayConfig) -> None:
+        keys = [(key, Principal("admin")) for key in config.admin_keys]
+        keys += [
+            (each.key, Principal("agent", channel=each.channel))
+            for each in config.agent_keys.values()
         ]
-        secrets += [("agent", key.get_secret_value().encode()) for key in agent_keys]
+        secrets = [(key.get_secret_value().encode(), holder) for key, holder in keys]
         # Of equal length: a comparison tells not even that of a key.
-        self._known = [(access, hashlib.sha256(secret).digest()) for access, secret in secrets]
+        self._known = [(hashlib.sha256(secret).digest(), holder) for secret, holder in secrets]
         self._signing = [
-            hmac.digest(secret, b"stepwell trajectory key", "sha256") for _, secret in secrets
+            hmac.digest(secret, b"stepwell trajectory key", "sha256") for secret, _ in secrets
         ]
 
     @property
@@ -115,22 +142,22 @@ class KeyRing:
         if needed == "open":
             return Principal("open")
         sent = presented(headers)
-        granted: Access = "open" if self.required else "admin"
+        holder = Principal("open" if self.required else "admin")
         for key in sent if self.required else ():
-            access = self._access_of(key)
-            if _RANK[access] > _RANK[granted]:
-                granted = access
+            known = self._holder_of(key)
+            if _RANK[known.access] > _RANK[holder.access]:
+                holder = known
         trajectory = next((named for key in sent if (named := self.read(key)) is not None), None)
         # What allows the call is the trajectory key, or nothing was asked for and it is a claim.
-        if trajectory is not None and (granted == "open" or not self.required):
+        if trajectory is not None and (holder.access == "open" or not self.required):
             if url is not None and url != trajectory:
                 raise PermissionDeniedError(
                     f"this API key is for /{trajectory[0]}/{trajectory[1]}; it cannot be used "
                     f"under /{url[0]}/{url[1]}"
                 )
-            if granted == "open":
-                granted = "agent"
-        if granted == "open":
+            access = "agent" if holder.access == "open" else holder.access
+            holder = Principal(access, is_bound=True)
+        if holder.access == "open":
             raise AuthenticationError(
                 "the API key is not valid for this gateway; use a configured key, or the api_key "
                 "that /init_trajectory returned"
@@ -138,12 +165,12 @@ class KeyRing:
                 else "this gateway needs an API key; send it as 'Authorization: Bearer KEY' or "
                 "'x-api-key: KEY'"
             )
-        if _RANK[granted] < _RANK[needed]:
+        if _RANK[holder.access] < _RANK[needed]:
             raise PermissionDeniedError(
                 "this needs an admin key (gateway.admin_keys); the key that was sent may only make "
                 "LLM calls and open or close trajectories by their URL"
             )
-        return Principal(granted, trajectory)
+        return holder._replace(trajectory=trajectory)
 
     def issue(self, trajectory_uid: str, prompt_uid: str) -> str:
         """The API key of a trajectory; the same each time."""
@@ -171,14 +198,14 @@ class KeyRing:
         is_ours = _name(*named) == name and all(named)
         return named if is_ours else None
 
-    def _access_of(self, key: str) -> Access:
+    def _holder_of(self, key: str) -> Principal:
         """Takes equally long whichever key it is, and if it is none."""
         digest = hashlib.sha256(key.encode()).digest()
-        granted: Access = "open"
-        for access, known in self._known:
+        holder = Principal("open")
+        for known, who in self._known:
             if hmac.compare_digest(digest, known):
-                granted = access
-        return granted
+                holder = who
+        return holder
 
 
 def _name(trajectory_uid: str, prompt_uid: str) -> str:

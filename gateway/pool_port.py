@@ -24,6 +24,17 @@ T = TypeVar("T")
 
 
 class PoolPort(Protocol):
+    async def open_group(
+        self,
+        prompt_uid: str,
+        n_rollouts: int,
+        deadline_s: float | None = None,
+        min_rollouts: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+        channel: str = "train",
+        timeout_s: float | None = None,
+    ) -> SubmitOutcome: ...
+
     async def open_trajectory(
         self,
         trajectory_uid: str,

@@ -42,6 +42,7 @@ from stepwell.gateway.errors import (
     RequestError,
     TrajectoryConflictError,
 )
+from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.pool_port import PoolPort, ask
 from stepwell.gateway.rollout_items import (
     SKIPPED,
@@ -53,7 +54,6 @@ from stepwell.gateway.rollout_items import (
 )
 from stepwell.gateway.rollout_writes import RolloutWriter, remember
 from stepwell.gateway.tokenization import ChatTokenizer
-from stepwell.gateway.trajectories import TrajectoryStore
 from stepwell.gateway.transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class RolloutBuffer:
         engine_urls: Sequence[str],
         pool: PoolPort,
         tokenizer: ChatTokenizer,
-        trajectories: TrajectoryStore,
+        outcomes: Outcomes,
         generate: Generator | None,
     ) -> None:
         self._config = config
@@ -126,7 +126,7 @@ class RolloutBuffer:
         self._dropped: Counter[str] = Counter()
         self._ids: OrderedDict[str, str] = OrderedDict()
         """Group served last under an instance id."""
-        self._writer = RolloutWriter(config, pool, trajectories)
+        self._writer = RolloutWriter(config, pool, outcomes)
         self._payload: dict[str, Any] | None = None
         self._run: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()

@@ -24,12 +24,11 @@ from stepwell.datapool.errors import StepConflictError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.listing import TrajectoryRow
-from stepwell.datapool.records import SubmitOutcome
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
+from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.pool_port import PoolPort, ask
 from stepwell.gateway.rollout_items import Written, steps_of
-from stepwell.gateway.trajectories import TrajectoryStore
 
 
 class _Home(NamedTuple):
@@ -44,12 +43,10 @@ class _Home(NamedTuple):
 class RolloutWriter:
     """Stores written items. Owned by the `RolloutBuffer`."""
 
-    def __init__(
-        self, config: GatewayConfig, pool: PoolPort, trajectories: TrajectoryStore
-    ) -> None:
+    def __init__(self, config: GatewayConfig, pool: PoolPort, outcomes: Outcomes) -> None:
         self._config = config
         self._pool = pool
-        self._trajectories = trajectories
+        self._outcomes = outcomes
         self._filling: OrderedDict[str, tuple[int, int]] = OrderedDict()
         """By instance id: (number of its group that is filling up, items in it)."""
         self._homes: OrderedDict[str, _Home] = OrderedDict()
@@ -73,28 +70,15 @@ class RolloutWriter:
 
     async def _complete(self, written: Written, uid: str) -> None:
         """The trajectory's agent is done: close it with its reward."""
-        live = self._trajectories.known(uid)
-        row = None
-        if live is None and (row := await self._row(uid)) is not None:
-            live = self._trajectories.find(uid, row.prompt_uid)
         try:
-            if live is not None:
-                outcome = await live.complete(written.reward, written.metadata)
-            else:
-                # Served or dropped before: the pool remembers how.
-                outcome = await self._ask(
-                    self._pool.complete_trajectory(
-                        uid, written.reward, written.metadata, channel=self._config.channel
-                    )
-                )
+            outcome = await self._outcomes.complete(uid, written.reward, written.metadata)
         except UnknownTrajectoryError as e:
             raise RequestError(
-                f"trajectory_uid is {uid!r}, which no call was recorded for in channel "
-                f"{self._config.channel!r}",
+                f"trajectory_uid is {uid!r}, which no call was recorded for",
                 "trajectory_uid",
             ) from e
         except (TrajectoryClosedError, PoolTrajectoryClosedError) as e:
-            if not await self._score(written, row or await self._row(uid)):
+            if not await self._score(written, await self._row(uid)):
                 raise TrajectoryClosedError(str(e)) from e
             return
         if outcome == "aborted":
@@ -113,10 +97,7 @@ class RolloutWriter:
             return False
         if written.reward is None:
             return False
-        outcome: SubmitOutcome = await self._ask(
-            self._pool.set_reward(row.trajectory_uid, written.reward, channel=self._config.channel)
-        )
-        return outcome == "accepted"
+        return await self._outcomes.score(row.trajectory_uid, written.reward) == "accepted"
 
     async def _store(self, written: Written, item: Mapping[str, Any], repeats: int | None) -> None:
         uid = written.uid or uuid.uuid4().hex

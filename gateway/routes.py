@@ -6,10 +6,13 @@ lifecycle bodies go through pydantic.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 from fastapi import APIRouter
@@ -18,10 +21,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stepwell.datapool.errors import StepConflictError, StepIndexError
+from stepwell.datapool.errors import (
+    ChannelShutDownError,
+    GroupClosedError,
+    GroupConflictError,
+    StepConflictError,
+    StepIndexError,
+    UnknownTrajectoryError,
+)
+from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.types import Step, VersionSpan
+from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.types import MAX_REWARD, Step, VersionSpan
 from stepwell.gateway.calls import ChatRequest
+from stepwell.gateway.config import MOST_OF_A_GROUP
 from stepwell.gateway.dialects import openai_chat
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
@@ -31,8 +44,11 @@ from stepwell.gateway.errors import (
     GatewayError,
     PermissionDeniedError,
     RequestError,
+    TrajectoryClosedError,
     TrajectoryConflictError,
+    UnknownItemError,
 )
+from stepwell.gateway.keys import Principal
 from stepwell.gateway.paths import Uid, quoted, uid_of
 from stepwell.gateway.pool_port import ask
 from stepwell.gateway.rewards import compute_reward
@@ -67,6 +83,17 @@ class InitTrajectory(Body):
     attempt: int = Field(default=0, ge=0, lt=2**31, strict=True)
 
 
+class DeclareGroup(Body):
+    n: int = Field(ge=1, le=MOST_OF_A_GROUP, strict=True)
+    """Trajectories, which are opened and handed out."""
+    prompt_uid: str | None = Field(default=None, min_length=1)
+    """null: made here. Given, a repeated request is the same group."""
+    channel: str | None = Field(default=None, min_length=1)
+    metadata: dict[str, Any] = {}
+    deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """After which it is served with what is complete; null: as the pool's channel says."""
+
+
 class RegisterTrajectory(Body):
     channel: str | None = Field(default=None, min_length=1)
     metadata: dict[str, Any] = {}
@@ -77,9 +104,25 @@ class CompleteTrajectory(Body):
     metadata: dict[str, Any] = {}
 
 
+class CompleteByName(CompleteTrajectory):
+    trajectory_uid: str = Field(min_length=1)
+    """As a reply's header `x-stepwell-trajectory` says it."""
+
+
+class Reward(Body):
+    trajectory_uid: str = Field(min_length=1)
+    """As a reply's header `x-stepwell-trajectory` says it."""
+    reward: float = Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+
+
 class AbortTrajectory(Body):
     reason: str = Field(min_length=1)
     will_retry: bool = False
+
+
+def _principal(request: Request) -> Principal:
+    principal: Principal = request.state.principal
+    return principal
 
 
 def _uid(request: Request) -> str | None:
@@ -97,31 +140,87 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
     body = body or InitTrajectory()
     uid = body.trajectory_uid or uuid.uuid4().hex
     prompt_uid = body.prompt_uid or f"prompt-{uid}"
-    for name, value in (("trajectory_uid", uid), ("prompt_uid", prompt_uid)):
+    _check_names(trajectory_uid=uid, prompt_uid=prompt_uid)
+    opening = {"channel": body.channel, "attempt": body.attempt, "metadata": body.metadata}
+    replica = await services.addresses.place(body.trajectory_uid)
+    address = await _hand_out(request, replica, uid, prompt_uid, **opening)
+    return OrjsonResponse({**address, "prompt_uid": prompt_uid})
+
+
+@router.post("/v1/groups")
+async def declare_group(request: Request, body: DeclareGroup) -> Response:
+    """Declare a group and open its trajectories."""
+    services, principal = services_of(request), _principal(request)
+    if principal.is_bound:
+        raise PermissionDeniedError(
+            "this API key is for one trajectory; declare groups with an agent or admin key"
+        )
+    principal.check_channel(body.channel)
+    prompt_uid = body.prompt_uid or f"group-{uuid.uuid4().hex}"
+    _check_names(prompt_uid=prompt_uid)
+    channel = body.channel or services.groups.channel(prompt_uid, principal.channel)
+    room_s = services.config.queue_timeout_s
+    try:
+        await ask(
+            services.pool.open_group(
+                prompt_uid,
+                body.n,
+                body.deadline_s,
+                metadata=body.metadata,
+                channel=channel,
+                timeout_s=room_s,
+            ),
+            services.config.pool_timeout_s + room_s,
+        )
+    except GroupClosedError as e:
+        raise TrajectoryClosedError(str(e)) from e
+    except (GroupConflictError, ChannelShutDownError) as e:
+        raise TrajectoryConflictError(str(e)) from e
+    uids = [f"{prompt_uid}-{i}" for i in range(body.n)]
+    replicas = [await services.addresses.place(uid) for uid in uids]
+    addresses = await asyncio.gather(
+        *(
+            _hand_out(request, replica, uid, prompt_uid, channel=channel, metadata={})
+            for replica, uid in zip(replicas, uids, strict=True)
+        )
+    )
+    return OrjsonResponse({"prompt_uid": prompt_uid, "trajectories": addresses})
+
+
+def _check_names(**names: str) -> None:
+    for name, value in names.items():
         if value in (".", ".."):
             raise RequestError(
                 f"{name} is {value!r}; it is part of a URL, so use no bare dots", name
             )
-    replica = await services.addresses.place(body.trajectory_uid)
-    if replica is not None and services.trajectories.known(uid) is not None:
-        replica = services.addresses.index
-    if replica in (None, services.addresses.index):
-        trajectory = services.trajectories.get(uid, prompt_uid)
+
+
+async def _hand_out(
+    request: Request, replica: int | None, uid: str, prompt_uid: str, **opening: Any
+) -> dict[str, str]:
+    """Open a trajectory; what its agent needs to know.
+
+    Args:
+        replica: that is to serve it; None: there is only this one.
+    """
+    services = services_of(request)
+    addresses, trajectories = services.addresses, services.trajectories
+    if replica is not None and trajectories.known(uid) is not None:
+        replica = addresses.index
+    if replica in (None, addresses.index):
+        trajectory = trajectories.get(uid, prompt_uid)
     else:
-        trajectory = services.trajectories.elsewhere(uid, prompt_uid)
-    await trajectory.open(channel=body.channel, attempt=body.attempt, metadata=body.metadata)
+        trajectory = trajectories.elsewhere(uid, prompt_uid)
+    await trajectory.open(**opening)
     if replica is None:
         origin = services.config.public_url or services.hosts.origin(request.scope)
     else:
-        origin = services.addresses.origin(replica)
-    return OrjsonResponse(
-        {
-            "trajectory_uid": uid,
-            "prompt_uid": prompt_uid,
-            "base_url": f"{origin.rstrip('/')}/{quoted(uid)}/{quoted(prompt_uid)}",
-            "api_key": services.keys.issue(uid, prompt_uid),
-        }
-    )
+        origin = addresses.origin(replica)
+    return {
+        "trajectory_uid": uid,
+        "base_url": f"{origin.rstrip('/')}/{quoted(uid)}/{quoted(prompt_uid)}",
+        "api_key": services.keys.issue(uid, prompt_uid),
+    }
 
 
 @router.post(f"{_UNDER}/register_trajectory")
@@ -132,7 +231,10 @@ async def register_trajectory(
     body: RegisterTrajectory | None = None,
 ) -> Response:
     body = body or RegisterTrajectory()
-    trajectory = services_of(request).trajectories.get(trajectory_uid, prompt_uid)
+    principal = _principal(request)
+    principal.check_channel(body.channel)
+    trajectories = services_of(request).trajectories
+    trajectory = trajectories.get(trajectory_uid, prompt_uid, principal.channel)
     await trajectory.open(channel=body.channel, metadata=body.metadata)
     return OrjsonResponse(
         {
@@ -160,6 +262,46 @@ async def complete(
     trajectory = services.trajectories.find(trajectory_uid, prompt_uid)
     outcome = await trajectory.complete(body.reward, body.metadata)
     return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
+
+
+@router.post("/v1/complete_trajectory")
+async def complete_by_name(request: Request, body: CompleteByName) -> Response:
+    """For agents that know a trajectory by the header of a reply."""
+    outcomes = services_of(request).outcomes
+    return await _by_name(
+        request,
+        body.trajectory_uid,
+        lambda uid: outcomes.complete(uid, body.reward, body.metadata),
+    )
+
+
+@router.post("/v1/rewards")
+async def late_reward(request: Request, body: Reward) -> Response:
+    """The reward of a trajectory, open or complete, until its group is leased."""
+    outcomes = services_of(request).outcomes
+    return await _by_name(
+        request, body.trajectory_uid, lambda uid: outcomes.score(uid, body.reward)
+    )
+
+
+async def _by_name(
+    request: Request, name: str, do: Callable[[str], Awaitable[TrajectoryOutcome | SubmitOutcome]]
+) -> Response:
+    """Do it to the trajectory of this name, which may be percent-encoded as headers are."""
+    for uid in dict.fromkeys((name, unquote(name))):
+        _principal(request).check_trajectory(uid)
+        try:
+            outcome = await do(uid)
+        except UnknownTrajectoryError:
+            continue
+        except (PoolTrajectoryClosedError, PoolTrajectoryConflictError) as e:
+            raise TrajectoryConflictError(str(e)) from e
+        return OrjsonResponse({"trajectory_uid": uid, "outcome": outcome})
+    raise UnknownItemError(
+        f"trajectory_uid is {name!r:.200}, which no channel knows; send what a reply's header "
+        "x-stepwell-trajectory says",
+        "trajectory_uid",
+    )
 
 
 @router.post(f"{_UNDER}/abort_trajectory")
@@ -199,7 +341,8 @@ def _speak(path: str) -> None:
     @router.post(f"{_UNDER}/{path}", name=path)
     async def call(request: Request, trajectory_uid: Uid, prompt_uid: Uid) -> Response:
         services = services_of(request)
-        return await serve(services, services.dialects[path], request, trajectory_uid, prompt_uid)
+        url = trajectory_uid, prompt_uid
+        return await serve(services, services.dialects[path], request, url)
 
     @router.post(f"/v1/{path}", name=f"{path} without a trajectory")
     async def call_without(request: Request) -> Response:
@@ -274,7 +417,7 @@ def _stored(request: Request, response_id: str) -> tuple[OpenAIResponses, Stored
     """A remembered answer; below a trajectory's URL, or with its key, one of its own."""
     responses = services_of(request).responses
     uid = _uid(request)
-    if uid is None and (named := request.state.principal.trajectory) is not None:
+    if uid is None and (named := _principal(request).trajectory) is not None:
         uid = named[0]
     return responses, responses.stored(response_id, uid)
 

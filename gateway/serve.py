@@ -8,11 +8,21 @@ Owns: this sequence. Does not own: wire formats (`dialects/`), calls, or who may
 
 from __future__ import annotations
 
+import time
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
-from stepwell.gateway.errors import PreviousResponseError, RequestError, UnknownItemError
+from stepwell.gateway.errors import (
+    PreviousResponseError,
+    RequestError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+    UnknownItemError,
+)
+from stepwell.gateway.identity import Origin
+from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.paths import quoted
 from stepwell.gateway.services import Services
 from stepwell.gateway.trajectories import LiveTrajectory
@@ -29,40 +39,45 @@ IGNORED_HEADER = "x-stepwell-ignored"
 TRAJECTORY_HEADER = "x-stepwell-trajectory"
 VERSION_HEADER = "x-stepwell-version"
 MAX_TOLD = 32
+MAX_BEGINNINGS = 4
+"""Trajectories that a conversation may find closed as it begins, one after the other."""
 
 
 async def serve(
     services: Services,
     dialect: Dialect,
     request: Request,
-    trajectory_uid: str | None = None,
-    prompt_uid: str | None = None,
+    url: Named | None = None,
 ) -> Response:
     """Answer one LLM call.
 
     Args:
-        trajectory_uid, prompt_uid: from the URL; None: found out by `Services.identities`.
+        url: the trajectory that it names; None: found out by `Services.identities`.
 
     Raises:
         GatewayError: answered by the application in the dialect's shape.
     """
     config = services.config
     body = await read_body(request)
+    began_at = time.perf_counter()
     parsed = dialect.parse(parse_object(body), request.headers)
     refuse_builtin_tools(services, parsed)
     _refuse_others_response(request, parsed)
     retry = retry_key(request.headers, body, dialect.name)
     call = services.calls.normalised(parsed.call)
-    trajectory = services.identities.identify(
-        request.headers,
-        call,
-        retry,
-        trajectory_uid,
-        prompt_uid,
-        parsed.trajectory_uid,
-        request.scope["client"],
-    )
-    listeners = await services.calls.start(trajectory, call, retry, dialect.name, parsed.n)
+    call.began_at = began_at
+    principal: Principal = request.state.principal
+    origin = Origin(request.headers, url, request.scope["client"], principal.channel)
+    for attempt in range(MAX_BEGINNINGS):
+        trajectory = services.identities.identify(origin, call, retry, parsed.trajectory_uid)
+        try:
+            listeners = await services.calls.start(trajectory, call, retry, dialect.name, parsed.n)
+            break
+        except (TrajectoryClosedError, TrajectoryConflictError):
+            # A conversation has no address that its agent could be told is over.
+            if not trajectory.is_conversation or attempt == MAX_BEGINNINGS - 1:
+                raise
+            services.identities.let_go(trajectory)
     exchange = Exchange(
         parsed,
         trajectory,
@@ -139,4 +154,5 @@ def say_origin(
     version = services.engine.version if version is None else version
     if version is not None:
         answer.headers[VERSION_HEADER] = str(version)
-    answer.headers[TRAJECTORY_HEADER] = quoted(trajectory.uid)
+    if not trajectory.is_for_one_request:
+        answer.headers[TRAJECTORY_HEADER] = quoted(trajectory.uid)

@@ -24,10 +24,13 @@ from stepwell.gateway.dialects.base import Dialect
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.groups import Groups
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.identity import Identities
 from stepwell.gateway.keys import KeyRing
+from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.pool_port import PoolPort
+from stepwell.gateway.recording import Recording
 from stepwell.gateway.rewards import RewardFunction
 from stepwell.gateway.rollout_buffer import RolloutBuffer
 from stepwell.gateway.tokenization import ChatTokenizer
@@ -47,6 +50,9 @@ class Services:
     engine: EngineClient
     calls: CallService
     trajectories: TrajectoryStore
+    groups: Groups
+    outcomes: Outcomes
+    recording: Recording
     identities: Identities
     dialects: Mapping[str, Dialect]
     """By path below `/v1/`."""
@@ -71,6 +77,8 @@ class Services:
         return {
             "open_trajectories": len(self.trajectories),
             "calls": dict(self.calls.counts),
+            "added_latency": self.calls.latency.statistics(),
+            "recording": self.recording.statistics(self.calls.counts["stored"]),
             "branches": dict(self.calls.branches),
             "limits": self.calls.limits.statistics(),
             "engine": self.engine.statistics(),
@@ -86,6 +94,7 @@ class Services:
         for call in calls:
             call.cancel(GatewayError("the gateway is shutting down"))
         await asyncio.gather(*(c.wait() for c in calls))
+        await self.recording.close()
         await self.engine.close()
 
 

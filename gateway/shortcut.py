@@ -59,7 +59,8 @@ class Shortcut:
             if completes:
                 response = await _complete(services, request, *uids)
             else:
-                response = await serve(services, services.dialects[path], request, *uids)
+                url = (uids[0], uids[1]) if has_url else None
+                response = await serve(services, services.dialects[path], request, url)
         except GatewayError as e:
             response = error_response(url_path, e)
         except DataPoolError as e:  # the pool refused what a client sent

@@ -17,6 +17,9 @@ the pool with its Steps when it is opened here, and goes on where it was. If bot
 whoever finds an index taken by the other reads its Steps. If one of these is the very call that was
 to be stored, because its client tried again elsewhere, it is not stored a second time.
 
+A trajectory of a conversation has no address that its agent knows, so its calls do not fail when it
+is closed: what is in flight is answered and not stored, and what follows begins another trajectory.
+
 Owns: the turn graph of each trajectory, the calls in flight, the memory that answers retries.
 Does not own: generation (`calls.py`), which call a retry is for (`retries.py`), storage (the pool).
 """
@@ -24,13 +27,18 @@ Does not own: generation (`calls.py`), which call a retry is for (`retries.py`),
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from stepwell.datapool.errors import (
+    ChannelShutDownError,
+    GroupClosedError,
+    GroupConflictError,
     StepConflictError,
     UnknownTrajectoryError,
 )
@@ -38,21 +46,36 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY, Step
+from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import (
     PoolUnavailableError,
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
 from stepwell.gateway.graph import TurnGraph
-from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.pool_port import ask
 from stepwell.gateway.rebuild import restore
+from stepwell.gateway.recording import POOL_FAILURE, Recording, Unrecorded
 from stepwell.gateway.retries import CallMemory, LiveCall, RetryKey, retry_digest
+
+log = logging.getLogger(__name__)
+
+
+class Terms(NamedTuple):
+    """How a group is declared."""
+
+    n: int
+    deadline_s: float
 
 
 class Identity(NamedTuple):
     uid: str
     prompt_uid: str
     channel: str
+    terms: Terms | None = None
+    """Its group is declared with them when it is opened."""
+    is_conversation: bool = False
+    """Found by what is said in it: no agent knows its address."""
 
 
 class Commit(NamedTuple):
@@ -68,15 +91,22 @@ class LiveTrajectory:
 
     def __init__(
         self,
-        pool: PoolPort,
-        timeout_s: float,
-        room_s: float,
+        recording: Recording,
         identity: Identity,
+        *,
         on_closed: Callable[[LiveTrajectory], None],
         on_unused: Callable[[LiveTrajectory], None],
         closed: str | None = None,
+        unrecorded: Unrecorded | None = None,
+        is_elsewhere: bool = False,
     ) -> None:
-        self.uid, self.prompt_uid, self.channel = identity
+        """
+        Args:
+            is_elsewhere: another gateway serves it, and alone can give it up.
+        """
+        self.uid, self.prompt_uid, self.channel, self._terms, self.is_conversation = identity
+        self.unrecorded = unrecorded
+        """Why its calls are not stored; None: they are."""
         self.graph = TurnGraph()
         self.in_flight: set[LiveCall] = set()
         self.calls = CallMemory()
@@ -87,9 +117,11 @@ class LiveTrajectory:
         """Sampled at temperature 0, whatever the agent asks for."""
         self.steps = 0
         """The next commit's `step_index`: behind all Steps that this gateway knows of."""
-        self._pool = pool
-        self._timeout_s = timeout_s
-        self._room_s = room_s
+        self._recording = recording
+        self._may_give_up = recording.serves_unrecorded and not is_elsewhere
+        self._pool = recording.pool
+        self._timeout_s = recording.timeout_s
+        self._room_s = recording.room_s
         self._lock = asyncio.Lock()
         self._on_closed = on_closed
         self._on_unused = on_unused
@@ -102,7 +134,12 @@ class LiveTrajectory:
     @property
     def is_new(self) -> bool:
         """The pool was not asked about it yet."""
-        return not self._opened
+        return not self._opened and self.unrecorded is None
+
+    @property
+    def is_for_one_request(self) -> bool:
+        """Nothing of it is stored or kept, so its name leads to nothing."""
+        return self.unrecorded in ("asked", "undeclared")
 
     def touch(self) -> None:
         self.last_used = time.monotonic()
@@ -141,7 +178,8 @@ class LiveTrajectory:
         metadata: Mapping[str, Any] | None = None,
         waits: bool = True,
     ) -> None:
-        """Register with the pool. Registering again merges metadata.
+        """Register with the pool. Registering again merges metadata. If the pool fails and calls
+        are served without it, the trajectory is `unrecorded` from now on.
 
         Args:
             waits: for room in a full channel, as long as a call may queue.
@@ -154,7 +192,9 @@ class LiveTrajectory:
         if self._opened and channel is None and metadata is None:
             return
         self.greedy |= bool(metadata and metadata.get(GREEDY))
-        async with self._use():
+        if self._is_unrecorded():
+            return
+        async with self._or_unrecorded(), self._use():
             self._check_open()
             if not self._opened:
                 await self._begin(channel, attempt, metadata, self._room_s if waits else 0.0)
@@ -170,13 +210,17 @@ class LiveTrajectory:
         Raises:
             PoolUnavailableError
         """
-        page = await ask(
-            self._pool.list_trajectories(
-                self.channel, limit=1, prompt_uid=self.prompt_uid, trajectory_uid=self.uid
-            ),
-            self._timeout_s,
-        )
-        return bool(page.items)
+        if self._is_unrecorded():
+            return False
+        async with self._or_unrecorded():
+            page = await ask(
+                self._pool.list_trajectories(
+                    self.channel, limit=1, prompt_uid=self.prompt_uid, trajectory_uid=self.uid
+                ),
+                self._timeout_s,
+            )
+            return bool(page.items)
+        return False
 
     async def catch_up(self) -> bool:
         """Read what other gateways stored since; whether that was anything.
@@ -184,7 +228,10 @@ class LiveTrajectory:
         Raises:
             TrajectoryClosedError: closed meanwhile.
         """
-        async with self._lock:
+        before = self.steps
+        if self._is_unrecorded():
+            return False
+        async with self._or_unrecorded(), self._lock:
             self._check_open()
             if not self._opened or self._uncertain:
                 # To read would open it, or find what could be ours; the next commit settles that.
@@ -192,7 +239,20 @@ class LiveTrajectory:
             before = self.steps
             await self._read()
             self._check_open()
-            return self.steps > before
+        return self.steps > before
+
+    async def record(self, commit: Commit) -> Unrecorded | None:
+        """As `commit`; or why the call is to be answered although it is not stored."""
+        if self.unrecorded is not None:
+            return self.unrecorded
+        try:
+            async with self._or_unrecorded():
+                await self.commit(commit)
+        except TrajectoryClosedError:
+            if not self.is_conversation:
+                raise
+            return "closed"
+        return self.unrecorded
 
     async def commit(self, commit: Commit) -> None:
         """Store the Step that `commit` makes, if it still makes one; its `stored(step_index)`
@@ -260,6 +320,36 @@ class LiveTrajectory:
         """Steps were submitted from outside (white-box); later commits go behind them."""
         self.steps = max(self.steps, highest_index + 1)
 
+    def let_go(self) -> None:
+        """Its calls belong to another trajectory from now on; the pool closes this one itself."""
+        self._close("closed by the DataPool, or stored in another group")
+
+    def _is_unrecorded(self) -> bool:
+        """Its calls are not stored, because they were given up or the pool is away as it begins."""
+        if self._may_give_up and self.is_new and self._recording.is_away:
+            self._give_up(PoolUnavailableError("the DataPool is away"))
+        return self.unrecorded is not None
+
+    @asynccontextmanager
+    async def _or_unrecorded(self) -> AsyncIterator[None]:
+        """Where calls are served without the pool: give the trajectory up if the body, which asks
+        the pool for something, fails for it or takes long."""
+        if not self._may_give_up:
+            yield
+            return
+        try:
+            async with self._recording.patience():
+                yield
+        except PoolUnavailableError as e:
+            self._give_up(e)
+
+    def _give_up(self, why: PoolUnavailableError) -> None:
+        if self.unrecorded is None and self.closed is None:
+            self.unrecorded = POOL_FAILURE
+            self._opened = True
+            self._uncertain.clear()
+            self._recording.give_up(self.channel, self.uid, why)
+
     async def _submit(self, step: Step) -> SubmitOutcome:
         room_s = self._room_s
         return await ask(
@@ -277,6 +367,8 @@ class LiveTrajectory:
         """Open the trajectory, or go on with it; `_opened` unless it is complete already."""
         if channel is not None:
             self.channel = channel
+        if self._terms is not None:
+            await self._declare(self._terms, room_s)
         resumed = await self._resume(attempt, metadata, room_s, elsewhere=channel is None)
         if resumed.outcome == "late":
             self._close("closed before in the DataPool, or its group was")
@@ -285,6 +377,22 @@ class LiveTrajectory:
         self.greedy |= bool(resumed.metadata.get(GREEDY))  # said to another gateway, or before
         self._take_over(resumed)
         self._opened = resumed.is_open
+
+    async def _declare(self, terms: Terms, room_s: float) -> None:
+        """Let the pool close the group of this conversation by itself."""
+        try:
+            await ask(
+                self._pool.open_group(
+                    self.prompt_uid, *terms, channel=self.channel, timeout_s=room_s
+                ),
+                self._timeout_s + room_s,
+            )
+        except GroupClosedError:
+            self._close("begun when its group had been served or dropped")
+            self._check_open()
+        except (GroupConflictError, ChannelShutDownError) as e:
+            # Its service declared it with terms of its own; or nobody consumes it.
+            log.debug("group %s: %s", self.prompt_uid, e)
 
     async def _register_again(
         self, channel: str | None, attempt: int, metadata: Mapping[str, Any] | None
@@ -369,6 +477,9 @@ class LiveTrajectory:
         self, how: str, end: Callable[[], Awaitable[TrajectoryOutcome]]
     ) -> TrajectoryOutcome:
         async with self._use():
+            if self.unrecorded is not None:
+                self._close(how)
+                return "aborted"
             if not self._opened:
                 await self._begin(None, 0, None, self._room_s)
             try:
@@ -386,7 +497,7 @@ class LiveTrajectory:
             return
         self.closed = how
         self._on_closed(self)
-        for call in tuple(self.in_flight):
+        for call in () if self.is_conversation else tuple(self.in_flight):
             call.cancel(closed_error(self.uid, how))
         # They refer to each other: without this, all of it waits for the garbage collector.
         self.calls.clear()
@@ -401,23 +512,24 @@ class TrajectoryStore:
 
     def __init__(
         self,
-        pool: PoolPort,
+        recording: Recording,
         *,
-        channel: str,
-        pool_timeout_s: float,
-        room_timeout_s: float,
-        remembered: int,
+        channel_of: Callable[[str, str | None], str],
         on_closed: Callable[[LiveTrajectory], None],
+        on_unused: Callable[[LiveTrajectory], None],
     ) -> None:
-        """`on_closed`: told of every trajectory that is kept no more."""
-        self._pool = pool
-        self._channel = channel
-        self._timeout_s = pool_timeout_s
-        self._room_s = room_timeout_s
-        self._remembered = remembered
+        """
+        Args:
+            channel_of: of a prompt_uid and the channel of a caller's key.
+            on_closed: told of every trajectory that was closed.
+            on_unused: told of every one that was refused before the pool heard of it.
+        """
+        self._recording = recording
+        self._channel_of = channel_of
         self._open: dict[str, LiveTrajectory] = {}
         self._closed: OrderedDict[str, tuple[Identity, str]] = OrderedDict()
         self._on_closed = on_closed
+        self._on_unused = on_unused
 
     def __len__(self) -> int:
         return len(self._open)
@@ -425,36 +537,28 @@ class TrajectoryStore:
     def __iter__(self) -> Iterator[LiveTrajectory]:
         return iter(tuple(self._open.values()))
 
-    def get(self, uid: str, prompt_uid: str) -> LiveTrajectory:
+    def get(self, uid: str, prompt_uid: str, of_key: str | None = None) -> LiveTrajectory:
         """The open trajectory of this URL; an unknown one begins here.
+
+        Args:
+            of_key: the channel of the caller's key, for one that begins.
 
         Raises:
             TrajectoryClosedError, TrajectoryConflictError
         """
-        trajectory = self.find(uid, prompt_uid)
+        trajectory = self.find(uid, prompt_uid, of_key)
         if trajectory.closed is not None:
             raise closed_error(uid, trajectory.closed)
         return trajectory
 
-    def find(self, uid: str, prompt_uid: str) -> LiveTrajectory:
+    def find(self, uid: str, prompt_uid: str, of_key: str | None = None) -> LiveTrajectory:
         """As `get`, but closed ones are returned too: closing them again is the pool's to judge."""
         trajectory = self._open.get(uid)
-        if trajectory is None:
-            identity, how = self._closed.get(uid) or (
-                Identity(uid, prompt_uid, self._channel),
-                None,
-            )
-            trajectory = LiveTrajectory(
-                self._pool,
-                self._timeout_s,
-                self._room_s,
-                identity,
-                self._forget,
-                self._drop,
-                closed=how,
-            )
-            if how is None:
-                self._open[uid] = trajectory
+        if trajectory is None and uid in self._closed:
+            trajectory = self._make(*self._closed[uid])
+        elif trajectory is None:
+            channel = self._channel_of(prompt_uid, of_key)
+            trajectory = self.begin(Identity(uid, prompt_uid, channel))
         if trajectory.prompt_uid != prompt_uid:
             raise TrajectoryConflictError(
                 f"trajectory {uid!r} belongs to prompt_uid {trajectory.prompt_uid!r}, not "
@@ -462,13 +566,30 @@ class TrajectoryStore:
             )
         return trajectory
 
+    def begin(self, identity: Identity) -> LiveTrajectory:
+        """A trajectory of this gateway that is not known yet."""
+        trajectory = self._open[identity.uid] = self._make(identity)
+        return trajectory
+
+    def unrecorded(self, why: Unrecorded, of_key: str | None) -> LiveTrajectory:
+        """A trajectory for one request, of which nothing is stored or kept.
+
+        Args:
+            of_key: the channel of the caller's key, as which it is sampled.
+        """
+        uid = f"unrecorded-{uuid.uuid4().hex}"
+        identity = Identity(uid, f"prompt-{uid}", self._channel_of("", of_key))
+        trajectory = self._open[uid] = self._make(identity, unrecorded=why)
+        return trajectory
+
     def elsewhere(self, uid: str, prompt_uid: str) -> LiveTrajectory:
         """A trajectory to open for another gateway: it is not kept here."""
-        identity = Identity(uid, prompt_uid, self._channel)
         return LiveTrajectory(
-            *(self._pool, self._timeout_s, self._room_s, identity),
+            self._recording,
+            Identity(uid, prompt_uid, self._channel_of(prompt_uid, None)),
             on_closed=lambda _: None,
             on_unused=lambda _: None,
+            is_elsewhere=True,
         )
 
     def known(self, uid: str) -> LiveTrajectory | None:
@@ -478,15 +599,36 @@ class TrajectoryStore:
     def is_closed(self, uid: str) -> bool:
         return uid in self._closed
 
+    def channel(self, uid: str) -> str | None:
+        """Of a trajectory that is open here, or was closed here not long ago."""
+        if (trajectory := self._open.get(uid)) is not None:
+            return trajectory.channel
+        return self._closed[uid][0].channel if uid in self._closed else None
+
     def note_step(self, uid: str, step_index: int) -> None:
         """A Step was submitted from outside (white-box)."""
         if (trajectory := self._open.get(uid)) is not None:
             trajectory.note_steps(step_index)
 
+    def _make(
+        self,
+        identity: Identity,
+        closed: str | None = None,
+        unrecorded: Unrecorded | None = None,
+    ) -> LiveTrajectory:
+        return LiveTrajectory(
+            self._recording,
+            identity,
+            on_closed=self._forget,
+            on_unused=self._drop,
+            closed=closed,
+            unrecorded=unrecorded,
+        )
+
     def _drop(self, trajectory: LiveTrajectory) -> None:
         """The pool never heard of it."""
         self._open.pop(trajectory.uid, None)
-        self._on_closed(trajectory)
+        self._on_unused(trajectory)
 
     def _forget(self, trajectory: LiveTrajectory) -> None:
         """A trajectory was closed: keep only what answers 410."""
@@ -494,7 +636,7 @@ class TrajectoryStore:
         self._on_closed(trajectory)
         identity = Identity(trajectory.uid, trajectory.prompt_uid, trajectory.channel)
         self._closed[trajectory.uid] = (identity, trajectory.closed or "closed")
-        while len(self._closed) > self._remembered:
+        while len(self._closed) > REMEMBERED:
             self._closed.popitem(last=False)
 
 

@@ -143,7 +143,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             engine_urls=tuple(urls) if router is None else (router,),
             via_router=router is not None,
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
-            sampling=channel_sampling(config.rollout, config.validation, config.gateway.channel),
+            sampling=channel_sampling(config.rollout, config.validation, config.gateway.channels),
         )
         gateway_urls = await _start_gateways(gateway_config, wiring, folder / LOGS, stack)
         keys = gateway_config.admin_keys
@@ -224,18 +224,18 @@ def _write_key(path: Path, key: SecretStr) -> None:
 
 
 def channel_sampling(
-    rollout: RolloutConfig, validation: ValidationConfig, others: str
+    rollout: RolloutConfig, validation: ValidationConfig, others: Sequence[str]
 ) -> dict[str, ChannelSampling]:
     """How the gateway samples, by channel; what `validation` leaves open is `rollout`'s.
 
     Args:
-        others: channel of agents that come by themselves (`gateway.channel`).
+        others: channels of agents that come by themselves (`gateway.channels`).
     """
     names = [field.name for field in fields(ChannelSampling)]
     train = {name: getattr(rollout, name) for name in names}
     own = {name: value for name in names if (value := getattr(validation, name)) is not None}
     rolled_out = ChannelSampling(**train)
-    return {TRAIN: rolled_out, others: rolled_out, VAL: ChannelSampling(**train | own)}
+    return dict.fromkeys((TRAIN, *others), rolled_out) | {VAL: ChannelSampling(**train | own)}
 
 
 def _on_this_node() -> dict[str, Any]:

@@ -331,7 +331,7 @@ class OpenAIResponses:
         status = "incomplete" if reply.finish_reason == "length" else "completed"
         response = answer.response(status, reply)
         options: Options = exchange.parsed.options
-        if options.store:
+        if options.store and exchange.calls[0].request.is_kept:
             messages = (*options.conversation, reply.text.message())
             uid = exchange.trajectory.uid
             self._store.put(StoredResponse(response, options.input, messages, uid))

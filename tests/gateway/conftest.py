@@ -420,6 +420,20 @@ class LocalPool:
     def _now(self) -> float:
         return 0.0
 
+    async def open_group(
+        self,
+        prompt_uid: str,
+        n_rollouts: int,
+        deadline_s: float | None = None,
+        min_rollouts: int = 1,
+        metadata: Any = None,
+        channel: str = "train",
+        timeout_s: float | None = None,
+    ) -> Any:
+        return self.core.open_group(
+            *(prompt_uid, n_rollouts, deadline_s, min_rollouts, metadata, channel), now=self._now()
+        )
+
     async def open_trajectory(
         self,
         trajectory_uid: str,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr, ValidationError
 from starlette.datastructures import Headers
 
-from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.config import AgentKey, GatewayConfig
 from stepwell.gateway.keys import KeyRing, Named, needed_by, presented
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.services import Services
@@ -27,12 +27,16 @@ from stepwell.gateway.wiring import Wiring
 
 ADMIN = "the-admin's-key-of-this-test"
 AGENT = "the-agents'-key-of-this-test"
-KEYS = {"admin_keys": [ADMIN], "agent_keys": [AGENT]}
+KEYS: Any = {"admin_keys": [ADMIN], "agent_keys": {"bot": {"key": AGENT}}}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def ring(*admin: str, agent: tuple[str, ...] = ()) -> KeyRing:
-    return KeyRing([SecretStr(k) for k in admin], [SecretStr(k) for k in agent])
+    config = GatewayConfig.model_construct(
+        admin_keys=tuple(SecretStr(k) for k in admin),
+        agent_keys={k: AgentKey.model_construct(key=SecretStr(k)) for k in agent},
+    )
+    return KeyRing(config)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -373,11 +377,14 @@ def test_every_configured_key_is_compared() -> None:
         ({"host": "::"}, "STEPWELL_ADMIN_KEY"),
         ({"admin_keys": ["short-hushed"]}, "key 0 has 12 characters; use at least 16"),
         ({"admin_keys": [""]}, "key 0 has 0 characters"),
-        ({"agent_keys": [AGENT, "with a space, hushed"]}, "key 1 has 20 characters"),
-        ({"agent_keys": [12345678901234567890]}, "list of strings in quotes"),
+        ({"agent_keys": {"bot": {"key": "with a space, hushed"}}}, "it has 20 characters"),
+        ({"agent_keys": {"bot": {"key": 12345678901234567890}}}, "agent_keys.bot.key"),
+        ({"agent_keys": {"bot": "hushed"}}, "agent_keys.bot"),
+        ({"agent_keys": ["hushed"]}, "agent_keys have names"),
+        ({"admin_keys": [12345678901234567890]}, "list of strings in quotes"),
         ({"admin_keys": {"hushed": 1}}, "list of strings in quotes"),
         ({"admin_keys": ["sw.hushed-hushed-hushed"]}, "begins with 'sw.'"),
-        ({"admin_keys": [ADMIN], "agent_keys": [ADMIN]}, "hold a key twice"),
+        ({"admin_keys": [ADMIN], "agent_keys": {"bot": {"key": ADMIN}}}, "hold a key twice"),
     ],
 )
 def test_a_wrong_key_option_is_refused_without_showing_it(options: Any, named: str) -> None:
@@ -389,7 +396,7 @@ def test_a_wrong_key_option_is_refused_without_showing_it(options: Any, named: s
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2"])
 def test_with_a_key_any_address_may_be_listened_on(host: str) -> None:
-    assert GatewayConfig(host=host, agent_keys=[AGENT]).host == host
+    assert GatewayConfig(host=host, agent_keys=KEYS["agent_keys"]).host == host
 
 
 def test_no_key_is_in_a_repr_or_a_saved_configuration() -> None:
@@ -398,7 +405,7 @@ def test_no_key_is_in_a_repr_or_a_saved_configuration() -> None:
     for shown in (repr(config), str(config), str(config.model_dump()), config.model_dump_json()):
         assert ADMIN not in shown
         assert AGENT not in shown
-    keys = KeyRing(config.admin_keys, config.agent_keys)
+    keys = KeyRing(config)
     assert ADMIN not in f"{keys!r} {vars(keys)}"
     again: GatewayConfig = pickle.loads(pickle.dumps(config))  # as on its way to a replica
     assert again.admin_keys[0].get_secret_value() == ADMIN

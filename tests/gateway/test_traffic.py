@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import aiohttp
@@ -95,3 +96,323 @@ async def test_a_trajectory_is_named_as_urls_name_it(world: Any, agents: Any) ->
     await agent.say(user("hi"), **{"x-trajectory-uid": "caf%C3%A9%2F1"})
     assert world.pool.stored()[0].trajectory_uid == "café/1"
     assert agent.headers[TRAJECTORY] == "caf%C3%A9%2F1"
+
+
+# -- groups ----------------------------------------------------------------------------------
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FORMED = {"form": "first_prompt", "n": 2, "within_s": 60.0}
+
+
+def groups(world: Any) -> list[str]:
+    """Of all Steps, in the order they came in."""
+    return [step.prompt_uid for step in world.pool.stored()]
+
+
+def group(world: Any, prompt_uid: str, channel: str = "train") -> Any:
+    page = world.pool.core.list_groups(channel, prompt_uid=prompt_uid, now=0.0)
+    return page.items[0]
+
+
+async def test_conversations_with_one_first_prompt_form_groups_of_n(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(groups=FORMED)
+    for _ in range(5):
+        await agents(world).say(SYSTEM, user("hi"))
+    first, _, second, _, third = groups(world)
+    assert groups(world) == [first, first, second, second, third]
+    assert len({first, second, third}) == 3
+    assert group(world, first).n_rollouts == 2
+    assert group(world, first).deadline == 60.0
+
+
+async def test_a_first_prompt_is_what_is_said_first_and_the_tools(worlds: Any, agents: Any) -> None:
+    world = await worlds(groups={**FORMED, "n": 9})
+    agent = agents(world)
+    hi = {"messages": [SYSTEM, user("hi")]}
+    for body in (
+        hi,
+        {**hi, "temperature": 0.1, "max_tokens": 5, "seed": 3},
+        {"messages": [SYSTEM, user("hello")]},
+        {"messages": [user("hi")]},
+        {**hi, "tools": [TOOL]},
+    ):
+        status, _ = await agent.post("/v1/chat/completions", {"model": "m", **body})
+        assert status == 200
+    same, again, *others = groups(world)
+    assert same == again
+    assert len({same, *others}) == 4
+
+
+async def test_turns_of_a_conversation_stay_in_its_group(worlds: Any, agents: Any) -> None:
+    world = await worlds(groups={**FORMED, "n": 9})
+    for name in ("one", "two"):
+        world.say(name)
+        said = {"role": "assistant", "content": await agents(world).say(user("hi"))}
+        await agents(world).say(user("hi"), said, user("and now?"))
+    steps = world.pool.stored()
+    assert len({s.prompt_uid for s in steps}) == 1
+    assert [s.step_index for s in steps] == [0, 1, 0, 1]
+
+
+async def test_a_group_that_stays_small_is_served_at_its_deadline(worlds: Any, agents: Any) -> None:
+    world = await worlds(groups=FORMED)
+    agent = agents(world)
+    await agent.say(user("hi"))
+    await agent.post("/v1/complete_trajectory", {"trajectory_uid": agent.headers[TRAJECTORY]})
+    assert world.pool.core.lease_batch(8, "train", now=59.0) is None
+    world.pool.core.tick(now=61.0)
+    lease = world.pool.core.lease_batch(8, "train", now=61.0)
+    assert [len(g.trajectories) for g in lease.groups] == [1]
+
+
+async def test_after_its_time_a_first_prompt_begins_another_group(worlds: Any, agents: Any) -> None:
+    world = await worlds(groups={**FORMED, "n": 9, "within_s": 0.05})
+    await agents(world).say(user("hi"))
+    await asyncio.sleep(0.1)
+    await agents(world).say(user("hi"))
+    assert len(set(groups(world))) == 2
+
+
+async def test_a_conversation_that_began_elsewhere_is_a_group_of_its_own(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(groups=FORMED)
+    history = [user("hi"), {"role": "assistant", "content": "said by another"}, user("go on")]
+    for _ in range(2):
+        await agents(world).say(*history)
+    assert len(set(groups(world))) == 2
+    assert group(world, groups(world)[0]).n_rollouts == 1
+
+
+async def test_a_call_that_is_refused_takes_no_place_in_a_group(worlds: Any, agents: Any) -> None:
+    world = await worlds(family="llama3", tool_parser="hermes", groups=FORMED)
+    body = {"model": "m", "messages": [user("hi")], "tools": [TOOL]}
+    for parallel, wanted in ((True, 200), (False, 400), (True, 200)):
+        asked = {**body, "parallel_tool_calls": parallel}
+        status, _ = await agents(world).post("/v1/chat/completions", asked)
+        assert status == wanted
+    assert len(groups(world)) == 2
+    assert len(set(groups(world))) == 1
+
+
+@pytest.mark.parametrize("form", ["single", "first_prompt", "declared"])
+async def test_conversations_that_name_one_group_are_one_whatever_they_say(
+    worlds: Any, agents: Any, form: str
+) -> None:
+    world = await worlds(groups={**FORMED, "form": form})
+    for text in ("hi", "hello", "good day"):
+        await agents(world).say(user(text), **{"x-prompt-uid": "task%2F1"})
+    assert groups(world) == ["task/1"] * 3
+    assert len({s.trajectory_uid for s in world.pool.stored()}) == 3
+    assert group(world, "task/1").n_rollouts == 2
+
+
+async def test_a_name_whose_group_was_served_names_another_one(worlds: Any, agents: Any) -> None:
+    world = await worlds(groups={**FORMED, "n": 1})
+    agent = agents(world)
+    for _ in range(2):
+        await agent.say(user("hi"), **{"x-prompt-uid": "task"})
+        by_name = {"trajectory_uid": agent.headers[TRAJECTORY], "reward": 1.0}
+        assert (await agent.post("/v1/complete_trajectory", by_name))[1]["outcome"] == "complete"
+        assert world.pool.core.lease_batch(8, "train", now=0.0) is not None
+    first, second = groups(world)
+    assert (first, second.startswith("task~")) == ("task", True)
+
+
+async def test_what_nobody_declared_is_answered_and_not_stored_if_so_wanted(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(groups={"form": "declared"})
+    agent = agents(world)
+    assert await agent.say(user("hi")) == "fine"
+    assert TRAJECTORY not in agent.headers
+    assert await agent.say(user("hi"), under="/t1/p1") == "fine"
+    assert groups(world) == ["p1"]
+    async with agent.session.get(f"{world.url}/statistics") as answer:
+        recording = (await answer.json())["recording"]
+    assert recording["unrecorded"] == {"undeclared": 1}
+    assert recording["unrecorded_share"] == 0.5
+
+
+async def test_a_service_declares_a_group_and_gets_its_addresses(world: Any, agents: Any) -> None:
+    agent = agents(world)
+    declared = {"n": 2, "prompt_uid": "task 1", "deadline_s": 9, "metadata": {"level": 3}}
+    status, got = await agent.post("/v1/groups", declared)
+    assert status == 200
+    assert got["prompt_uid"] == "task 1"
+    assert len({t["trajectory_uid"] for t in got["trajectories"]}) == 2
+    assert await agent.post("/v1/groups", declared) == (200, got), "repeating is harmless"
+    for reward, trajectory in enumerate(got["trajectories"]):
+        await agent.say(user(f"hi {reward}"), under=trajectory["base_url"].removeprefix(world.url))
+        at = f"{trajectory['base_url']}/v1/complete_trajectory"
+        assert (await agent.post(at, {"reward": reward}))[0] == 200
+    lease = world.pool.core.lease_batch(8, "train", now=0.0)
+    assert [t.reward for t in lease.groups[0].trajectories] == [0, 1]
+    assert lease.groups[0].metadata == {"level": 3}
+    world.pool.core.ack(lease.lease_id, now=0.0)
+    status, got = await agent.post("/v1/groups", declared)
+    assert status == 410
+    assert "open a new prompt_uid" in got["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "n"),
+        ({"n": 0}, "n"),
+        ({"n": 2, "deadline_s": -1}, "deadline_s"),
+        ({"n": 2, "prompt_uid": ".."}, "prompt_uid"),
+        ({"n": 2, "size": 3}, "size"),
+    ],
+)
+async def test_a_malformed_declaration_is_refused_by_name(
+    world: Any, agents: Any, body: Any, named: str
+) -> None:
+    status, got = await agents(world).post("/v1/groups", body)
+    assert (status, got["error"]["param"]) == (400, named)
+
+
+# -- rewards ---------------------------------------------------------------------------------
+
+
+async def test_an_agent_completes_what_a_replys_header_names(world: Any, agents: Any) -> None:
+    agent = agents(world)
+    await agent.say(user("hi"))
+    done = {"trajectory_uid": agent.headers[TRAJECTORY], "reward": 0.5, "metadata": {"by": "user"}}
+    for _ in range(2):
+        status, got = await agent.post("/v1/complete_trajectory", done)
+        assert (status, got["outcome"]) == (200, "complete")
+    [trajectory] = world.pool.core.lease_batch(1, "train", now=0.0).groups[0].trajectories
+    assert trajectory.reward == 0.5
+    assert trajectory.metadata["by"] == "user"
+    await agent.say(user("hi"))
+    assert agent.headers[TRAJECTORY] != done["trajectory_uid"]
+
+
+async def test_a_reward_may_come_before_completion_or_after_but_not_after_the_lease(
+    world: Any, agents: Any
+) -> None:
+    agent = agents(world)
+    await agent.say(user("hi"), under="/caf%C3%A9/p1")
+    uid = agent.headers[TRAJECTORY]
+    assert uid == "caf%C3%A9"
+    reward = {"trajectory_uid": uid, "reward": 0.25}
+    assert await agent.post("/v1/rewards", reward) == (
+        200,
+        {"trajectory_uid": "café", "outcome": "accepted"},
+    )
+    await agent.post("/v1/complete_trajectory", {"trajectory_uid": "café"})
+    assert (await agent.post("/v1/rewards", {**reward, "reward": 0.75}))[1]["outcome"] == "accepted"
+    [trajectory] = world.pool.core.lease_batch(1, "train", now=0.0).groups[0].trajectories
+    assert trajectory.reward == 0.75
+    assert (await agent.post("/v1/rewards", reward))[1]["outcome"] == "late"
+
+
+async def test_a_reward_finds_its_trajectory_whatever_channel_it_is_in(
+    world: Any, worlds: Any, agents: Any
+) -> None:
+    agent = agents(world)
+    init = {"trajectory_uid": "t1", "channel": "games"}
+    _, got = await agent.post("/init_trajectory", init)
+    await agent.say(user("hi"), under=got["base_url"].removeprefix(world.url))
+    restarted = await worlds(pool=world.pool)
+    agent = agents(restarted)
+    reward = {"trajectory_uid": "t1", "reward": 1}
+    assert (await agent.post("/v1/rewards", reward))[1]["outcome"] == "accepted"
+    assert (await agent.post("/v1/complete_trajectory", reward))[1]["outcome"] == "complete"
+    [trajectory] = world.pool.core.lease_batch(1, "games", now=0.0).groups[0].trajectories
+    assert trajectory.reward == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/complete_trajectory", "/v1/rewards"])
+async def test_a_trajectory_that_nobody_knows_is_404(world: Any, agents: Any, path: str) -> None:
+    status, got = await agents(world).post(path, {"trajectory_uid": "what", "reward": 1})
+    assert status == 404
+    assert got["error"]["param"] == "trajectory_uid"
+
+
+# -- channels --------------------------------------------------------------------------------
+
+ADMIN, SUPPORT, OTHER = (
+    "an-admin-key-of-32-characters-00",
+    "support-key-of-this",
+    "other-key-of-this",
+)
+KEYS: Any = {
+    "admin_keys": [ADMIN],
+    "agent_keys": {"support": {"key": SUPPORT, "channel": "support"}, "other": {"key": OTHER}},
+}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def channels(world: Any) -> list[str]:
+    return [channel for _, channel in world.pool.steps]
+
+
+async def test_a_key_has_a_channel_of_its_own(worlds: Any, agents: Any) -> None:
+    world = await worlds(**KEYS)
+    agent = agents(world)
+    await agent.say(user("hi"), **bearer(SUPPORT))
+    await agent.say(user("hi"), **bearer(OTHER))
+    await agent.say(user("hi"), under="/t1/p1", **bearer(SUPPORT))
+    await agent.say(user("hi"), **bearer(SUPPORT), **{"x-session-id": "s1"})
+    _, got = await agent.post("/v1/groups", {"n": 1}, **bearer(SUPPORT))
+    [opened] = got["trajectories"]
+    await agent.say(user("hi"), **bearer(opened["api_key"]))
+    assert channels(world) == ["support", "train", "support", "support", "support"]
+    status, got = await agent.post("/v1/groups", {"n": 1, "channel": "train"}, **bearer(SUPPORT))
+    assert status == 403
+    assert "this API key is for channel 'support'" in got["error"]["message"]
+    register = {"channel": "train"}
+    status, _ = await agent.post("/t2/p2/v1/register_trajectory", register, **bearer(SUPPORT))
+    assert status == 403
+
+
+async def test_first_prompts_of_two_channels_form_no_group_together(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(groups=FORMED, **KEYS)
+    for key in (SUPPORT, OTHER, SUPPORT):
+        await agents(world).say(user("hi"), **bearer(key))
+    first, second, third = groups(world)
+    assert first == third != second
+
+
+async def test_a_trajectorys_key_closes_and_scores_no_other_one(worlds: Any, agents: Any) -> None:
+    world = await worlds(**KEYS)
+    agent = agents(world)
+    _, got = await agent.post("/v1/groups", {"n": 2}, **bearer(OTHER))
+    mine, other = got["trajectories"]
+    for path in ("/v1/complete_trajectory", "/v1/rewards"):
+        body = {"trajectory_uid": other["trajectory_uid"], "reward": 1}
+        assert (await agent.post(path, body, **bearer(mine["api_key"])))[0] == 403
+    assert (await agent.post("/v1/groups", {"n": 1}, **bearer(mine["api_key"])))[0] == 403
+
+
+async def test_a_share_of_the_groups_is_held_out_whole(worlds: Any, agents: Any) -> None:
+    world = await worlds(groups=FORMED, holdout=0.5)
+    agent = agents(world)
+    for i in range(24):
+        await agent.say(user(f"hi {i // 2}"))
+    by_group: dict[str, set[str]] = {}
+    for step, channel in world.pool.steps:
+        by_group.setdefault(step.prompt_uid, set()).add(channel)
+    assert len(by_group) == 12
+    assert all(len(each) == 1 for each in by_group.values())
+    assert {channel for each in by_group.values() for channel in each} == {"train", "val"}
+
+
+async def test_who_chose_a_channel_gets_it_whatever_is_held_out(worlds: Any, agents: Any) -> None:
+    world = await worlds(holdout=0.99)
+    agent = agents(world)
+    for i in range(4):
+        opening = {"trajectory_uid": f"t{i}", "prompt_uid": f"p{i}", "channel": "train"}
+        await agent.post("/init_trajectory", opening)
+        await agent.say(user("hi"), under=f"/t{i}/p{i}")
+    assert set(channels(world)) == {"train"}

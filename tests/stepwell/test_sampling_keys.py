@@ -12,7 +12,7 @@ from stepwell.trainer.errors import ConfigError
 
 
 def chosen(config: RunConfig) -> dict[str, ChannelSampling]:
-    return channel_sampling(config.rollout, config.validation, config.gateway.channel)
+    return channel_sampling(config.rollout, config.validation, config.gateway.channels)
 
 
 def test_validation_samples_as_rollouts_do_but_for_the_keys_of_its_own() -> None:

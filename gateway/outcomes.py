@@ -1,0 +1,81 @@
+"""This module closes and scores trajectories by their uid alone, so that agents that know no URL
+and rewards that come late reach them.
+
+    trajectory_uid ──known here──► its channel ──► the pool
+        └──any other──► the channels, one after the other, until one knows it
+
+Does not own: trajectories that are open here (`trajectories.py`), until when a reward counts (the
+pool).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
+
+from stepwell.datapool.errors import UnknownTrajectoryError
+from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.trajectories import TrajectoryStore
+
+T = TypeVar("T")
+
+
+class Outcomes:
+    """Owned by the app's lifespan."""
+
+    def __init__(
+        self, config: GatewayConfig, pool: PoolPort, trajectories: TrajectoryStore
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._trajectories = trajectories
+
+    async def complete(
+        self, uid: str, reward: float | None, metadata: Mapping[str, Any]
+    ) -> TrajectoryOutcome:
+        """
+        Raises:
+            UnknownTrajectoryError: no channel knows it.
+            TrajectoryClosedError: the gateway's or the pool's: it was closed otherwise.
+            PoolUnavailableError
+        """
+        if (live := self._trajectories.known(uid)) is not None:
+            return await live.complete(reward, metadata)
+        return await self._first(
+            uid,
+            lambda channel: self._pool.complete_trajectory(
+                uid, reward=reward, metadata=dict(metadata), channel=channel
+            ),
+        )
+
+    async def score(self, uid: str, reward: float) -> SubmitOutcome:
+        """The reward of a trajectory from now on; `late` once its group was leased.
+
+        Raises:
+            UnknownTrajectoryError: no channel knows it.
+            PoolUnavailableError
+        """
+        return await self._first(
+            uid, lambda channel: self._pool.set_reward(uid, reward, channel=channel)
+        )
+
+    async def _first(self, uid: str, do: Callable[[str], Awaitable[T]]) -> T:
+        """What the first channel answers that knows the trajectory."""
+        known = self._trajectories.channel(uid)
+        tried = dict.fromkeys(self._config.channels if known is None else (known,))
+        for channel in tried:
+            try:
+                return await self._ask(do(channel))
+            except UnknownTrajectoryError:
+                continue
+        for channel in (await self._ask(self._pool.get_statistics())).keys() - tried:
+            try:
+                return await self._ask(do(channel))
+            except UnknownTrajectoryError:
+                continue
+        raise UnknownTrajectoryError(f"trajectory {uid!r} is unknown in every channel")
+
+    async def _ask(self, answer: Awaitable[T]) -> T:
+        return await ask(answer, self._config.pool_timeout_s)

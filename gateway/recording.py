@@ -1,0 +1,111 @@
+"""This module decides what becomes of calls that cannot be stored, so that an agent gets its answer
+whatever the pool does.
+
+    refuse            the call answers 503, as long as the pool does not answer
+    serve_unrecorded  pool away, full or slow ──► the call is answered; its trajectory is given up
+                          │                         and the pool is to abort it, when it answers
+                          └── till then: conversations that begin are not offered to it either
+
+A trajectory with a call that is not stored is given up as a whole: its reward would be credited to
+a part of what earned it, and its group would compare an episode with a piece of one. With the abort
+a commit whose answer was lost leaves nothing half-stored either.
+
+Owns: how long the pool is waited for, the aborts that it is owed, how many calls were not stored
+and why. Does not own: the calls (`calls.py`), the state of a trajectory (`trajectories.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final, Literal, TypeAlias
+
+from stepwell.datapool.errors import DataPoolError
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.errors import ChannelFullError, PoolUnavailableError
+from stepwell.gateway.pool_port import PoolPort, ask
+
+log = logging.getLogger(__name__)
+
+Unrecorded: TypeAlias = Literal["asked", "undeclared", "pool_failure", "closed"]
+"""Why a call is answered and not stored: its client asked for that; nobody declared its group; the
+pool failed; its trajectory was closed before its reply."""
+
+POOL_FAILURE: Final = "pool_failure"
+RETRY_S = 1.0
+"""Between two tries of an abort."""
+
+
+class Recording:
+    """Owned by the app's lifespan."""
+
+    def __init__(self, pool: PoolPort, config: GatewayConfig) -> None:
+        self.serves_unrecorded = config.on_pool_failure == "serve_unrecorded"
+        self.pool = pool
+        self.timeout_s = config.pool_timeout_s
+        self.room_s = config.queue_timeout_s
+        self.unrecorded: Counter[Unrecorded] = Counter()
+        """Calls that were answered, by why they are not stored."""
+        self._patience_s = config.pool_patience_s
+        self.is_away = False
+        """The pool failed a call and has not answered since."""
+        self._owed: dict[tuple[str, str], None] = {}
+        """(channel, trajectory_uid) that the pool is to abort."""
+        self._settler: asyncio.Task[None] | None = None
+
+    def statistics(self, n_stored: int) -> dict[str, Any]:
+        n = self.unrecorded.total()
+        return {
+            "unrecorded": dict(self.unrecorded),
+            "unrecorded_share": n / (n + n_stored) if n else 0.0,
+            "owed_aborts": len(self._owed),
+        }
+
+    @asynccontextmanager
+    async def patience(self) -> AsyncIterator[None]:
+        """
+        Raises:
+            PoolUnavailableError: the body took longer than an agent is to wait.
+        """
+        try:
+            async with asyncio.timeout(self._patience_s):
+                yield
+        except TimeoutError as e:
+            raise PoolUnavailableError(
+                f"the DataPool did not answer within {self._patience_s:g} s "
+                "(gateway.pool_patience_s)"
+            ) from e
+
+    def give_up(self, channel: str, uid: str, why: PoolUnavailableError) -> None:
+        """A trajectory is not stored any more, because the pool failed."""
+        log.warning("trajectory %s is not recorded any more: %s", uid, why)
+        if isinstance(why, ChannelFullError):
+            return  # nothing of it was applied
+        self.is_away = True
+        self._owed[channel, uid] = None
+        if self._settler is None or self._settler.done():
+            self._settler = asyncio.create_task(self._settle())
+
+    async def close(self) -> None:
+        if self._settler is not None:
+            self._settler.cancel()
+            await asyncio.wait([self._settler])
+
+    async def _settle(self) -> None:
+        while self._owed:
+            channel, uid = next(iter(self._owed))
+            try:
+                abort = self.pool.abort_trajectory(uid, POOL_FAILURE, channel=channel)
+                await ask(abort, self._patience_s)
+            except PoolUnavailableError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            except DataPoolError as e:  # it never heard of it, or has closed it
+                log.debug("%s needs no abort: %s", uid, e)
+            except Exception:  # a bug: an abort that is owed for good would stop all recording
+                log.exception("aborting %s failed", uid)
+            self.is_away = False
+            del self._owed[channel, uid]
