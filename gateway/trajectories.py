@@ -31,7 +31,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -44,6 +44,7 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.listing import TrajectoryRow
 from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY, Step
 from stepwell.gateway.config import REMEMBERED
@@ -212,6 +213,7 @@ class LiveTrajectory:
         """
         if self._is_unrecorded():
             return False
+        rows: Sequence[TrajectoryRow] = ()
         async with self._or_unrecorded():
             page = await ask(
                 self._pool.list_trajectories(
@@ -219,8 +221,8 @@ class LiveTrajectory:
                 ),
                 self._timeout_s,
             )
-            return bool(page.items)
-        return False
+            rows = page.items
+        return bool(rows)
 
     async def catch_up(self) -> bool:
         """Read what other gateways stored since; whether that was anything.

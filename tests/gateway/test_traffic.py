@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from typing import Any
 
 import aiohttp
 import pytest
+
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.pool import DataPool
+from tests.gateway.conftest import LocalPool
 
 VERSION, TRAJECTORY = "x-stepwell-version", "x-stepwell-trajectory"
 
@@ -416,3 +422,208 @@ async def test_who_chose_a_channel_gets_it_whatever_is_held_out(worlds: Any, age
         await agent.post("/init_trajectory", opening)
         await agent.say(user("hi"), under=f"/t{i}/p{i}")
     assert set(channels(world)) == {"train"}
+
+
+# -- calls that are not recorded -------------------------------------------------------------
+
+SERVES: Any = {"on_pool_failure": "serve_unrecorded", "pool_patience_s": 0.2}
+
+
+class FailingPool(LocalPool):
+    """A pool that can be away: it refuses everything, or does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_away = self.is_silent = False
+        self.aborted: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if not asyncio.iscoroutinefunction(found):
+            return found
+
+        async def asked(*args: Any, **options: Any) -> Any:
+            if self.is_silent:
+                await asyncio.Event().wait()
+            if self.is_away:
+                raise ConnectionError("the pool is away")
+            return await found(*args, **options)
+
+        return asked
+
+    async def abort_trajectory(self, trajectory_uid: str, *args: Any, **options: Any) -> Any:
+        self.aborted.append(trajectory_uid)
+        return await super().abort_trajectory(trajectory_uid, *args, **options)
+
+
+async def recording(agent: Agent) -> Any:
+    async with agent.session.get(f"{agent.url}/statistics") as answer:
+        return (await answer.json())["recording"]
+
+
+async def until_settled(agent: Agent) -> None:
+    async with asyncio.timeout(10):
+        while (await recording(agent))["owed_aborts"]:  # noqa: ASYNC110 - what a user can see
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("how", ["is_away", "is_silent"])
+@pytest.mark.parametrize("stream", [False, True], ids=["json", "stream"])
+@pytest.mark.parametrize("path", CALLS)
+async def test_without_the_pool_an_agent_gets_its_answer_all_the_same(
+    worlds: Any, agents: Any, how: str, stream: bool, path: str
+) -> None:
+    world = await worlds(pool=FailingPool(), **SERVES)
+    agent = agents(world)
+    setattr(world.pool, how, True)
+    ends = dict(zip(CALLS, ["[DONE]", "[DONE]", "response.completed", "message_stop"], strict=True))
+    body = {"model": "m", "stream": stream, **CALLS[path]}
+    status, got = await agent.post(f"/v1/{path}", body)
+    assert status == 200
+    assert not stream or ends[path] in got
+    assert stream or "fine" in json.dumps(got)
+    assert (await recording(agent))["unrecorded"] == {"pool_failure": 1}
+    setattr(world.pool, how, False)
+    await until_settled(agent)
+    status, _ = await agent.post(f"/v1/{path}", body)
+    assert status == 200
+    [step] = world.pool.stored()
+    assert step.trajectory_uid == agent.headers[TRAJECTORY]
+    assert (await recording(agent))["unrecorded_share"] == 0.5
+
+
+@pytest.mark.parametrize("how", ["is_away", "is_silent", "before", "after"])
+@pytest.mark.parametrize("under", ["", "/t1/p1"], ids=["conversation", "url"])
+async def test_a_trajectory_with_a_hole_is_aborted_and_its_agent_hears_nothing_of_it(
+    worlds: Any, agents: Any, how: str, under: str
+) -> None:
+    world = await worlds(pool=FailingPool(), **SERVES)
+    agent = agents(world)
+    said = [user("hi")]
+    for turn in range(4):
+        if how in ("before", "after"):
+            world.pool.failures = [how] if turn == 1 else []
+        else:
+            setattr(world.pool, how, turn == 1)
+        reply = await agent.say(*said, under=under)
+        said += [{"role": "assistant", "content": reply}, user(f"and {turn}?")]
+    uid = agent.headers[TRAJECTORY]
+    await until_settled(agent)
+    assert world.pool.aborted == [uid]
+    done = {"trajectory_uid": uid, "reward": 1}
+    assert (await agent.post("/v1/complete_trajectory", done))[1]["outcome"] == "aborted"
+    assert world.pool.core.lease_batch(1, "train", now=0.0) is None
+    assert (await recording(agent))["unrecorded"] == {"pool_failure": 3}
+    # Each turn went on from what was said before, token for token.
+    sent = [r["input_ids"] for r in world.engine.requests]
+    for before, after in itertools.pairwise(sent):
+        assert after[: len(before)] == before
+    await agent.say(user("something new"))
+    assert world.pool.stored()[-1].trajectory_uid == agent.headers[TRAJECTORY] != uid
+
+
+async def test_by_default_a_pool_that_is_away_refuses(worlds: Any, agents: Any) -> None:
+    world = await worlds(pool=FailingPool())
+    world.pool.is_away = True
+    status, got = await agents(world).post("/v1/chat/completions", {"messages": [user("hi")]})
+    assert (status, got["error"]["code"]) == (503, "pool_unavailable")
+
+
+async def test_a_full_channel_delays_no_agent(worlds: Any, agents: Any) -> None:
+    pool = LocalPool()
+    full = ChannelConfig(max_queue_size=1, overflow="block")
+    pool.core = DataPool(PoolConfig(default=full))
+    world = await worlds(pool=pool, **SERVES)
+    agent = agents(world)
+    for _ in range(3):
+        assert await agent.say(user("hi")) == "fine"
+        await agent.post("/v1/complete_trajectory", {"trajectory_uid": agent.headers[TRAJECTORY]})
+    assert len(world.pool.stored()) == 1
+    assert (await recording(agent))["unrecorded"] == {"pool_failure": 2}
+    assert world.pool.core.lease_batch(1, "train", now=0.0) is not None
+    await agent.say(user("hi"))
+    assert len(world.pool.stored()) == 2
+
+
+async def test_a_conversation_whose_group_was_served_is_answered_and_goes_on_in_another(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(groups=FORMED)
+    agent, other = agents(world), agents(world)
+    world.say("what my agent hears")
+    said = [user("hi"), {"role": "assistant", "content": await agent.say(user("hi"))}]
+    first = agent.headers[TRAJECTORY]
+    await other.say(user("hi"))
+    await other.post("/v1/complete_trajectory", {"trajectory_uid": other.headers[TRAJECTORY]})
+    world.pool.core.tick(now=61.0)
+    assert world.pool.core.lease_batch(8, "train", now=61.0) is not None
+    for turn in range(2):
+        said += [user(f"and {turn}?")]
+        said += [{"role": "assistant", "content": await agent.say(*said)}]
+    assert (await recording(agent))["unrecorded"] == {"closed": 1}
+    assert world.pool.stored()[-1].trajectory_uid == agent.headers[TRAJECTORY] != first
+
+
+@pytest.mark.parametrize("path", CALLS)
+@pytest.mark.parametrize("under", ["", "/t1/p1"], ids=["conversation", "url"])
+async def test_a_call_that_is_not_to_be_recorded_leaves_nothing(
+    world: Any, agents: Any, path: str, under: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    agent = agents(world)
+    secret = json.loads(json.dumps(CALLS[path]).replace('"hi"', '"unspeakable"'))
+    for stream in (False, True):
+        body = {"model": "m", "stream": stream, **secret}
+        status, got = await agent.post(f"{under}/v1/{path}", body, **{"x-stepwell-record": "false"})
+        assert status == 200
+        assert VERSION in agent.headers
+        assert TRAJECTORY not in agent.headers
+    assert "unspeakable" in world.tokenizer.decode(world.engine.requests[0]["input_ids"])
+    assert world.pool.stored() == []
+    counts = world.pool.core.get_statistics("train", now=0.0)
+    assert (counts["groups"]["submitted"], counts["trajectories"]["submitted"]) == (0, 0)
+    assert len(world.gateway.trajectories) == 0
+    assert "unspeakable" not in caplog.text
+    assert (await recording(agent))["unrecorded"] == {"asked": 2}
+    if path == "responses":
+        response_id = json.loads(got.split("data: ")[-1].split("\n")[0])["response"]["id"]
+        async with agent.session.get(f"{world.url}/v1/responses/{response_id}") as answer:
+            assert answer.status in (400, 404)
+
+
+async def test_a_conversation_goes_on_exactly_around_a_call_that_is_not_recorded(
+    world: Any, agents: Any
+) -> None:
+    agent = agents(world)
+    said = [user("hi")]
+    for turn in range(3):
+        headers = {"x-stepwell-record": "false"} if turn == 1 else {}
+        world.say(f"reply {turn}")
+        reply = await agent.say(*said, **headers)
+        said += [{"role": "assistant", "content": reply}, user(f"and {turn}?")]
+    first, last = world.pool.stored()
+    assert (last.trajectory_uid, last.parent_index) == (first.trajectory_uid, 0)
+    world.check_exact()
+
+
+async def test_a_header_that_says_neither_is_refused(world: Any, agents: Any) -> None:
+    body = {"messages": [user("hi")]}
+    status, got = await agents(world).post(
+        "/v1/chat/completions", body, **{"x-stepwell-record": "maybe"}
+    )
+    assert (status, got["error"]["param"]) == (400, "x-stepwell-record")
+
+
+async def test_statistics_tell_the_latency_that_the_gateway_adds(world: Any, agents: Any) -> None:
+    agent = agents(world)
+    gate = asyncio.Event()
+    world.say("slow", gate=gate)
+    calls = asyncio.create_task(agent.say(user("hi")))
+    await world.engine.arrived.wait()
+    await asyncio.sleep(0.3)
+    gate.set()
+    await calls
+    async with agent.session.get(f"{world.url}/statistics") as answer:
+        added = (await answer.json())["added_latency"]
+    assert added["calls"] == 1
+    assert 0 < added["p50_ms"] == added["p99_ms"] < 300, "the engine's time is not the gateway's"
