@@ -80,10 +80,12 @@ class Display:
         self._status = "training"
         self._rewards.append(float(record["reward/mean"]))
         self._progress.update(self._task, completed=record["step"])
-        tools = "" if record["tool_use"] is None else f"tool use {record['tool_use']:.2f}  "
+        tool_use, no_signal = record["tool_use"], record.get("groups/no_signal")
+        tools = "" if tool_use is None else f"tool use {tool_use:.2f}  "
+        flat = "" if no_signal is None else f"no signal {no_signal:.0%}  "
         line = (
-            f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  {tools}"
-            f"no signal {_no_signal(record)}  lag {record['staleness/mean']:.2f}  "
+            f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  {tools}{flat}"
+            f"lag {record['staleness/mean']:.2f}  "
             f"{_loss(record)}  ready {record['pool/ready']}  "
             f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
             f"{_failures(record)}"
@@ -148,7 +150,8 @@ class Display:
             table.add_row("reward", f"{r['reward/mean']:.3f}  {sparkline(self._rewards)}")
             if r["tool_use"] is not None:
                 table.add_row("tool use", f"{r['tool_use']:.2f}")
-            table.add_row("no signal", f"{_no_signal(r)} of groups: all rewards equal")
+            if (share := r.get("groups/no_signal")) is not None:
+                table.add_row("no signal", f"{share:.0%} of groups: all rewards equal")
             table.add_row(
                 "staleness",
                 f"mean {r['staleness/mean']:.2f}  max {r['staleness/max']:.2f} versions, "
@@ -172,10 +175,6 @@ def _loss(record: Mapping[str, Any]) -> str:
     if "loss" in record:
         return f"loss {record['loss']:+.4f}"
     return f"warm-up of the critic, loss {record['critic/loss']:.4f}"
-
-
-def _no_signal(record: Mapping[str, Any]) -> str:
-    return f"{record.get('groups/no_signal', 0.0):.0%}"
 
 
 def _failures(record: Mapping[str, Any]) -> str:

@@ -125,7 +125,9 @@ async def _run(config: RunConfig, source: PromptSource | None) -> dict[str, Any]
                 f"RAY_ADDRESS is {other!r}, which is not joined: cluster.address is null, so this "
                 "run has a Ray of its own; cluster.address=auto joins it"
             )
-        display.status("starting Ray, the pool, the engine and the gateway")
+        display.status(
+            f"starting Ray, the pool, the gateway and an engine with {config.model.path}"
+        )
         async with start_run(config) as cluster:
             where = f"Ray at {cluster.ray.address}, namespace {cluster.ray.namespace}"
             display.status(f"gateway at {cluster.gateway_url}; {where}")
