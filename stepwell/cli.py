@@ -34,7 +34,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stepwell.trainer.errors import ConfigError, TrainerError
+from stepwell.trainer.errors import INTERRUPTED, ConfigError, TrainerError
 from stepwell.version import __version__
 
 if TYPE_CHECKING:
@@ -343,7 +343,7 @@ async def interruptible(work: Coroutine[Any, Any, T]) -> T:
             os._exit(130)
         interrupted = True
         os.write(2, b"stepwell: stopping; once more ends it at once\n")
-        loop.call_soon_threadsafe(task.cancel)
+        loop.call_soon_threadsafe(task.cancel, INTERRUPTED)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

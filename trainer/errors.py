@@ -20,6 +20,10 @@ the matching built-in::
 
 from __future__ import annotations
 
+INTERRUPTED = "interrupted by the user"
+"""Message of a task's cancellation that ends a run as its user asks, which may save; any other
+cancellation means that a part of the run is gone."""
+
 
 class TrainerError(Exception):
     """Base of all errors that the trainer raises."""

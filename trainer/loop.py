@@ -34,6 +34,7 @@ from stepwell.backends.config import PublishMode
 from stepwell.backends.critic import Critic
 from stepwell.backends.weights import Publication
 from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import TRAIN, Group
 from stepwell.trainer.advantages import baselined, compute_advantages
@@ -46,7 +47,7 @@ from stepwell.trainer.checkpoint import (
 )
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import StarvedError
+from stepwell.trainer.errors import INTERRUPTED, StarvedError
 from stepwell.trainer.flat_rewards import FlatRewards
 from stepwell.trainer.kl import kl_in_reward, next_coef
 from stepwell.trainer.losses import loss_columns, make_loss_fn
@@ -129,6 +130,8 @@ class Trainer:
         self.keeper = keeper
         self._consumed: set[str] = set()
         """prompt_uids of the batches since the last checkpoint."""
+        self._untrained = 0
+        """Mini-batches of the batch that is trained that are still to come."""
         self._phases = Phases()
         self._publishing = asyncio.Lock()
         self._overdue = False
@@ -148,21 +151,61 @@ class Trainer:
             self.keeper,
             aclosing(self._batches(math.inf if until is None else until)) as batches,
         ):
-            async for batch in batches:
-                async for record in self._train_on(await self._worth_training(batch)):
-                    yield record
-                    self._mark = time.monotonic()  # what the consumer did meanwhile is not training
+            try:
+                async for batch in batches:
+                    groups = await self._worth_training(batch)
+                    async with aclosing(self._to_its_end(self._train_on(groups))) as records:
+                        async for record in records:
+                            yield record
+                            self._mark = time.monotonic()  # the consumer's time is not training
+            except (asyncio.CancelledError, GeneratorExit) as e:
+                if isinstance(e, GeneratorExit) or e.args == (INTERRUPTED,):
+                    await self._save_interrupted()
+                raise
             await self.published()
             if self._consumed:
                 await self.checkpoint()
+
+    async def _to_its_end(
+        self, records: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The records of a batch. A user's interruption waits until its optimizer steps are done,
+        counted and in the ledger: half a batch can neither be saved nor taken back."""
+        cancelled: asyncio.CancelledError | None = None
+        async with aclosing(records):
+            while True:
+                coming = asyncio.ensure_future(anext(records, None))
+                try:
+                    record = await asyncio.shield(coming)
+                except asyncio.CancelledError as e:
+                    if cancelled is not None or coming.cancelled() or e.args != (INTERRUPTED,):
+                        coming.cancel()
+                        raise
+                    cancelled, record = e, await coming
+                if record is None:
+                    break
+                yield record
+        if cancelled is not None:
+            raise cancelled
+
+    async def _save_interrupted(self) -> None:
+        """A checkpoint of where an interrupted run stands, unless a batch is half trained."""
+        if not (self.config.checkpoint_on_interrupt and self._consumed) or self._untrained:
+            return
+        try:
+            await self.checkpoint()
+        except DataPoolError as e:  # it is on disk: the next process acks what it was trained on
+            log.warning("the pool does not hear of the last checkpoint: %s", e)
+        self._tell(f"saved at optimizer step {self.progress.updates}; the same command goes on")
 
     async def _worth_training(self, batch: Sequence[Group]) -> list[Group]:
         """The scored groups of a batch; where a filter (or a missing score) took some out, others
         take their place, until it is whole or generation has ended."""
         groups: list[Group] = []
+        consumed: set[str] = set()
         size, coming = len(batch), batch
         for refill in count():
-            self._consumed |= {group.prompt_uid for group in coming}
+            consumed |= {group.prompt_uid for group in coming}
             with self._phases("score"):
                 scored = await self.scorer.score(coming, self.producer.min_n)
             self._flat.see(scored)
@@ -177,6 +220,7 @@ class Trainer:
             if more is None:
                 break
             coming = more
+        self._consumed |= consumed
         return groups
 
     async def _train_on(self, groups: Sequence[Group]) -> AsyncGenerator[dict[str, Any], None]:
@@ -189,7 +233,9 @@ class Trainer:
         with self._phases("prepare"):
             batch, mini_batches, metrics = await self._compute(self._prepare, groups)
         before = self.progress.updates
-        for indices in mini_batches:
+        for self._untrained, indices in zip(
+            reversed(range(len(mini_batches))), mini_batches, strict=True
+        ):
             await self._borrow_memory()
             with self._phases("train"):
                 update = await self._compute(self._optimize, batch, indices)

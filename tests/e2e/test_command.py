@@ -181,7 +181,10 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> No
     assert found.doubled == ()
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_and_leaves_no_process(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     process = subprocess.Popen(
         command(tmp_path, "trainer.total_steps=1000"),
         cwd=ROOT,
@@ -201,8 +204,11 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
             pytest.fail(f"training never started:\n{output}")
         children = psutil.Process(process.pid).children(recursive=True)
         assert children
-        # To the whole foreground group, as a terminal does.
-        os.killpg(process.pid, signal.SIGINT)
+        if number == signal.SIGINT:
+            # To the whole foreground group, as a terminal does.
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         output += process.communicate(timeout=60)[0]
     finally:
         if process.poll() is None:
@@ -211,6 +217,10 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     assert process.returncode == 130, output
     assert "interrupted" in output
     assert "Traceback" not in output
+    assert "received at time" not in output  # a stack of Ray's C++ part
+    step = records_of(tmp_path)[-1]["step"]
+    assert f"saved at optimizer step {step}; the same command goes on" in output
+    assert (tmp_path / "checkpoints" / f"step_{step}").is_dir()
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive, [p.cmdline()[:3] for p in alive]
 
