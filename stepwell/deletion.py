@@ -13,12 +13,15 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
 from stepwell.connection import connect
 from stepwell.datapool.deletion import delete_from_export, delete_from_journals
+from stepwell.datapool.errors import JournalError
 from stepwell.datapool.records import Deleted
+from stepwell.datapool.salvage import journals_in
 from stepwell.run_file import GatewayPart, holder, journal_folder, live_run
 
 GATEWAY_S = 10.0
@@ -46,8 +49,7 @@ async def delete(
             notes += _forget(run.gateway, list(uids))
     else:
         found = delete_from_journals(journal_folder(run_dir), trajectory_uid, tag)
-    folder = journal_folder(run_dir).absolute()
-    lines = [f"{folder}: deleted {_named(found.trajectories)}"]
+    lines = [f"{run_dir}: deleted {_named(found.trajectories)}"]
     if found.leased:
         lines.append(
             f"a trainer has {_named(found.leased)}: nobody else gets them, and they are deleted "
@@ -56,9 +58,16 @@ async def delete(
     lines += notes
     for path in exports:
         lines.append(f"{path}: deleted {_named(delete_from_export(path, trajectory_uid, tag))}")
-    for aside in sorted({*folder.glob("*.damaged*"), *folder.parent.glob("*.damaged*")}):
+    for aside in _copies(journal_folder(run_dir)):
         lines.append(f"{aside}: a copy of a damaged journal, not searched; remove it")
     return lines
+
+
+def _copies(path: Path) -> Iterator[Path]:
+    """What `salvage` put aside."""
+    with suppress(JournalError):  # a live pool may have no journal
+        for folder in journals_in(path):
+            yield from sorted(folder.parent.glob(f"{folder.name}.damaged*"))
 
 
 def _named(uids: Sequence[str]) -> str:

@@ -118,7 +118,7 @@ def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Pa
                 text=True,
                 check=True,
             )
-            assert f"{folder / 'pool'}: deleted 0 trajectories\n" == done.stdout
+            assert done.stdout == f"{folder}: deleted 0 trajectories\n"
 
         *counts, refused = ask(TWO_AT_ONCE, one, two)
         assert counts == ["0", "0", "0"]
