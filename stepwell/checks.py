@@ -3,9 +3,9 @@ within seconds and costs nothing that was there.
 
     1  the run's folder        is it free, and can it be written?                  milliseconds
     2  files, ports, devices   model, memory, disk, engine, what logs go to        milliseconds
-    3  foreign code            agent, rewards, selections, plug-ins are imported   as they take
-    4  the checkpoint          is it there, and of this model and data?
-    5  the data                every row is read
+    3  the data                every row is read
+    4  foreign code            agent, rewards, selections, plug-ins are imported   as they take
+    5  the checkpoint          is it there, and of this model and data?
     6  the architecture        is it one of transformers'?                         loads torch
 
 The mistakes of one stage are told together; a later stage is only looked at when the one before has
@@ -95,10 +95,10 @@ def check_attached(config: RunConfig) -> Checked:
         ConfigError: as `check_run`.
     """
     _all((device, policy, memory, wandb, tensorboard), config)
+    prompts = None if config.data is None else training_prompts(config)
     _all((agent, reward, backend, selections), config)
     if config.trainer.load_debug_rollout_data is None:
         _all((disk, checkpoint), config)
-    prompts = None if config.data is None else training_prompts(config)
     if prompts is not None and config.trainer.load_debug_rollout_data is None:
         about = _resumed(config)
         if about is not None:

@@ -194,7 +194,7 @@ MISTAKES = (
     Mistake(
         "tasks with another key",
         train(tasks("other_key.jsonl")),
-        ("other_key.jsonl:1", "no question", "prompt_key", "instruction"),
+        ("other_key.jsonl:1", "no 'question'", "prompt_key", "instruction"),
     ),
     Mistake(
         "no such model folder", train("model.path=/models/none"), ("model.path", "/models/none")
@@ -219,7 +219,8 @@ MISTAKES = (
     Mistake(
         "more GPUs than there are",
         ("stepwell", "train", "--config", "sglang_qwen3", "--dry-run", "--gpus", "2"),
-        ("GPU", "2"),
+        ("needs 8 GPUs", "has 2"),
+        LOADED,  # Ray, which knows the nodes of a cluster
     ),
     Mistake(
         "to attach to a folder that is no run's",
@@ -242,7 +243,7 @@ MISTAKES = (
     Mistake(
         "an agent with a syntax error",
         train("rollout.agent=unclosed:agent"),
-        ("rollout.agent", "unclosed.py:1", "never closed"),
+        ("rollout.agent", "unclosed.py", "line 1", "never closed"),
         LOADED,
     ),
     Mistake(

@@ -184,6 +184,16 @@ def test_mistakes_of_one_kind_are_told_together(
     assert "rollout.reward" in reward
 
 
+def test_a_mistake_in_the_tasks_costs_no_import_of_the_agent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    tasks = f"data.train.path={folder}/broken.jsonl"
+    assert main(train(folder, "rollout.agent=checks_raises:agent", tasks)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "broken.jsonl:2" in line
+
+
 def test_a_live_run_is_named_before_the_port_that_it_holds(
     folder: Path, taken: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
