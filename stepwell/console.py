@@ -94,7 +94,7 @@ class Display:
         if self._mode == "plain":
             self._line(line)
         if warning := record.get("warning"):
-            log.warning(warning)
+            log.info("warning: %s", warning)  # a warning would be on the terminal a second time
             if self._mode != "quiet":
                 self._line(f"warning: {warning}")
 

@@ -6,6 +6,7 @@ from typing import Literal
 import pytest
 
 from stepwell.console import Display, sparkline
+from stepwell.datapool.process import logging_to
 
 RECORD = {
     "step": 3,
@@ -75,12 +76,15 @@ def test_without_tools_nothing_is_said_of_them(
 
 
 @pytest.mark.parametrize("mode", ["plain", "rich"])
-def test_a_warning_is_shown_on_any_console(
-    capsys: pytest.CaptureFixture[str], mode: Literal["plain", "rich"]
+def test_a_warning_is_shown_once_on_any_console_and_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: Literal["plain", "rich"]
 ) -> None:
-    with Display("demo", 5, mode) as display:
-        display.step(RECORD | {"warning": "nothing to learn from"})
-    assert "warning: nothing to learn from" in capsys.readouterr().out
+    with logging_to(tmp_path / "trainer.log"), Display("demo", 5, mode) as display:
+        display.step(RECORD | {"warning": "little to learn from"})
+    shown = capsys.readouterr()
+    assert shown.out.count("warning: little to learn from") == 1
+    assert shown.err == ""
+    assert "warning: little to learn from" in (tmp_path / "trainer.log").read_text()
 
 
 def test_the_live_display_shows_reward_staleness_queue_speed_and_eta() -> None:
