@@ -1,0 +1,227 @@
+"""`python -m benchmarks live [--minutes M] [--seed S]`: the traffic of a service trains its model.
+
+    stepwell serve          ├──────────────────────────────────────────────────────────────┤
+    the service, 20 agents      ├──────────────────────────────────────────────────────────┤
+    stepwell train --attach          ├──────────✗ kill -9    ├───────────────────┤ ├ the end ┤
+                                ├ ① ┤                                        ├ ② ┤
+
+① and ② are the first and the last tenth of the minutes; the trainer is attached after the first
+tenth, killed in the middle and attached again a twentieth later. At the end it is interrupted and
+attached once more for two optimizer steps, so that the books are closed by a checkpoint. Then the
+books are compared: the service's own log (`examples/live/service.py` repeats no call), the
+trainer's ledger, the pool's sums and the gateway's statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import aiohttp
+import orjson
+
+from benchmarks.checks import BenchResult, Check
+from stepwell import connect
+from stepwell.datapool.types import TRAIN
+from stepwell.trainer.checkpoint import CheckpointStore
+from stepwell.trainer.ledger import LEDGER, NOT_TRAINED, audit
+
+WINDOW, KILL, AGAIN = 0.1, 0.5, 0.55
+"""Of the minutes: the first and last part that are compared; the kill; the second attach."""
+ROWS = 10
+PATIENCE_S = 300.0
+"""For a process to come up, or to end."""
+GAIN = 0.2
+"""By so much the share of right answers rises at the least."""
+OPTIONS = ("logging.wandb=disabled", "logging.console=plain", "gateway.port=0")
+
+
+@asynccontextmanager
+async def _process(
+    log: Path, *command: str, **env: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A module that runs beside this process, and ends with the block."""
+    with log.open("ab") as out:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", *command),
+            stdout=out,
+            stderr=asyncio.subprocess.STDOUT,
+            env=os.environ | env,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _end(process: asyncio.subprocess.Process, how: signal.Signals) -> None:
+    process.send_signal(how)
+    async with asyncio.timeout(PATIENCE_S):
+        await process.wait()
+
+
+async def _until(
+    happened: Callable[[], bool], process: asyncio.subprocess.Process, log: Path
+) -> None:
+    """
+    Raises:
+        RuntimeError: the process ended before.
+    """
+    async with asyncio.timeout(PATIENCE_S):
+        while not happened():
+            if process.returncode is not None:
+                raise RuntimeError(f"a process ended with {process.returncode}; see {log}")
+            await asyncio.sleep(0.2)
+
+
+async def run(
+    *,
+    minutes: Annotated[float, "from the first call to the last comparison"] = 10.0,
+    seed: Annotated[int, "of the service's questions and of the trainer"] = 0,
+    folder: Annotated[Path | None, "kept, with the logs; none: a temporary one"] = None,
+) -> BenchResult:
+    with tempfile.TemporaryDirectory(prefix="stepwell-live-") as temporary:
+        base = Path(temporary) if folder is None else folder
+        base.mkdir(parents=True, exist_ok=True)
+        return await _journey(base, minutes * 60, seed)
+
+
+async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
+    live, calls, log = base / "live", base / "service.jsonl", base / "trainer.txt"
+    attach = ("stepwell.cli", "train", "--attach", str(live))
+    async with AsyncExitStack() as stack:
+        start = ("stepwell.cli", "serve", "--config", "live", f"run.dir={live}", *OPTIONS)
+        served = await stack.enter_async_context(
+            _process(base / "serve.txt", *start, f"run.seed={seed}")
+        )
+        told = base / "serve.txt"
+        await _until(lambda: "Ctrl-C" in told.read_text(), served, told)
+        found = re.search(r"OPENAI_BASE_URL=(\S+)/v1", told.read_text())
+        if found is None:
+            raise RuntimeError(f"serve does not say where it is: {told.read_text()}")
+        url = found[1]
+        service = await stack.enter_async_context(
+            _process(
+                calls,
+                *("examples.live.service", str(seed)),
+                OPENAI_BASE_URL=f"{url}/v1",
+                OPENAI_API_KEY="any",
+            )
+        )
+        await _until(lambda: calls.stat().st_size > 0, service, calls)
+        began = time.time()
+
+        async def at(share: float) -> None:
+            await asyncio.sleep(max(0.0, began + share * seconds - time.time()))
+
+        await at(WINDOW)
+        async with _process(log, *attach) as trainer:
+            await at(KILL)
+            await _end(trainer, signal.SIGKILL)
+        at_the_kill = _rows(calls)[-1].get("version", 0)
+        steps_at_the_kill = _optimizer_steps(live)
+        await at(AGAIN)
+        async with _process(log, *attach) as trainer:
+            await at(1.0)
+            ended = time.time()
+            await _end(trainer, signal.SIGINT)
+        total = CheckpointStore(live / "checkpoints").steps()[-1] + 2
+        async with (
+            _process(log, *attach, f"trainer.total_steps={total}") as trainer,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            await trainer.wait()
+        finished = trainer.returncode == 0
+        await _end(service, signal.SIGTERM)
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/statistics") as answer:
+            gateway = await answer.json()
+        async with connect(live) as pool:
+            groups = (await pool.get_statistics(TRAIN))["groups"]
+        await _end(served, signal.SIGINT)
+    conversations = [row for row in _rows(calls) if row["at"] <= ended]
+    result = _compare(conversations, began, ended, at_the_kill)
+    _compare_books(result, live, groups)
+    figures = {
+        "optimizer_steps": total,
+        "optimizer_steps_at_the_kill": steps_at_the_kill,
+        "latency_added_p50_ms": gateway["added_latency"]["p50_ms"],
+        "latency_added_p99_ms": gateway["added_latency"]["p99_ms"],
+        "calls_stored": gateway["calls"]["stored"],
+    }
+    result.figures.update(figures)
+    unrecorded = gateway["recording"]["unrecorded_share"]
+    result.checks["share_of_calls_unrecorded"] = Check(unrecorded, 0)
+    result.checks["trainers_that_failed"] = Check(int(not finished), 0)
+    return result
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """What the service logged. It may be writing its last line."""
+    lines = path.read_bytes().splitlines()
+    return [orjson.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+
+
+def _optimizer_steps(live: Path) -> int:
+    return len((live / "metrics.jsonl").read_bytes().splitlines())
+
+
+def _compare(
+    rows: Sequence[dict[str, Any]], began: float, ended: float, at_the_kill: int
+) -> BenchResult:
+    """By the service's log: failures, and the score as it went."""
+    scored = [row for row in rows if "score" in row]
+    window = (ended - began) * WINDOW
+    parts = [[row for row in scored if int((row["at"] - began) / window) == i] for i in range(ROWS)]
+    before, after = (statistics.fmean(r["score"] for r in part) for part in (parts[0], parts[-1]))
+    last = max(row["version"] for row in scored)
+    return BenchResult(
+        checks={
+            "calls_failed": Check(len(rows) - len(scored), 0),
+            "score_gained": Check(after - before, GAIN, upper=False),
+            "versions_served_after_the_kill": Check(last - at_the_kill, 1, upper=False),
+        },
+        figures={
+            "score": [
+                {
+                    "until_s": round((i + 1) * window),
+                    "conversations": len(part),
+                    "score": statistics.fmean(r["score"] for r in part) if part else None,
+                    "version": max((r["version"] for r in part), default=None),
+                    "conversation_p50_s": statistics.median(r["seconds"] for r in part)
+                    if part
+                    else None,
+                }
+                for i, part in enumerate(parts)
+            ],
+            "conversations": len(scored),
+            "score_before": before,
+            "score_after": after,
+        },
+    )
+
+
+def _compare_books(result: BenchResult, live: Path, groups: dict[str, Any]) -> None:
+    """By the ledger and the pool: every group is somewhere, and none was trained twice."""
+    found = audit(live / "checkpoints" / LEDGER)
+    states = ("open", "ready", "leased", "acked", "dropped")
+    settled = found.trained + found.dropped[NOT_TRAINED]
+    result.checks["groups_trained_twice"] = Check(len(found.doubled), 0)
+    result.checks["groups_unaccounted"] = Check(
+        abs(groups["submitted"] - sum(groups[state] for state in states)), 0
+    )
+    result.checks["groups_acked_but_not_in_the_ledger"] = Check(abs(groups["acked"] - settled), 0)
+    result.figures["groups"] = [{state: groups[state] for state in ("submitted", *states)}]
+    result.figures["groups_trained"] = found.trained

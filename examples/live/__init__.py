@@ -1,0 +1,1 @@
+"""A service whose traffic trains its model."""
