@@ -1,6 +1,6 @@
 """A service that answers sums, with 20 agents at once; each question goes to four, for a vote.
 
-OPENAI_BASE_URL=http://127.0.0.1:8100/v1 OPENAI_API_KEY=any python -m examples.live.service
+OPENAI_BASE_URL=http://127.0.0.1:8100/v1 OPENAI_API_KEY=any python -m examples.live.service 0
 """
 
 import asyncio
@@ -18,32 +18,31 @@ QUESTIONS_AT_ONCE, VOTES, MAX_TURNS = 5, 4, 4
 LLM = AsyncOpenAI(max_retries=0)  # so that no failure is hidden
 
 
-async def conversation(question: str, answer: str) -> None:
+async def conversation(question: str, answer: str, metadata: Any) -> None:
     """One agent: it asks the model until it has an answer, then tells how good that was."""
     messages: list[Any] = [{"role": "user", "content": question}]
-    said, began = "", time.monotonic()
+    began = time.monotonic()
     for _ in range(MAX_TURNS):
         reply = await LLM.chat.completions.with_raw_response.create(
             model="policy", messages=messages, tools=[CALCULATOR], temperature=1.0, max_tokens=48
         )
         message = reply.parse().choices[0].message
         if not message.tool_calls:
-            said = message.content or ""
             break
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
-            result = calculator(call.function.arguments)  # type: ignore[union-attr]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            result = {"role": "tool", "content": calculator(call.function.arguments)}
+            messages.append({**result, "tool_call_id": call.id})
     uid, version = (reply.headers[f"x-stepwell-{name}"] for name in ("trajectory", "version"))
-    score = {"trajectory_uid": uid, "reward": float(said.strip() == answer)}
+    score = {"trajectory_uid": uid, "reward": float((message.content or "").strip() == answer)}
     await LLM.post("/complete_trajectory", cast_to=object, body=score)
     report(score=score["reward"], version=int(version), seconds=time.monotonic() - began)
 
 
 async def desk(questions: Any, turn: int) -> None:
-    for entry in (questions[i] for i in range(turn, len(questions), QUESTIONS_AT_ONCE)):
-        asked = (conversation(entry["question"], entry["answer"]) for _ in range(VOTES))
-        for failure in await asyncio.gather(*asked, return_exceptions=True):
+    for i in range(turn, len(questions), QUESTIONS_AT_ONCE):
+        agents = (conversation(**questions[i]) for _ in range(VOTES))
+        for failure in await asyncio.gather(*agents, return_exceptions=True):
             if failure is not None:
                 report(failed=repr(failure))
 
@@ -53,9 +52,9 @@ def report(**what: Any) -> None:
 
 
 async def main(seed: int) -> None:
-    numbers = {"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 3}
-    questions = reasoning_gym.create_dataset("chain_sum", size=10**6, seed=seed, **numbers)
+    sizes = {"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 3}
+    questions = reasoning_gym.create_dataset("chain_sum", size=10**6, seed=seed, **sizes)
     await asyncio.gather(*(desk(questions, turn) for turn in range(QUESTIONS_AT_ONCE)))
 
 
-asyncio.run(main(int(sys.argv[1]) if sys.argv[1:] else 0))
+asyncio.run(main(int(sys.argv[1])))
