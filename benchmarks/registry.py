@@ -34,7 +34,7 @@ BENCHES: Mapping[str, Bench] = MappingProxyType(
             ("pool-starvation", "pool.starvation", "what hanging rollouts do to other groups"),
             ("trainer", "trainer", "tokens/s and memory of a step by row form, beside TRL"),
             ("overlap", "overlap", "generation and training at once, by one after the other"),
-            ("live", "live", "a service's traffic trains its model; the trainer is killed once"),
+            ("live", "live", "a service's traffic trains its model, a kill included"),
             ("resume", "resume", "kill -9 of each part of a run: none lost or doubled"),
             (
                 "publication-kills",
