@@ -110,7 +110,7 @@ def test_size_counts_what_a_room_holds_and_the_wheel_is_their_sum(
         wheel[column] == sum(row[column] for row in rooms) for column in wheel if column != "room"
     )
     (shell,) = [row for row in rooms if row["room"] == "stepwell"]
-    assert shell["files"] == len(list((ROOT / "stepwell").glob("*.py"))), "links are not followed"
+    assert shell["files"] == len(list((ROOT / "stepwell").rglob("*.py"))), "links are not followed"
     assert figures["configuration keys"] > 100
 
 
