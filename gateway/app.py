@@ -43,6 +43,7 @@ from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.openapi import install_openapi
 from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.pool_port import PoolPort
+from stepwell.gateway.prompts import Prompts
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.recording import Recording
 from stepwell.gateway.render import ChatRenderer
@@ -119,10 +120,9 @@ def _services(
         engine=engine,
         calls=CallService(
             config,
-            renderer,
+            Prompts(config, renderer, threads),
             ReplyFormat(tokenizer, config),
             engine,
-            threads,
             CallLimits(config),
             wiring.sampling,
             recording,

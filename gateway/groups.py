@@ -24,9 +24,9 @@ from collections import OrderedDict
 from typing import TypeAlias
 
 from stepwell.datapool.types import VAL
-from stepwell.gateway.calls import ChatRequest
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.messages import Key, extend_key, root_key, text_key
+from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.trajectories import Identity, Terms
 
 _Place: TypeAlias = tuple[str | None, str | Key]

@@ -38,11 +38,11 @@ from urllib.parse import unquote
 from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError
-from stepwell.gateway.calls import ChatRequest
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from stepwell.gateway.groups import Groups
 from stepwell.gateway.keys import Named, presented
 from stepwell.gateway.messages import Key, extend_key, root_key, text_prefix_keys
+from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.retries import RetryKey
 from stepwell.gateway.trajectories import LiveTrajectory, TrajectoryStore
 

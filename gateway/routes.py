@@ -33,7 +33,6 @@ from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClos
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, Step, VersionSpan
-from stepwell.gateway.calls import ChatRequest
 from stepwell.gateway.config import MOST_OF_A_GROUP
 from stepwell.gateway.dialects import openai_chat
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
@@ -51,6 +50,7 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.paths import Uid, quoted, uid_of
 from stepwell.gateway.pool_port import ask
+from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.rewards import compute_reward
 from stepwell.gateway.serve import refuse_builtin_tools, say_origin, serve
 from stepwell.gateway.services import Services, services_of
@@ -362,13 +362,13 @@ async def count_tokens(request: Request) -> Response:
     body = parse_object(await read_body(request))
     parsed = AnthropicMessages().parse_count(body)
     refuse_builtin_tools(services, parsed)
-    call = services.calls.normalised(parsed.call)
+    call = services.calls.prompts.normalised(parsed.call)
     uid = _uid(request)
     if uid is None:
         trajectory = services.identities.known(request.headers, call)
     else:
         trajectory = services.trajectories.known(uid)
-    n = await services.calls.count_tokens(trajectory.graph if trajectory else None, call)
+    n = await services.calls.prompts.count_tokens(trajectory.graph if trajectory else None, call)
     return OrjsonResponse({"input_tokens": n})
 
 
@@ -455,7 +455,7 @@ async def generate(request: Request) -> Response:
     trajectory = services.trajectories.get(uid, prompt_uid)
     retry = retry_key(request.headers, raw, "generate")
     (listener,) = await services.calls.start(
-        trajectory, services.calls.normalised(chat), retry, "generate"
+        trajectory, services.calls.prompts.normalised(chat), retry, "generate"
     )
     try:
         with aborts_on_disconnect(request.scope, request.receive, listener):

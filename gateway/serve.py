@@ -64,7 +64,7 @@ async def serve(
     refuse_builtin_tools(services, parsed)
     _refuse_others_response(request, parsed)
     retry = retry_key(request.headers, body, dialect.name)
-    call = services.calls.normalised(parsed.call)
+    call = services.calls.prompts.normalised(parsed.call)
     call.began_at = began_at
     principal: Principal = request.state.principal
     origin = Origin(request.headers, url, request.scope["client"], principal.channel)

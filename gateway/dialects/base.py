@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import orjson
 from starlette.datastructures import Headers
 
-from stepwell.gateway.calls import Call, ChatRequest, Listener, Reply
+from stepwell.gateway.calls import Call, Listener, Reply
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.parsing import Delta
+from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.trajectories import LiveTrajectory
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from stepwell.gateway.calls import ChatRequest, Reply, SampledToken
+from stepwell.gateway.calls import Reply, SampledToken
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Event, Exchange, Parsed, sse
 from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.messages import Message, Tool
 from stepwell.gateway.parsing import ContentDelta, ReasoningDelta, ToolCall
+from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.web import error_body, field, number, top_p
 

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 from starlette.datastructures import Headers
 
-from stepwell.gateway.calls import ChatRequest, Reply
+from stepwell.gateway.calls import Reply
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Exchange, Parsed, sse
 from stepwell.gateway.dialects.response_answer import Answer, Event, Options
 from stepwell.gateway.dialects.response_items import (
@@ -39,6 +39,7 @@ from stepwell.gateway.errors import (
     UnknownItemError,
 )
 from stepwell.gateway.messages import Message, Tool
+from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.web import error_body, field, number, top_p
 
 _ECHOED = ("prompt_cache_key", "safety_identifier", "user")

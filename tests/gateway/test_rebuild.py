@@ -27,11 +27,11 @@ from stepwell.datapool.pool import DataPool
 from stepwell.datapool.types import Step
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
-from stepwell.gateway.calls import ChatRequest
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.graph import Turn, TurnGraph
 from stepwell.gateway.listening import bind
 from stepwell.gateway.parsing import ToolCall
+from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
