@@ -26,7 +26,7 @@ import stepwell
 async def main():
     async with stepwell.connect("runs/live") as pool:
         statistics = await pool.get_statistics("train")
-        await stepwell.export_channel(pool, "rollouts.jsonl")
+        await stepwell.export_channel(pool, "rollouts.jsonl", overwrite=True)
         print(statistics["steps"]["accepted"])
 
 asyncio.run(main())
