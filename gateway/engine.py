@@ -412,7 +412,6 @@ class EngineClient:
             fields["top_logprobs_num"] = sampling.n_top_logprobs
         if self._wiring.lora_path is not None:
             fields["lora_path"] = self._wiring.lora_path
-        body = orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
         # A router's workers may differ: what one of them said last is not known of the next.
         via_router = self._wiring.via_router
         part.version = None if via_router else engine.version
@@ -422,7 +421,7 @@ class EngineClient:
         try:
             async with scope:
                 engine.in_flight.add(scope)
-                await self._post(engine.url, body, part, on_tokens)
+                await self._post(engine.url, fields, part, on_tokens)
         except asyncio.CancelledError:
             self._abort(engine.url, rid)
             raise
@@ -459,9 +458,12 @@ class EngineClient:
         self._fleet.broke(engine, _now(), why)
         self._checks.look_at(engine)
 
-    async def _post(self, url: str, body: bytes, part: _Part, on_tokens: OnTokens | None) -> None:
+    async def _post(
+        self, url: str, fields: dict[str, Any], part: _Part, on_tokens: OnTokens | None
+    ) -> None:
+        # Nothing here holds the request while it is answered: ids as text are larger than the call.
         if url.startswith("http://"):
-            async with self._kept.post(f"{url}/generate", body) as answer:
+            async with self._kept.post(f"{url}/generate", _json(fields)) as answer:
                 if answer.status != 200:
                     _refuse(answer.status, await answer.read())
                 if on_tokens is None:
@@ -472,7 +474,7 @@ class EngineClient:
                     await _follow(answer.chunks(), part, on_tokens)
             return
         async with self._session.post(
-            f"{url}/generate", data=body, headers=_JSON, timeout=self._timeout
+            f"{url}/generate", data=_json(fields), headers=_JSON, timeout=self._timeout
         ) as response:
             if response.status != 200:
                 _refuse(response.status, await response.read())
@@ -683,6 +685,10 @@ def _generation(whole: _Part, finish: Mapping[str, Any], resumes: int) -> Genera
         resumes=resumes,
         top_log_probs=tuple(whole.tops),
     )
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _loads(data: bytes) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class KeptConnections:
         answer = self._take(place) or await self._connect(place)
         try:
             answer.send(b"%bcontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+            del body  # sent; the answer may take minutes
             await answer.begun()
             yield answer
         except BaseException:  # also a cancellation: the rest would be read as the next answer

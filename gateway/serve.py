@@ -60,10 +60,11 @@ async def serve(
     config = services.config
     body = await read_body(request)
     began_at = time.perf_counter()
+    retry = retry_key(request.headers, body, dialect.name)
     parsed = dialect.parse(parse_object(body), request.headers)
+    del body  # as large as all that is parsed of it, and the call may take minutes
     refuse_builtin_tools(services, parsed)
     _refuse_others_response(request, parsed)
-    retry = retry_key(request.headers, body, dialect.name)
     call = services.calls.prompts.normalised(parsed.call)
     call.began_at = began_at
     principal: Principal = request.state.principal
