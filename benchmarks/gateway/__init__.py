@@ -315,7 +315,9 @@ async def _soak(
         "minutes": minutes,
         "requests": measured.requests,
         "gateway_rss_mb_by_tenths": [
-            round(float(part[-1])) for part in np.array_split(measured.rss_mb, 10) if len(part)
+            round(float(np.median(part)))
+            for part in np.array_split(measured.rss_mb, 10)
+            if len(part)
         ],
     }
     if measured.errors:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,6 +115,14 @@ async def soak(bench: Bench, system: Stepwell, agents: int, minutes: float) -> S
     result = await running
     rss = rss[: int(seconds / SAMPLE_S)]  # then they end
     late = rss[len(rss) // 2 :]
-    minutes_of = np.arange(len(late)) * SAMPLE_S / 60.0
-    slope = float(np.polyfit(minutes_of, late, 1)[0]) if len(late) > 1 else 0.0
-    return Soak(len(result.latencies_s), result.errors, rss, slope)
+    return Soak(len(result.latencies_s), result.errors, rss, trend(late) * 60.0 / SAMPLE_S)
+
+
+def trend(values: Sequence[float]) -> float:
+    """Growth from one value to the next: the median of the slopes between all pairs (Theil-Sen).
+    Bodies in flight come and go by 100 MB; a few such peaks tilt a line of least squares."""
+    earlier, later = np.triu_indices(len(values), k=1)
+    if not len(earlier):
+        return 0.0
+    grown = np.asarray(values)[later] - np.asarray(values)[earlier]
+    return float(np.median(grown / (later - earlier)))

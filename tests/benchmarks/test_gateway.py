@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 from benchmarks.checks import BenchResult
 from benchmarks.gateway import FULL, QUICK, SECTIONS, WAVES, Direct, run, systems
 from benchmarks.gateway.client import Conversations, Job
 from benchmarks.gateway.measure import CONNECTIONS, Sample, paired, table
+from benchmarks.gateway.memory import trend
 from benchmarks.gateway.process import Client, Engine
 from benchmarks.gateway.shapes import _arrivals
 from benchmarks.gateway.workload import (
@@ -154,6 +156,13 @@ def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> No
     with pytest.raises(ConfigError, match=r"streams.*choose from throughput"):
         asyncio.run(run(quick=True, only=["streams"]))
     assert "stream" in SECTIONS
+
+
+def test_a_steady_growth_is_seen_under_waves_that_come_late() -> None:
+    minutes = np.arange(300) / 60.0
+    waves = np.where(np.arange(300) % 60 > 50, 40.0 * minutes, 0.0)
+    assert 60.0 * trend(700.0 + waves) == pytest.approx(0.0, abs=0.5)
+    assert 60.0 * trend(700.0 + 6.0 * minutes + waves) == pytest.approx(6.0, abs=1.0)
 
 
 def test_a_soak_of_no_time_is_refused_before_anything_starts() -> None:

@@ -133,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             create_app(loop, tokenizer, info, on_failure=stop_serving),
             log_level=args.log_level,
             access_log=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=2,
         )
     )

@@ -348,7 +348,8 @@ def create_app(
 
     app = FastAPI(title="Stepwell embedded engine", lifespan=lifespan)
     _add_error_handlers(app)
-    app.post("/generate")(server.generate)
+    # Starlette's route: FastAPI's would look for parameters on each call and find none.
+    app.add_route("/generate", server.generate, methods=["POST"])
     app.get("/health_generate")(server.health_generate)
 
     @app.get("/health")
