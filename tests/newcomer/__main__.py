@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -120,6 +121,8 @@ def main() -> int:
     parser.add_argument("--environment", type=Path, help="has the wheel; default: installed anew")
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all, in order")
     args = parser.parse_args()
+    # Who is run in the background ignores Ctrl-C, and so would what is started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="newcomer-") as scratch:
         folder: Path = (args.folder or Path(scratch)).absolute()
         environment = (args.environment or folder / "env").absolute()
