@@ -160,6 +160,12 @@ class TrainingBackend(ABC):
         `engine.weight_transport` is `lora`."""
         raise self._unsupported("save_adapters")
 
+    def load_weights(self, path: str | Path) -> None:
+        """Train on from the weights in `path`, which `save_weights` or `save_adapters` wrote, or
+        from those of the start. Only asked for by a roll-back; what the optimizer has gathered
+        under other weights is forgotten."""
+        raise self._unsupported("load_weights")
+
     def state_dict(self) -> dict[str, Any]:
         """All that training needs to go on exactly where it was."""
         raise self._unsupported("state_dict")

@@ -11,6 +11,7 @@ also subclasses the matching built-in::
     │   ├── EngineRequestError(ValueError)          it refused the request (HTTP 4xx)
     │   └── EngineInternalError(RuntimeError)       it failed at the request (HTTP 5xx)
     ├── WeightUpdateError(RuntimeError)             a weight publication did not commit
+    ├── VersionNotKeptError(LookupError)         a version's weights are not on disk any more
     ├── BackendConfigError(ValueError)              no such backend or engine, or not so configured
     ├── BatchError(ValueError)                      steps or indices that no batch can be made of
     ├── NonFiniteUpdateError(ArithmeticError)       too many updates in a row were not finite
@@ -76,6 +77,10 @@ class WeightUpdateError(BackendError, RuntimeError):
         super().__init__(message)
         self.replica = replica
         self.serving = dict(serving or {})
+
+
+class VersionNotKeptError(BackendError, LookupError):
+    """The weights of a version are not on disk any more, or never were."""
 
 
 class BackendConfigError(BackendError, ValueError):

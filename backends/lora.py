@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stepwell.backends.config import LoraConfig
@@ -26,6 +26,9 @@ from stepwell.backends.errors import BackendConfigError
 
 ADAPTER = "default"
 """peft's name of the one adapter."""
+FILE = "adapter_model.safetensors"
+BESIDE_MERGED = "adapters"
+"""File of the adapters beside merged weights, which do not tell them; no engine reads it."""
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
@@ -109,14 +112,37 @@ def merged_weights(model: Any, full: Callable[[Tensor], Tensor]) -> Iterator[tup
 def save_adapters(model: Any, path: Path, base_model: str, weights: Mapping[str, Tensor]) -> None:
     """Write `weights`, whole tensors as of `adapter_weights`, as a directory that peft loads."""
     path.mkdir(parents=True, exist_ok=True)
-    named = {
-        "base_model.model." + name.replace(f".{ADAPTER}.", "."): tensor.cpu().contiguous()
-        for name, tensor in weights.items()
-    }
-    save_file(named, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(path / FILE, weights)
     config = model.peft_config[ADAPTER].to_dict()
     config |= {"base_model_name_or_path": base_model, "inference_mode": True}
     (path / "adapter_config.json").write_text(json.dumps(config, indent=2, default=list) + "\n")
+
+
+def save_tensors(file: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write `weights`, whole tensors as of `adapter_weights`, under peft's names."""
+    named = {_peft_name(name): tensor.cpu().contiguous() for name, tensor in weights.items()}
+    save_file(named, file, metadata={"format": "pt"})
+
+
+def load_adapters(folder: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters in `folder`, by the names of `weights`; of a model without any, those of the
+    start, that add nothing (B = 0).
+
+    Raises:
+        RuntimeError: they are of other modules, or shapes.
+    """
+    files = [file for name in (FILE, BESIDE_MERGED) if (file := folder / name).is_file()]
+    if not files:
+        return {name: torch.zeros(w.shape) for name, w in weights.items() if ".lora_B." in name}
+    found = load_file(files[0])
+    named = {_peft_name(name): name for name in weights}
+    if found.keys() != named.keys():
+        raise RuntimeError("its adapters are not on the modules that backend.lora names")
+    return {named[name]: tensor for name, tensor in found.items()}
+
+
+def _peft_name(name: str) -> str:
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
 def _layers(model: Any) -> list[tuple[str, Any]]:

@@ -144,6 +144,10 @@ class RankedBackend(TrainingBackend):
         """Write the adapters alone; as `TorchBackend.save_adapters`."""
         self._ranks.call("save_adapters", Path(path).absolute())
 
+    def load_weights(self, path: str | Path) -> None:
+        """As `TorchBackend.load_weights`, on every rank, which must see `path`."""
+        self._ranks.call("load_weights", Path(path).absolute())
+
     def state_dict(self) -> dict[str, Any]:
         """Whole tensors, whatever the number of ranks."""
         state: dict[str, Any] = self._ranks.call("state_dict")

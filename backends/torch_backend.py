@@ -61,6 +61,7 @@ from stepwell.backends.master_weights import MasterWeights
 from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint
 from stepwell.backends.optimizers import build_optimizer, learning_rate, load_optimizer
 from stepwell.backends.rows import Row, build_rows, computed_tokens, select
+from stepwell.backends.weights.digest import read_tensors
 from stepwell.datapool.types import Step
 
 
@@ -282,6 +283,7 @@ class TorchBackend(TrainingBackend):
         """
         target = Path(path)
         weights = self._weights(getattr(torch, self._config.dtype))
+        adapters = self._adapters() if self._config.lora is not None else None
         if self._ranks.rank != 0:
             return
         with _no_progress_bars():
@@ -294,6 +296,8 @@ class TorchBackend(TrainingBackend):
             is_weight = file.suffix in WEIGHT_SUFFIXES or file.name.endswith(".index.json")
             if file.is_file() and not is_weight and file.name != "config.json":
                 shutil.copyfile(file, target / file.name)
+        if adapters is not None:
+            lora.save_tensors(target / lora.BESIDE_MERGED, adapters)
 
     def save_adapters(self, path: str | Path) -> None:
         """Write the adapters alone, as a directory that peft loads.
@@ -305,9 +309,40 @@ class TorchBackend(TrainingBackend):
             raise BackendConfigError(
                 "save_adapters needs backend.lora, which is not set; use save_weights"
             )
-        weights = self._whole(lora.adapter_weights(self._masters.named()))
+        weights = self._adapters()
         if self._ranks.rank == 0:
             lora.save_adapters(self._model, Path(path), str(self._model_path), weights)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Train on from the weights in `path`. Master weights are what is read there, rounded as it
+        is; the optimizer begins anew, at the learning rate of now.
+
+        Raises:
+            BackendConfigError: they are of another model.
+        """
+        folder = Path(path)
+        try:
+            if self._config.lora is not None:
+                own = lora.adapter_weights(self._masters.named())
+                weights = lora.load_adapters(folder, own)
+            else:
+                weights = dict(read_tensors(folder))
+                known = self._model.state_dict().keys()
+                if wrong := (known ^ weights.keys()) - self._aliases.keys():
+                    raise RuntimeError(f"{sorted(wrong)[0]} is in one of the two alone")
+            load_weights(self._model, weights, strict=False)
+            self._masters.load(weights)
+        except RuntimeError as e:
+            raise BackendConfigError(
+                f"the weights in {folder} do not fit the model in {self._model_path} "
+                f"({str(e).splitlines()[0]})"
+            ) from e
+        self._masters.round()
+        self._optimizer = build_optimizer(self._config, self._masters.parameters)
+
+    def _adapters(self) -> dict[str, Tensor]:
+        """Float32, whole, on the first rank."""
+        return self._whole(lora.adapter_weights(self._masters.named()))
 
     def _weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """What engines load, in `dtype`; on the first rank. Tied weights stay one tensor, or they

@@ -5,7 +5,8 @@
                           and sealed with checksums (`backends/checksums.py`)
       v7-from-v6/         the tensors of v7 that differ from v6
       current.json        {"version": 7, "path": ".../v7", "adapter": false}; its rename commits
-      .lock               held by a publication until it has committed or rolled back, and by the
+        v8/origin.json      {"weights_of": 6}: a roll-back; version 8 has the weights of 6
+    .lock               held by a publication until it has committed or rolled back, and by the
                           supervisor of a restarted engine that brings it to the committed version
 
 The lock is `flock`: of a process that dies it is freed by the kernel. What it buys: an engine that
@@ -26,10 +27,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepwell.backends.checksums import ChecksumError, check, seal
+from stepwell.backends.checksums import CHECKSUMS, ChecksumError, check, seal
+from stepwell.backends.errors import VersionNotKeptError
 
 CURRENT = "current.json"
 LOCK = ".lock"
+ORIGIN = "origin.json"
 _VERSION_DIR = re.compile(r"^v(\d+)$")
 _DELTA_DIR = re.compile(r"^v(\d+)-from-v\d+$")
 
@@ -66,12 +69,19 @@ class StoreLock:
 class WeightStore:
     """Directory of weight versions; see the module's docstring."""
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int = 2) -> None:
-        """`keep`: versions left on disk, the committed one always among them."""
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        keep: int = 2,
+        base: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """`keep`: versions left on disk, the committed one always among them. `base`: the weights
+        of version 0, which engines start with and nobody writes."""
         if keep < 1:
             raise ValueError(f"keep is {keep}; keep at least the committed version (1)")
         self.folder = Path(folder).absolute()
         self.keep = keep
+        self.base = None if base is None else Path(base).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = StoreLock(self.folder)
         for leftover in self.folder.glob(".tmp-*"):  # of a writer that was killed
@@ -84,6 +94,55 @@ class WeightStore:
         """Complete versions on disk, oldest first."""
         found = (_VERSION_DIR.match(p.name) for p in self.folder.iterdir())
         return sorted(int(m.group(1)) for m in found if m)
+
+    def kept(self) -> dict[int, Path]:
+        """The versions that can be served again, oldest first, and where they are."""
+        base = {} if self.base is None else {0: self.base}
+        return base | {version: self.path(version) for version in self.versions()}
+
+    def weights_of(self, version: int) -> int:
+        """The version whose weights `version` has: its own, unless it was a roll-back."""
+        try:
+            return int(json.loads((self.path(version) / ORIGIN).read_text())["weights_of"])
+        except FileNotFoundError:
+            return version
+
+    def find(self, version: int | None, now: int) -> int:
+        """`version`, if it is kept; None: the one before that whose weights are served `now`.
+
+        Raises:
+            VersionNotKeptError: it is not.
+        """
+        kept = self.kept()
+        earlier = [v for v in kept if v < self.weights_of(now) and self.weights_of(v) == v]
+        if version is None and earlier:
+            return earlier[-1]
+        if version is not None and version in kept:
+            return version
+        what = f"version {version}" if version is not None else f"a version before {now}"
+        raise VersionNotKeptError(
+            f"{what} is not kept; kept are {', '.join(map(str, kept)) or 'none'} "
+            f"(trainer.keep_weights={self.keep}), name one of them, or keep more from now on"
+        )
+
+    def write_again(self, version: int, of: int) -> Path:
+        """Write the weights of a version that is kept as `version`; the disk holds them once.
+
+        Raises:
+            VersionNotKeptError: it is not.
+            ChecksumError: a file of it is damaged.
+        """
+        source = self.kept()[self.find(of, version)]
+        check_version(self.folder, source)
+
+        def save(folder: Path) -> None:
+            folder.mkdir()
+            for file in source.iterdir():
+                if file.is_file() and file.name not in (CHECKSUMS, ORIGIN):
+                    _link(file, folder / file.name)
+            (folder / ORIGIN).write_text(json.dumps({"weights_of": self.weights_of(of)}))
+
+        return self.write(version, save)
 
     def write(self, version: int, save: Callable[[Path], object]) -> Path:
         """Write version `version` with `save(folder)`; it appears under its name when complete.
@@ -138,6 +197,13 @@ class WeightStore:
             match = _DELTA_DIR.match(folder.name)
             if match and of(int(match.group(1))):
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        os.link(file.resolve(), target)
+    except OSError:  # another file system
+        shutil.copyfile(file, target)
 
 
 def check_version(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:

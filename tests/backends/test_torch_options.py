@@ -285,6 +285,54 @@ def test_wrong_target_modules_are_named(model_path: Path, target: Any, message: 
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("adapters", [None, {"rank": 4}], ids=["full", "lora"])
+def test_training_goes_on_from_weights_that_were_published_earlier(
+    model_path: Path, tmp_path: Path, adapters: dict[str, int] | None, dtype: str
+) -> None:
+    trained = backend(model_path, lora=adapters, dtype=dtype)
+    train(trained, [0, 1])
+    trained.save_weights(tmp_path / "good")
+    good = trained.compute_log_probs(trained.convert(steps_of(9)))
+    train(trained, [2, 3])
+    assert not torch.equal(good, trained.compute_log_probs(trained.convert(steps_of(9))))
+    trained.load_weights(tmp_path / "good")
+    assert torch.equal(good, trained.compute_log_probs(trained.convert(steps_of(9))))
+    trained.save_weights(tmp_path / "again")
+    name = "model.safetensors"
+    assert (tmp_path / "good" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert not trained.state_dict()["optimizer"]["state"], "no moments of what was rolled back"
+    row = train(trained, [4])[0]
+    assert not row["skipped"]
+    assert not torch.equal(good, trained.compute_log_probs(trained.convert(steps_of(9))))
+    trained.load_weights(model_path)
+    fresh = backend(model_path, lora=adapters, dtype=dtype)
+    start = fresh.compute_log_probs(fresh.convert(steps_of(9)))
+    assert torch.equal(start, trained.compute_log_probs(trained.convert(steps_of(9))))
+
+
+def test_adapters_that_were_published_alone_are_trained_on(
+    model_path: Path, tmp_path: Path
+) -> None:
+    trained = backend(model_path, lora={"rank": 4})
+    train(trained, [0])
+    trained.save_adapters(tmp_path / "good")
+    good = trained.compute_log_probs(trained.convert(steps_of(9)))
+    train(trained, [1])
+    trained.load_weights(tmp_path / "good")
+    assert torch.equal(good, trained.compute_log_probs(trained.convert(steps_of(9))))
+
+
+@pytest.mark.parametrize("adapters", [None, {"rank": 4}], ids=["full", "lora"])
+def test_published_weights_of_another_model_are_refused(
+    model_path: Path, tmp_path: Path, adapters: dict[str, int] | None
+) -> None:
+    other = save_model(qwen3(vocab_size=VOCAB), tmp_path / "other")
+    backend(other, lora=adapters and {"rank": 2}).save_weights(tmp_path / "theirs")
+    with pytest.raises(BackendConfigError, match=r"theirs do not fit the model in .*model"):
+        backend(model_path, lora=adapters).load_weights(tmp_path / "theirs")
+
+
 def test_adapters_of_another_rank_or_base_are_refused(model_path: Path, tmp_path: Path) -> None:
     state = backend(model_path, lora={"rank": 4}).state_dict()
     with pytest.raises(BackendConfigError, match="does not fit the model"):
