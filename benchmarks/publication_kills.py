@@ -3,10 +3,11 @@ each phase of a weight publication.
 
 Real parts: supervised embedded engines, each a process, behind a real gateway with a real pool;
 agents keep completions in flight all the time. The weights make the version readable: those of
-version v put all probability on one token, `TOKENS[v]`. Each round publishes v+1, and hooks of the
-transaction `kill -9` replicas at random points of random phases; a phase that is killed "during"
-has just sent its requests, and the kill comes at a random moment of the next 20 ms. Supervisors
-restart what was killed.
+version v put all probability on one token, `TOKENS[v]`. Each round publishes v+1, every other one
+after one replica has tried it out as a canary (or v+2, which takes the canary back), and hooks of
+the transaction `kill -9` replicas at random points of random phases; a phase that is killed
+"during" has just sent its requests, and the kill comes at a random moment of the next 20 ms.
+Supervisors restart what was killed.
 
 Checked, on every token of every Step and of every direct answer: the version that is said to have
 produced it is the one whose token it is. And a watcher per replica asks it directly, again and
@@ -40,7 +41,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from benchmarks.checks import BenchResult, Check
 from benchmarks.gateway_updates import MODEL, MemoryPool, gateway
 from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.client import EngineClient, version_number
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
@@ -165,13 +166,16 @@ class Kill:
 class Killer:
     """The transaction's hook: carries out the kills that are planned for a publication."""
 
-    def __init__(self, kills: Sequence[Kill], record: Record, version: int) -> None:
+    def __init__(
+        self, kills: Sequence[Kill], record: Record, version: int, *, commits: bool = True
+    ) -> None:
+        self._commits = commits
         self._kills = list(kills)
         self._record = record
         self._version = version
 
     async def __call__(self, phase: Phase, when: When) -> None:
-        if (phase, when) == ("commit", "after"):
+        if self._commits and (phase, when) == ("commit", "after"):
             self._record.committed = self._version
         for kill in [k for k in self._kills if (k.phase, k.when) == (phase, when)]:
             self._kills.remove(kill)
@@ -197,7 +201,8 @@ async def watch(replica: Replica, record: Record, stop: asyncio.Event) -> None:
         record.probes += 1
         record.probe_tokens += len(ids)
         spans = [
-            VersionSpan(int(s["version"]), s["start"], s["end"]) for s in meta["weight_versions"]
+            VersionSpan(version_number(s["version"]), s["start"], s["end"])
+            for s in meta["weight_versions"]
         ]
         if ids:
             record.check(f"probe of {replica.client.url}", began, ids, spans)
@@ -306,6 +311,38 @@ async def publish_under_fire(
     record.modes[f"{mode} {transport}"] += 1
 
 
+async def try_out_under_fire(
+    replica: Replica,
+    store: WeightStore,
+    weights: Weights,
+    version: int,
+    kills: Sequence[Kill],
+    how: tuple[PublishMode, WeightTransport],
+    record: Record,
+) -> None:
+    """`version` on one replica, if it takes it, while the others serve what is committed."""
+    path = await asyncio.to_thread(
+        store.write, version, lambda folder: weights.save(version, folder)
+    )
+    killer, (mode, transport) = Killer(kills, record, version, commits=False), how
+    try:
+        await publish(
+            [replica.client],
+            path,
+            version,
+            mode,
+            store=store,
+            transport=transport,
+            canary=True,
+            hook=killer,
+        )
+    except WeightUpdateError as e:
+        print(f"  no canary: {e}", file=sys.stderr, flush=True)
+        record.rounds["canaries that could not load"] += 1
+    else:
+        record.rounds["canaries"] += 1
+
+
 def check_steps(record: Record, steps: Sequence[Step]) -> None:
     for step in steps:
         n = len(step.response_ids)
@@ -381,6 +418,12 @@ async def _run(
             left = n_kills - record.kills.total()
             kills = plan(replicas, min(left, chance.randint(1, len(replicas) - 1)), chance)
             how = (chance.choice(MODES), chance.choice(transports))
+            if chance.random() < 0.5:
+                canary = chance.choice([r for r in replicas if r.up])
+                shots, kills = kills[:1], kills[1:]
+                await try_out_under_fire(canary, store, weights, version, shots, how, record)
+                await asyncio.sleep(chance.uniform(0, 1.0))
+                version += chance.randint(0, 1)  # committed, or taken back by the next
             await publish_under_fire(replicas, store, weights, version, kills, how, record)
             for task in tasks:
                 if task.done():
@@ -399,12 +442,14 @@ async def _run(
     recovery = sorted(record.recovery_s)
     figures = {
         "kills": record.kills.total(),
-        "publications": version,
+        "publications": len(record.publication_s),
         **record.rounds,
         "restarts": restarts,
         "recovery_s_median": round(recovery[len(recovery) // 2], 2) if recovery else None,
         "recovery_s_max": round(recovery[-1], 2) if recovery else None,
-        "publication_s_median": round(sorted(record.publication_s)[version // 2], 3),
+        "publication_s_median": round(
+            sorted(record.publication_s)[len(record.publication_s) // 2], 3
+        ),
         "publication_s_max": round(max(record.publication_s), 3),
         "calls": record.calls,
         "steps": len(pool.steps),

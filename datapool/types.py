@@ -40,6 +40,8 @@ _MOST = 2**63
 
 TRAIN = "train"
 VAL = "val"
+CANARY = "-canary"
+"""Ends the weight version of an engine that tries one out: `7-canary` is 7, not committed."""
 GREEDY = "greedy_baseline"
 """Key of the metadata of a trajectory and its group: true for a rollout that the gateway
 samples at temperature 0; its reward is the group's baseline (ReMax) and it is never trained."""

@@ -37,7 +37,7 @@ import orjson
 
 from stepwell.datapool.types import LogProbs, TokenIds, VersionSpan
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
-from stepwell.gateway.engine_checks import EngineChecks, version_number
+from stepwell.gateway.engine_checks import EngineChecks, is_canary, version_number
 from stepwell.gateway.errors import (
     EngineError,
     EngineTimeoutError,
@@ -165,6 +165,8 @@ class _Part:
     cached_tokens: int = 0
     version: int | None = None
     """What the engine had when it was asked; None: not known."""
+    canary: bool = False
+    """It is not committed."""
     is_certain: bool = True
     """And at every event since."""
     reported: int | None = None
@@ -213,6 +215,7 @@ class EngineClient:
             circuit_open_s=config.engine_circuit_open_s,
             version_grace_s=config.engine_version_grace_s,
             remembered=REMEMBERED,
+            canary_share=wiring.canary_share,
         )
         self._checks = EngineChecks(session, config, self._fleet, via_router=wiring.via_router)
         self._kept = KeptConnections(CONNECT_TIMEOUT_S)
@@ -452,7 +455,7 @@ class EngineClient:
         version = part.spans[-1].version if part.spans and not via_router else None
         if version is not None and engine.version is not None and version < engine.version:
             self._checks.look_at(engine)  # it may have restarted between two checks
-        fleet.succeeded(engine, version)
+        fleet.succeeded(engine, version, canary=part.canary)
 
     def _broke(self, engine: Engine, why: str) -> None:
         self._fleet.broke(engine, _now(), why)
@@ -622,7 +625,7 @@ def _note_version(part: _Part, reported: Any) -> None:
         version = version_number(reported)
     except (TypeError, ValueError):
         version = None
-    part.reported = version
+    part.reported, part.canary = version, is_canary(reported)
     if version is None or version != part.version:
         part.is_certain = False
 

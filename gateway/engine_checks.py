@@ -27,6 +27,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from stepwell.datapool.types import CANARY
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import EngineError, EngineUnavailableError
 from stepwell.gateway.fleet import Engine, Fleet
@@ -136,13 +137,13 @@ class EngineChecks:
         fleet = self._fleet
         asked, state = engine.asked(), fleet.state(engine)
         try:
-            version = await self._version(engine.url)
+            version, canary = await self._version(engine.url)
         except aiohttp.ClientConnectorError as e:
             fleet.check_failed(engine, _now(), _words(e), refused=True)
         except (aiohttp.ClientError, TimeoutError, EngineError) as e:
             fleet.check_failed(engine, _now(), _words(e), refused=False)
         else:
-            if not fleet.check_passed(engine, _now(), asked=asked, version=version):
+            if not fleet.check_passed(engine, _now(), asked=asked, version=version, canary=canary):
                 return
             self._tell()
             well, why = await self._health(engine.url)
@@ -153,23 +154,25 @@ class EngineChecks:
             why = engine.why if after != "up" else ""
             log.warning("engine %s is %s (was %s) %s", engine.url, after, state, why)
 
-    async def _version(self, url: str) -> int | None:
+    async def _version(self, url: str) -> tuple[int | None, bool]:
+        """And whether it is a canary's."""
         if self._via_router:
             status, body = await self._get(f"{url}/workers")
             if status != 200:
                 raise EngineError(f"/workers answered {status}")
             self.workers = _listed_urls(body)
-            return None  # its workers have versions; it has none
+            return None, False  # its workers have versions; it has none
         for path in ("/model_info", "/get_model_info"):
             status, body = await self._get(url + path)
             if status == 200:
                 try:
-                    return version_number(orjson.loads(body)["weight_version"])
+                    version = orjson.loads(body)["weight_version"]
+                    return version_number(version), is_canary(version)
                 except (ValueError, KeyError, TypeError):
-                    return None  # the calls' own answers are refused with a clear error
+                    return None, False  # the calls' own answers are refused with a clear error
             if status not in _NOT_FOUND:
                 raise EngineError(f"{path} answered {status}")
-        return None
+        return None, False
 
     async def _health(self, url: str) -> tuple[bool, str]:
         path = "/readiness" if self._via_router else "/health"
@@ -247,16 +250,22 @@ def _listed_urls(body: bytes) -> tuple[str, ...]:
         raise EngineError(f"/workers is no list of workers: {body!r:.200}") from e
 
 
+def is_canary(version: Any) -> bool:
+    """Whether an engine has a version that is not committed (`publish.canary_share`)."""
+    return isinstance(version, str) and version.endswith(CANARY)
+
+
 def version_number(version: Any) -> int:
-    """SGLang's version strings; Stepwell publishes decimal integers, an unpublished engine says
-    "default".
+    """SGLang's version strings; Stepwell publishes decimal integers, a canary's with a suffix; an
+    unpublished engine says "default".
 
     Raises:
         ValueError: neither.
     """
     if version == "default":
         return 0
-    number = int(version) if isinstance(version, str) and version.isdecimal() else version
+    digits = version.removesuffix(CANARY) if isinstance(version, str) else ""
+    number = int(digits) if digits.isdecimal() else version
     if type(number) is not int or not 0 <= number < 2**63:
         raise ValueError(f"weight_version is {version!r:.80}; publish decimal integers")
     return number

@@ -15,6 +15,11 @@ true version. When every engine that answers has been behind for `engine_version
 newest of them are used: the trainer may have rolled back, or nobody else is left. This is counted
 (`used_behind`).
 
+A *canary* has a version that is not committed: the trainer tries it out on one engine. It serves
+`canary_share` of the trajectories that begin meanwhile, and no other one while there is another
+engine; those that it serves stay with it. Its version is not the fleet's: an engine that comes back
+with what is committed is not behind. When nobody is a canary any more, all are alike again.
+
 A trajectory stays on its engine while that is up. A new one, or one that has to move, goes to the
 engine that rendezvous hashing names, or to the next choice if that one is much busier than the
 least busy.
@@ -103,6 +108,7 @@ class Engine:
     """One engine. Written by `Fleet` only, but for `in_flight`."""
 
     __slots__ = (
+        "canary",
         "circuit",
         "epoch",
         "in_flight",
@@ -126,6 +132,8 @@ class Engine:
         """It was down, or went back in versions, since it last had the fleet's version."""
         self.version: int | None = None
         """The newest it reported since it last went backwards; None: it reports none."""
+        self.canary = False
+        """That version is not committed."""
         self.epoch = 0
         """Counts breakdowns."""
         self.silent = 0
@@ -135,6 +143,17 @@ class Engine:
 
     def asked(self) -> Asked:
         return Asked(self.epoch, self.version)
+
+
+class _Home(NamedTuple):
+    """Where a trajectory is, and with which canary's version, if any."""
+
+    engine: Engine
+    canary: int | None
+
+    @classmethod
+    def of(cls, engine: Engine) -> _Home:
+        return cls(engine, engine.version if engine.canary else None)
 
 
 class Fleet:
@@ -148,13 +167,15 @@ class Fleet:
         circuit_open_s: float,
         version_grace_s: float,
         remembered: int,
+        canary_share: float = 0.0,
     ) -> None:
         self.version: int | None = None
-        """The highest weight version seen."""
+        """The highest weight version seen, canaries' left out."""
         self.used_behind = 0
         """Calls sent to an engine that is behind, for want of a better one."""
         self._engines = [Engine(url, Circuit(circuit_failures, circuit_open_s)) for url in urls]
-        self._homes: OrderedDict[str, Engine] = OrderedDict()
+        self._homes: OrderedDict[str, _Home] = OrderedDict()
+        self._canary_share = canary_share
         self._remembered = remembered
         self._version_grace_s = version_grace_s
         self._all_behind_since: float | None = None
@@ -167,12 +188,16 @@ class Fleet:
     def pick(self, affinity: str, now: float, avoid: Collection[Engine] = ()) -> Engine | None:
         """The engine for a call, one of `avoid` only if there is no other; None: none may be used
         now."""
-        home = self._homes.get(affinity)
-        if home is not None and home not in avoid and self.state(home) == "up":
+        known = self._homes.get(affinity)
+        home = known.engine if known is not None else None
+        suits = self._suits(affinity, known)
+        if home is not None and home not in avoid and self.state(home) == "up" and suits(home):
+            self._homes[affinity] = _Home.of(home)
             self._homes.move_to_end(affinity)
             return home
         candidates = self._candidates(now)
         candidates = [e for e in candidates if e not in avoid] or candidates
+        candidates = [e for e in candidates if suits(e)] or candidates
         if not candidates:
             return None
         engine = home if home in candidates else None
@@ -180,11 +205,22 @@ class Fleet:
             engine = _rendezvous(affinity, candidates)
         if self._is_behind(engine):
             self.used_behind += 1
-        self._homes[affinity] = engine
+        self._homes[affinity] = _Home.of(engine)
         self._homes.move_to_end(affinity)
         if len(self._homes) > self._remembered:
             self._homes.popitem(last=False)
         return engine
+
+    def _suits(self, affinity: str, home: _Home | None) -> Callable[[Engine], bool]:
+        """Which engines are of the version that a trajectory is to be of."""
+        canaries = {e.version for e in self if e.canary and e.reachable}
+        if not canaries:
+            return lambda engine: True
+        if home is None:
+            tries_it = _share(affinity) < self._canary_share
+        else:
+            tries_it = home.canary in canaries
+        return lambda engine: engine.canary is tries_it
 
     def has_candidate(self, now: float, avoid: Collection[Engine] = ()) -> bool:
         """Whether `pick` would find an engine outside `avoid`."""
@@ -224,11 +260,11 @@ class Fleet:
 
     # -- what calls saw -----------------------------------------------------------------------
 
-    def succeeded(self, engine: Engine, version: int | None) -> None:
-        """A call was answered; `version` sampled its last token."""
+    def succeeded(self, engine: Engine, version: int | None, *, canary: bool = False) -> None:
+        """A call was answered; `version` sampled its last token, as a canary or not."""
         engine.circuit.succeeded()
         if version is not None:
-            self._saw(engine, version)
+            self._saw(engine, version, canary)
 
     def answered_badly(self, engine: Engine, now: float, why: str) -> None:
         """A 5xx, a 429, or nonsense."""
@@ -246,10 +282,16 @@ class Fleet:
     # -- what checks saw ----------------------------------------------------------------------
 
     def check_passed(
-        self, engine: Engine, now: float, *, asked: Asked, version: int | None
+        self,
+        engine: Engine,
+        now: float,
+        *,
+        asked: Asked,
+        version: int | None,
+        canary: bool = False,
     ) -> bool:
-        """The engine says that it has `version` (None: it does not say). False: it broke since it
-        was asked, so that this may be from before."""
+        """The engine says that it has `version` (None: it does not say), as a canary or not. False:
+        it broke since it was asked, so that this may be from before."""
         if engine.epoch != asked.epoch:
             return False
         before = asked.version
@@ -260,8 +302,8 @@ class Fleet:
         else:
             if before is not None and version < before:
                 engine.returned = True
-                engine.version = version
-            self._saw(engine, version)
+                engine.version, engine.canary = version, canary
+            self._saw(engine, version, canary)
             if self.version is not None and version >= self.version:
                 engine.returned = False
         self._candidates(now)  # starts or ends the time in which all are behind
@@ -296,10 +338,12 @@ class Fleet:
             else:
                 engine.circuit.failed(now)
 
-    def _saw(self, engine: Engine, version: int) -> None:
+    def _saw(self, engine: Engine, version: int, canary: bool) -> None:
         if engine.version is None or version > engine.version:
-            engine.version = version
-        if self.version is None or version > self.version:
+            engine.version, engine.canary = version, canary
+        elif version == engine.version and not canary:
+            engine.canary = False  # committed meanwhile; what a canary had begun ends later
+        if not canary and (self.version is None or version > self.version):
             self.version = version
 
     # -- words --------------------------------------------------------------------------------
@@ -326,6 +370,7 @@ class Fleet:
                     "url": e.url,
                     "state": self.state(e),
                     "version": e.version,
+                    "canary": e.canary,
                     "in_flight": len(e.in_flight),
                 }
                 for e in self
@@ -339,6 +384,12 @@ def _rendezvous(affinity: str, engines: list[Engine]) -> Engine:
         limit = factor * min(len(e.in_flight) for e in engines) + slack
         engines = [e for e in engines if len(e.in_flight) <= limit]
     return max(engines, key=lambda e: _score(affinity, e.url))
+
+
+def _share(affinity: str) -> float:
+    """A number in [0, 1) that is always the same for a trajectory, at any gateway."""
+    digest = hashlib.blake2b(affinity.encode(), digest_size=8, person=b"canary").digest()
+    return int.from_bytes(digest) / 2**64
 
 
 def _score(affinity: str, url: str) -> bytes:

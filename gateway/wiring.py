@@ -45,6 +45,8 @@ class Wiring:
     """Name of the LoRA adapter that generates; None: the engines' model itself."""
     sampling: Mapping[str, ChannelSampling] = field(default_factory=dict)
     """By channel; in a channel that is not named, agents choose."""
+    canary_share: float = 0.0
+    """Of new trajectories, while one engine has a version that is not committed."""
     replica: int = 0
     """Which of the gateways that share the work this one is."""
     replica_urls: tuple[str, ...] = ()

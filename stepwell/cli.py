@@ -11,6 +11,7 @@ line.
                      --config quickstart [key=value …]   print the resolved configuration
                      --keys PATTERN                      list keys with type, default and meaning
     stepwell export  RUN [--step N|latest|best] --to DIR write a checkpoint as a model directory
+    stepwell rollback RUN [--to K]                       serve an earlier version's weights again
     stepwell data salvage PATH                           a usable journal of a damaged one
     stepwell data delete  RUN --trajectory UID | --tag T delete it from journal and exported files
     stepwell backends                                    list training backends and engines
@@ -138,6 +139,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--step", default="latest", metavar="N", help="a step, latest or best")
     export.add_argument("--to", required=True, type=Path, metavar="DIR", help="a new folder")
     export.set_defaults(run=_export)
+    text = "serve the weights of an earlier version again, as a new version"
+    rollback = commands.add_parser("rollback", help=text, description=text)
+    rollback.add_argument("run_dir", metavar="RUN", type=Path, help="a live run's folder")
+    rollback.add_argument("--to", type=int, metavar="K", help="default: the version before")
+    rollback.set_defaults(run=_rollback)
     data = commands.add_parser("data", help="look after the pool's data on disk")
     actions = data.add_subparsers(metavar="ACTION", required=True)
     text = "make a usable journal of a damaged one, and say what is lost"
@@ -292,6 +298,13 @@ def _export(args: argparse.Namespace) -> int:
 
     step = int(args.step) if args.step.isdecimal() else args.step
     print(export_checkpoint(args.run_dir, step, args.to))
+    return 0
+
+
+def _rollback(args: argparse.Namespace) -> int:
+    from stepwell.rollback import roll_back
+
+    print(asyncio.run(interruptible(roll_back(args.run_dir, args.to))))
     return 0
 
 

@@ -143,6 +143,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             engine_urls=tuple(urls) if router is None else (router,),
             via_router=router is not None,
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
+            canary_share=config.publish.canary_share or 0.0,
             sampling=channel_sampling(config.rollout, config.validation, config.gateway.channels),
         )
         gateway_urls = await _start_gateways(gateway_config, wiring, folder / LOGS, stack)

@@ -24,6 +24,7 @@ from stepwell.trainer.config import (
     AlgorithmConfig,
     AsyncTrainingConfig,
     DataConfig,
+    PublishConfig,
     RolloutConfig,
     SamplingConfig,
     TrainerConfig,
@@ -103,6 +104,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     validation: ValidationConfig = ValidationConfig()
+    publish: PublishConfig = PublishConfig()
     backend: TorchBackendConfig = TorchBackendConfig()
     engine: EngineConfig
     gateway: GatewayConfig = GatewayConfig()
@@ -217,6 +219,35 @@ class RunConfig(Section):
                         f"{name}.max_tokens is {longest} but {part}.context_length is {context}; "
                         "leave room for a prompt"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _guard_has_what_it_goes_back_to(self) -> RunConfig:
+        if self.publish.guard is not None and self.trainer.keep_weights < 2:
+            raise ValueError(
+                f"publish.guard is set, but trainer.keep_weights is {self.trainer.keep_weights}: a "
+                "version that is rolled back needs the one before; set trainer.keep_weights=2"
+            )
+        router, share = self.engine.router, self.publish.canary_share
+        if self.publish.guard is not None and router != "none" and share is not None:
+            raise ValueError(
+                f"publish.guard is set and engine.router is {router!r}, which spreads calls over "
+                "engines whatever their versions: set publish.canary_share=null (all engines get a "
+                "version at once), or engine.router=none"
+            )
+        window = self.async_training.trigger_parameter_sync_step * self.trainer.train_batch_size
+        rewards = window * self.rollout.n
+        if (
+            self.publish.guard is not None
+            and self.async_training.has_windows
+            and self.publish.guard.n > rewards
+        ):
+            raise ValueError(
+                f"publish.guard.n is {self.publish.guard.n}, but with async_training.mode="
+                f"{self.async_training.mode} a version is judged by the {rewards} rewards of its "
+                "window (trigger_parameter_sync_step x train_batch_size x rollout.n); lower n, or "
+                "raise one of these"
+            )
         return self
 
     @model_validator(mode="after")

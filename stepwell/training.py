@@ -101,7 +101,7 @@ def build_trainer(
         critic=build_critic(config, **parts.placement.critic_options()),
         publisher=Publisher(
             parts.engines,
-            WeightStore(config.run.dir / WEIGHTS, keep=config.trainer.keep_weights),
+            weight_store(config),
             EngineMemory(parts.engines, lends=config.engine.release_memory),
             transport=config.engine.weight_transport,
             patience_s=config.trainer.starvation_timeout_s,
@@ -113,6 +113,8 @@ def build_trainer(
             config.trainer.keep_best,
             origin=origin(config, None if source is None else len(source)),
         ),
+        publish=config.publish,
+        folder=config.run.dir,
         seed=config.run.seed,
         logs=config.run.dir / LOGS,
         tell=tell,
@@ -122,6 +124,16 @@ def build_trainer(
     finally:
         trainer.close()
         ledger.close()
+
+
+def weight_store(config: RunConfig) -> WeightStore:
+    """Where versions are published, and what version 0 was."""
+    adapters = config.engine.weight_transport == "lora"
+    return WeightStore(
+        config.run.dir / WEIGHTS,
+        keep=config.trainer.keep_weights,
+        base=None if adapters else config.model.path,
+    )
 
 
 def build_critic(config: RunConfig, **options: Any) -> Critic | None:

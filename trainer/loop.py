@@ -30,9 +30,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import TokenBatch, TrainingBackend
-from stepwell.backends.config import PublishMode
 from stepwell.backends.critic import Critic
-from stepwell.backends.weights import Publication
 from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.lease_keeper import LeaseKeeper, by_lease
@@ -45,7 +43,12 @@ from stepwell.trainer.checkpoint import (
     rng_state,
     set_rng_state,
 )
-from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig, TrainerConfig
+from stepwell.trainer.config import (
+    AlgorithmConfig,
+    AsyncTrainingConfig,
+    PublishConfig,
+    TrainerConfig,
+)
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import INTERRUPTED, StarvedError
 from stepwell.trainer.flat_rewards import FlatRewards
@@ -57,6 +60,7 @@ from stepwell.trainer.producers import GroupProducer
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.publication import Publisher
 from stepwell.trainer.recording import record_batch
+from stepwell.trainer.releases import Releases
 from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.validation import (
@@ -83,6 +87,7 @@ class Trainer:
     Args:
         keeper: of leases on the channel that is trained.
         seed: of the draws that a loss makes, with the number of the update.
+        folder: of the run, where roll-backs are asked for.
         logs: folder that an error tells to look into.
         tell: shows the user a line.
     """
@@ -102,6 +107,8 @@ class Trainer:
         backend: TrainingBackend,
         publisher: Publisher,
         checkpoints: CheckpointStore,
+        publish: PublishConfig,
+        folder: Path,
         critic: Critic | None = None,
         seed: int = 0,
         logs: Path = Path("logs"),
@@ -133,9 +140,19 @@ class Trainer:
         self._untrained = 0
         """Mini-batches of the batch that is trained that are still to come."""
         self._phases = Phases()
-        self._publishing = asyncio.Lock()
         self._overdue = False
-        self._publication: asyncio.Task[Publication] | None = None
+        self.releases = Releases(
+            publisher,
+            pool,
+            publish,
+            lambda: self.progress,
+            folder=folder,
+            mode="retract" if async_training.partial_rollout else "drain",
+            updates_per_sync=async_training.trigger_parameter_sync_step,
+            tries_out=not async_training.has_windows,
+            overdue=self._publish_overdue,
+            tell=tell,
+        )
         self._mark = time.monotonic()
         # One thread: torch keeps its own pool per thread, and the model is not to be shared.
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="backend")
@@ -149,6 +166,7 @@ class Trainer:
         async with (
             self.producer.running(),
             self.keeper,
+            self.releases.running(),
             aclosing(self._batches(math.inf if until is None else until)) as batches,
         ):
             try:
@@ -162,6 +180,8 @@ class Trainer:
                 if isinstance(e, GeneratorExit) or e.args == (INTERRUPTED,):
                     await self._save_interrupted()
                 raise
+            await self.releases.judge()
+            await self._publish_overdue()
             await self.published()
             if self._consumed:
                 await self.checkpoint()
@@ -209,6 +229,7 @@ class Trainer:
             with self._phases("score"):
                 scored = await self.scorer.score(coming, self.producer.min_n)
             self._flat.see(scored)
+            self.releases.scored(scored)
             kept = self._filter.keep(baselined(scored, self._algorithm))
             groups += kept
             self.producer.refund(len(coming) - len(kept))
@@ -227,6 +248,7 @@ class Trainer:
         """One batch: `require_batches` optimizer steps, with π_prox taken once before the first."""
         if not groups:
             return
+        restored = await self._restore()
         where = self.config.save_debug_rollout_data
         await self._compute(record_batch, where, groups, self.progress)
         await self._borrow_memory()
@@ -252,7 +274,8 @@ class Trainer:
         # Between batches only: a checkpoint acks whole leases, and this one is now trained whole.
         every, best = self.config.checkpoint_every, self.config.keep_best
         evaluated = self.validator.config.every
-        if checkpoint_due(before, self.progress.updates, every, evaluated, best):
+        due = checkpoint_due(before, self.progress.updates, every, evaluated, best)
+        if due or restored:  # an older checkpoint may hold what was rolled back
             with self._phases("checkpoint"):
                 await self.checkpoint()
 
@@ -404,30 +427,24 @@ class Trainer:
 
         Returns once they are written: training goes on while the engines load them, unless
         generation waits for them (`async_training.mode`). What fails then is raised by the next
-        `publish` or `published`. An evaluation under way may hold it up (`validation.py`).
+        `publish` or `published`. An evaluation under way may hold it up (`validation.py`), and a
+        version on trial (`releases.py`).
         """
         windows = self._async.has_windows
         if windows:
             await self.validator.released()
             await self.producer.close_window()
-        elif self.validator.holds:
-            self._overdue = True
-            return
-        async with self._publishing:
-            await self.published()
-            self._overdue = False
-            version = self.progress.version + 1
-            path, updates = await self._compute(self._write_weights, version)
-            # Before the first engine has them: their steps must find their version in the table.
-            self.progress.version = version
-            self.progress.published[version] = updates
-            await self.pool.advance_version(version)
-            partial = self._async.partial_rollout
-            mode: PublishMode = "retract" if partial else "drain"
-            self._publication = asyncio.create_task(self._publisher.publish(path, version, mode))
+            await self.releases.judge()
+        self._overdue = (self.validator.holds and not windows) or not await self.releases.give(
+            lambda version: self._compute(self._write_weights, version)
+        )
         if windows:
             await self.published()
             self.producer.open_window()
+
+    async def _publish_overdue(self) -> None:
+        if self._overdue:
+            await self.publish()
 
     def _write_weights(self, version: int) -> tuple[Path, int]:
         """Where they are, and how many updates they contain; runs in the compute thread."""
@@ -439,12 +456,19 @@ class Trainer:
         Raises:
             WeightUpdateError: an engine does not.
         """
-        if self._publication is not None:
-            publication, self._publication = self._publication, None
-            await publication
+        await self.releases.published()
+
+    async def _restore(self) -> bool:
+        """Train on from the weights that engines serve, if others were rolled back."""
+        if (path := self.releases.to_restore) is None:
+            return False
+        await self._compute(self._backend.load_weights, path)
+        self.releases.restored(path)
+        return True
 
     async def checkpoint(self) -> None:
         """Make everything up to here durable, then ack the groups it was trained on."""
+        await self._restore()
         backend = await self._compute(self._backend.state_dict)
         critic = await self._compute(self._critic.state_dict) if self._critic else None
         # From here to the end of `state` nothing is awaited: it is of one moment.
@@ -479,6 +503,7 @@ class Trainer:
         offset = self.ledger.adopt(path.parent, state["ledger"]) if path and state else 0
         self.ledger.resume(self.progress.updates, offset)
         await self.producer.resume(state, self.progress.version)
+        self.releases.adopt(self.progress)
         versions = await self._publisher.serving()
         before = (await self.pool.get_statistics(TRAIN))["policy_version"]
         bare = self._publisher.gives_adapters  # engines have none yet
@@ -486,6 +511,7 @@ class Trainer:
             # A number that nobody has seen: steps of before must not pass for ours.
             newest = max([self.progress.version, before, *versions])
             self.progress.lose(newest, self._async.trigger_parameter_sync_step)
+            await self._restore()
             await self.publish()
         return state is not None
 
@@ -525,8 +551,7 @@ class Trainer:
 
     async def _evaluated(self, evaluations: Sequence[Evaluation]) -> None:
         self.progress.evaluations += evaluations
-        if self._overdue:
-            await self.publish()
+        await self._publish_overdue()
 
     def _policy(self) -> Policy:
         """What an evaluation that begins now is of."""
@@ -647,6 +672,7 @@ class Trainer:
             **self.producer.metrics(),
             **self._flat.metrics(),
             **self._filter.metrics(),
+            **self.releases.metrics(),
             **self.validator.metrics(),
             **self.scorer.metrics(groups),
             **metrics,

@@ -33,6 +33,8 @@ class Progress:
     unapplied: list[int] = field(default_factory=list)
     """Of `updates`, by number, those that left the policy as it was: a gradient that was not
     finite, the critic's warm-up."""
+    rolled_back: dict[int, int] = field(default_factory=dict)
+    """Version that a roll-back published -> the version whose weights it has."""
 
     def lose(self, newest: int, updates_per_sync: int) -> None:
         """Versions up to `newest` were published by a trainer that crashed: their weights are lost,
@@ -48,6 +50,25 @@ class Progress:
             if updates >= newest:
                 known[version] = newest = updates
         return known
+
+    def roll_back(self, to: int, updates_per_sync: int) -> int:
+        """The next version has the weights of `to`; its number. What the versions between the two
+        sampled is off-policy from now on, as if it were a publication older than `to`."""
+        version, to = self.version + 1, self.weights_of(to)
+        self.rolled_back[version] = to
+        for bad in range(to + 1, version):
+            self.published[bad] = self.published.get(to, 0) - updates_per_sync
+        self.published[version] = self.updates
+        self.version = version
+        return version
+
+    def is_good(self, version: int) -> bool:
+        """Whether no roll-back went back beyond `version`."""
+        return not any(to < version < new for new, to in self.rolled_back.items())
+
+    def weights_of(self, version: int) -> int:
+        """The version that `version` has the weights of: itself, unless it was a roll-back."""
+        return self.rolled_back.get(version, version)
 
     def applied(self, updates: int) -> int:
         """Of so many updates, those that changed the policy: what lag is counted in."""

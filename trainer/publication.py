@@ -49,8 +49,8 @@ class Publisher:
         patience_s: float = 600.0,
     ) -> None:
         self.memory = memory
+        self.store = store
         self._engines = list(engines)
-        self._store = store
         self._transport = transport
         self._patience_s = patience_s
 
@@ -62,7 +62,7 @@ class Publisher:
     def write(self, version: int, backend: TrainingBackend) -> Path:
         """Write the backend's weights of now as `version`; the folder."""
         save = backend.save_adapters if self.gives_adapters else backend.save_weights
-        return self._store.write(version, save)
+        return self.store.write(version, save)
 
     async def publish(self, path: Path, version: int, mode: PublishMode) -> Publication:
         """As `publish_patiently`, once the engines have their memory."""
@@ -72,10 +72,41 @@ class Publisher:
                 path,
                 version,
                 mode,
-                store=self._store,
+                store=self.store,
                 transport=self._transport,
                 patience_s=self._patience_s,
             )
+
+    @property
+    def has_canaries(self) -> bool:
+        """Whether one engine can try a version out while others serve."""
+        return len(self._engines) > 1
+
+    async def try_out(self, path: Path, version: int, mode: PublishMode) -> Publication:
+        """Give a version to one engine alone, without committing it; the last that takes it.
+
+        Raises:
+            WeightUpdateError: none does.
+        """
+        store = self.store
+        if store.current() is None and store.base is not None:
+            store.commit(0, store.base)  # what the others serve, and a canary goes back to
+        async with self.memory.at_home():
+            for engine in reversed(self._engines):
+                try:
+                    return await publish(
+                        [engine],
+                        str(path),
+                        version,
+                        mode,
+                        store=store,
+                        transport=self._transport,
+                        canary=True,
+                    )
+                except WeightUpdateError as e:
+                    failure = e
+                    log.warning("version %d is tried out elsewhere: %s", version, e)
+        raise failure
 
     async def serving(self) -> list[int]:
         """The version that each engine serves; one that is down is waited for.

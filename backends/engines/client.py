@@ -22,6 +22,7 @@ from stepwell.backends.errors import (
     EngineTimeoutError,
     EngineUnavailableError,
 )
+from stepwell.datapool.types import CANARY
 
 MemoryTag: TypeAlias = Literal["weights", "kv_cache", "cuda_graph"]
 
@@ -30,7 +31,8 @@ LOAD_TIMEOUT_S = 600.0
 
 
 def version_number(weight_version: str) -> int:
-    """Stepwell publishes decimal integers; SGLang's initial "default" is version 0.
+    """Stepwell publishes decimal integers, a canary's with a suffix; SGLang's initial "default" is
+    version 0.
 
     Raises:
         ValueError: another version scheme; somebody else publishes to this engine.
@@ -38,7 +40,7 @@ def version_number(weight_version: str) -> int:
     if weight_version == "default":
         return 0
     try:
-        return int(weight_version)
+        return int(weight_version.removesuffix(CANARY))
     except ValueError:
         raise ValueError(
             f"weight_version is {weight_version!r}; Stepwell publishes decimal integers. "

@@ -108,15 +108,19 @@ class WeightStore:
             return version
 
     def find(self, version: int | None, now: int) -> int:
-        """`version`, if it is kept; None: the one before that whose weights are served `now`.
+        """`version`, if it is kept; None: the one before that whose weights are served `now`, of
+        those that were not taken back.
 
         Raises:
             VersionNotKeptError: it is not.
         """
         kept = self.kept()
-        earlier = [v for v in kept if v < self.weights_of(now) and self.weights_of(v) == v]
-        if version is None and earlier:
-            return earlier[-1]
+        if version is None:
+            of = {v: self.weights_of(v) for v in {*kept, now}}
+            taken_back = {v for v in kept for new, old in of.items() if old < v < new}
+            earlier = [v for v in kept if v < now and v not in taken_back and of[v] < of[now]]
+            if earlier:
+                return earlier[-1]
         if version is not None and version in kept:
             return version
         what = f"version {version}" if version is not None else f"a version before {now}"

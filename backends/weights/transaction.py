@@ -17,6 +17,10 @@ is fenced, A and B are verified, 5 is committed, A and B continue. C's superviso
 for the lock since C came up paused at 4, loads 5, unlocks, continues it. Had B's disk been full, A
 and B would have gone back to 4, both continued, and the error would name B.
 
+A *canary* is the same for some of the replicas, without the commit: those that are verified go on
+with the new version, which they call `7-canary`, and every other one serves what is committed. So
+does a canary's next process, and one that could not be verified. A publication to all ends this.
+
 With `mode="drain"` there is no pause: each replica finishes its running requests on the old weights
 and starts the next on the new, so replicas may differ for a moment; every token says its version.
 
@@ -99,6 +103,7 @@ async def publish(
     *,
     store: WeightStore | None = None,
     transport: WeightTransport = "disk",
+    canary: bool = False,
     continue_timeout_s: float = CONTINUE_TIMEOUT_S,
     hook: Hook | None = None,
 ) -> Publication:
@@ -109,6 +114,7 @@ async def publish(
     cancellation of the caller: an engine must not be left paused.
 
     Args:
+        canary: `engines` are not all there are, and nothing is committed.
         hook: awaited before, during (all replicas were just asked) and after each phase.
 
     Raises:
@@ -117,7 +123,7 @@ async def publish(
     if not engines:
         raise ValueError("publish was given no engines")
     transaction = _Transaction(
-        engines, str(path), version, mode, store, transport, continue_timeout_s, hook
+        engines, str(path), version, mode, store, transport, canary, continue_timeout_s, hook
     )
     return await asyncio.shield(asyncio.ensure_future(transaction.run()))
 
@@ -131,11 +137,12 @@ class _Transaction:
         mode: PublishMode,
         store: WeightStore | None,
         transport: WeightTransport,
+        canary: bool,
         continue_timeout_s: float,
         hook: Hook | None,
     ) -> None:
         self.replicas = [_Replica(engine) for engine in engines]
-        self.update = Update(path, version, flush=mode != "in_place")
+        self.update = Update(path, version, flush=mode != "in_place", canary=canary)
         self.mode = mode
         self.store = store
         self.transport = TRANSPORTS[transport](self.update, store)
@@ -165,9 +172,11 @@ class _Transaction:
                     serving=serving,
                 ) from e
         await self._all("continue", "continue", self._continue, committed=True)
-        await asyncio.gather(*(self._readmit(r) for r in self.replicas if r.fenced and not r.gone))
-        fenced = {r.engine.url: r.fenced for r in self.replicas if r.fenced}
-        return Publication(self.update.version, time.perf_counter() - start, fenced, self.how)
+        if not self.update.canary:  # else the next publication does
+            fenced = [r for r in self.replicas if r.fenced and not r.gone]
+            await asyncio.gather(*map(self._readmit, fenced))
+        left_out = {r.engine.url: r.fenced for r in self.replicas if r.fenced}
+        return Publication(self.update.version, time.perf_counter() - start, left_out, self.how)
 
     @property
     def _published(self) -> Published:
@@ -318,10 +327,9 @@ class _Transaction:
 
     async def _verify_version(self, replica: _Replica) -> None:
         found = (await replica.engine.model_info())["weight_version"]
-        if found != str(self.update.version):
+        if found != self.update.name:
             raise WeightUpdateError(
-                f"{replica.engine.url} serves version {found!r} after loading "
-                f"{self.update.version}",
+                f"{replica.engine.url} serves version {found!r} after loading {self.update.name}",
                 replica=replica.engine.url,
             )
 
@@ -333,7 +341,7 @@ class _Transaction:
 
     async def _commit(self) -> None:
         await self._tell("commit", "before")
-        if self.store is not None:
+        if self.store is not None and not self.update.canary:
             new = self._published
             self.store.commit(new.version, new.path, adapter=new.adapter)
         await self._tell("commit", "after")

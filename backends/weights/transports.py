@@ -36,6 +36,7 @@ from stepwell.backends.config import WeightTransport
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError
 from stepwell.backends.weights.store import Published, WeightStore
+from stepwell.datapool.types import CANARY
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,13 @@ class Update:
     flush: bool = True
     """Drop the prefix cache. Not with requests held in place: a real SGLang cannot and would report
     a failure."""
+    canary: bool = False
+    """Only some engines get it, and it is not committed."""
+
+    @property
+    def name(self) -> str:
+        """The version as engines say it."""
+        return f"{self.version}{CANARY}" if self.canary else str(self.version)
 
 
 class Transport(ABC):
@@ -105,7 +113,7 @@ class Transport(ABC):
 class Disk(Transport):
     async def send(self, target: Target) -> None:
         update = self.update
-        await _from_disk(target.engine, update.path, str(update.version), flush=update.flush)
+        await _from_disk(target.engine, update.path, update.name, flush=update.flush)
 
 
 class DiskDelta(Disk):
@@ -121,7 +129,7 @@ class DiskDelta(Disk):
             await super().send(target)
             return
         update = self.update
-        await _from_disk(target.engine, str(delta), str(update.version), flush=update.flush)
+        await _from_disk(target.engine, str(delta), update.name, flush=update.flush)
 
     async def send_whole(self, target: Target) -> None:
         await super().send(target)
@@ -149,7 +157,7 @@ class TensorBody(Transport):
         await _begin(target.engine)
         try:
             await target.engine.update_weights_from_tensor(
-                [payload] * target.ranks, self.update.version, flush_cache=self.update.flush
+                [payload] * target.ranks, self.update.name, flush_cache=self.update.flush
             )
         finally:
             await target.engine.end_weight_update()
@@ -198,7 +206,7 @@ class Distributed(Transport):
                     list(tensors),
                     [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
                     [list(t.shape) for t in tensors.values()],
-                    update.version,
+                    update.name,
                     group_name=name,
                     flush_cache=update.flush,
                 )
@@ -215,7 +223,7 @@ class Lora(Transport):
     adapter = True
 
     async def send(self, target: Target) -> None:
-        await self._replace(target.engine, self.update.path, str(self.update.version))
+        await self._replace(target.engine, self.update.path, self.update.name)
 
     async def restore(self, target: Target, to: Published) -> None:
         path = to.path if to.adapter else None

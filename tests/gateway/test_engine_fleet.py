@@ -24,8 +24,10 @@ def fleet(n: int = 3, **options: Any) -> Fleet:
     )
 
 
-def check(f: Fleet, engine: Engine, version: int | None, now: float = 0.0) -> None:
-    assert f.check_passed(engine, now, asked=engine.asked(), version=version)
+def check(
+    f: Fleet, engine: Engine, version: int | None, now: float = 0.0, canary: bool = False
+) -> None:
+    assert f.check_passed(engine, now, asked=engine.asked(), version=version, canary=canary)
     f.health(engine, now, well=True)
 
 
@@ -317,6 +319,88 @@ def test_when_all_engines_are_behind_the_newest_are_used_after_the_grace() -> No
     f.broke(a, 200.0, "reset")
     assert f.pick("t", 200.0) is None
     assert f.pick("t", 210.0) is not None
+
+
+def with_canary(share: float = 0.2) -> tuple[Fleet, list[Engine]]:
+    """Four engines at 6, of which the last tries 7 out; and what was begun before."""
+    f = fleet(4, canary_share=share)
+    engines = list(f)
+    for engine in engines:
+        check(f, engine, 6)
+    homes(f, 300)
+    check(f, engines[3], 7, canary=True)
+    return f, engines
+
+
+def test_a_canary_gets_its_share_of_what_begins_and_nothing_of_what_had_begun() -> None:
+    f, engines = with_canary()
+    picked = homes(f, 3000)
+    before = {a: url for a, url in picked.items() if int(a) < 300}
+    new = Counter(url == engines[3].url for a, url in picked.items() if int(a) >= 300)
+    assert engines[3].url not in before.values(), "also those that were at home there"
+    assert 0.16 < new[True] / new.total() < 0.24
+    assert homes(f, 3000) == picked, "each stays with its version"
+
+
+def test_a_canary_that_is_committed_is_an_engine_like_any_other() -> None:
+    f, engines = with_canary()
+    during = homes(f)
+    for engine in engines:
+        check(f, engine, 7)
+    assert homes(f) == during, "nothing moves"
+    check(f, engines[3], 8, canary=True)
+    assert engines[3].url not in homes(f).values(), "what began with 7 does not try out 8"
+
+
+def test_an_engine_that_comes_back_beside_a_canary_with_what_is_committed_is_used() -> None:
+    f, engines = with_canary()
+    f.broke(engines[0], 1.0, "reset")
+    check(f, engines[0], 6, 2.0)
+    assert f.state(engines[0]) == "up"
+    f.broke(engines[1], 1.0, "reset")
+    check(f, engines[1], 5, 2.0)
+    assert f.state(engines[1]) == "behind"
+
+
+def test_a_canary_that_restarts_at_what_is_committed_goes_on_and_one_that_is_older_waits() -> None:
+    f, engines = with_canary()
+    f.broke(engines[3], 1.0, "reset")
+    check(f, engines[3], 6, 2.0)
+    assert f.state(engines[3]) == "up"
+    assert not engines[3].canary
+    assert engines[3].url in homes(f, 2000).values()
+    f, engines = with_canary()
+    for engine in engines[:3]:
+        check(f, engine, 8)  # taken back: 8 has the weights of 6
+    f.broke(engines[3], 1.0, "reset")
+    check(f, engines[3], 7, 2.0, canary=True)
+    assert f.state(engines[3]) == "behind"
+    check(f, engines[3], 8, 3.0)
+    assert f.state(engines[3]) == "up"
+
+
+def test_when_only_the_canary_is_left_it_serves_all_and_without_it_the_others_do() -> None:
+    f, engines = with_canary()
+    for engine in engines[:3]:
+        f.broke(engine, 1.0, "reset")
+    assert set(homes(f).values()) == {engines[3].url}
+    f, engines = with_canary(share=0.9)
+    f.broke(engines[3], 1.0, "reset")
+    assert engines[3].url not in homes(f, 2000).values()
+    assert len(homes(f, 2000)) == 2000
+
+
+def test_a_call_tells_of_a_canary_before_a_check_does() -> None:
+    f = fleet(2)
+    a, b = f
+    check(f, a, 6)
+    check(f, b, 6)
+    f.succeeded(b, 7, canary=True)
+    assert b.canary
+    assert f.version == 6
+    f.succeeded(b, 7)
+    assert not b.canary
+    assert f.version == 7
 
 
 def test_an_engine_without_versions_is_held_to_none() -> None:

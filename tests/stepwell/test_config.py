@@ -135,3 +135,17 @@ def test_a_limit_that_the_run_sets_elsewhere_is_refused_and_not_overwritten(
     said = fails(override)
     assert f"{key} is {value}" in said
     assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.keep_weights=1"], "trainer.keep_weights is 1: .* set trainer.keep_weights=2"),
+        (["engine.router=launch"], "which spreads calls .* set publish.canary_share=null"),
+        (["async_training.mode=sync", "publish.guard.n=1000"], "publish.guard.n is 1000, but with"),
+    ],
+)
+def test_a_guard_that_could_not_do_its_work_is_refused(overrides: list[str], message: str) -> None:
+    load_config("quickstart", ["publish.guard.n=16", "trainer.keep_weights=2"])
+    with pytest.raises(ConfigError, match=message):
+        load_config("quickstart", ["publish.guard.n=16", *overrides])

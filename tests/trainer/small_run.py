@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
-from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.client import EngineClient, version_number
 from stepwell.cluster import Parts
 from stepwell.config import RunConfig
 from stepwell.datapool import DataPoolActor, DataPoolClient, PoolConfig, Step, VersionSpan
@@ -79,13 +79,22 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.url = "http://fake"
-        self.version = 0
+        self.name = "0"
+        """The version as it says it."""
         self.path = ""
         self.calls: list[str] = []
         self.changed = asyncio.Event()
 
+    @property
+    def version(self) -> int:
+        return version_number(self.name)
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.name = str(version)
+
     async def model_info(self) -> dict[str, str]:
-        return {"model_path": self.path, "weight_version": str(self.version)}
+        return {"model_path": self.path, "weight_version": self.name}
 
     async def weight_version(self) -> int:
         return self.version
@@ -109,7 +118,7 @@ class FakeEngine:
         self.calls.append("resume")
 
     async def update_weights_from_disk(self, path: str, version: str, flush_cache: bool) -> None:
-        self.path, self.version = path, int(version)
+        self.path, self.name = path, version
         self.calls.append(f"load {version}")
         self.changed.set()
 
@@ -215,6 +224,10 @@ class RecordingBackend(TrainingBackend):
     def save_weights(self, path: str | Path) -> None:
         Path(path).mkdir(parents=True)
         (Path(path) / "weights").write_text(str(self.updates))
+
+    def load_weights(self, path: str | Path) -> None:
+        file = Path(path) / "weights"  # the model of the start has none
+        self.updates = int(file.read_text()) if file.is_file() else 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates}

@@ -4,6 +4,7 @@
     rollout      the agent, how often and how long it tries, and what scores it
     sampling     async_training: who generates when; sampling: which groups are trained
     validation   how the policy is validated
+    publish      how a new version is let into traffic, and taken back
     algorithm    advantage, loss, KL to a reference, off-policy correction, critic
     trainer      how long, in what batches, and what is kept
     tools        the file of tools that an agent may load; no section of a run
@@ -39,6 +40,7 @@ from stepwell.trainer.config.data import (
     TableConfig,
     Truncation,
 )
+from stepwell.trainer.config.publish import GuardConfig, PublishConfig
 from stepwell.trainer.config.rollout import (
     MANAGERS,
     OverlongBufferConfig,
@@ -77,6 +79,7 @@ __all__ = [
     "CovConfig",
     "Credit",
     "DataConfig",
+    "GuardConfig",
     "HuggingFaceSource",
     "JsonlSource",
     "KlConfig",
@@ -87,6 +90,7 @@ __all__ = [
     "OffPolicyConfig",
     "OverlongBufferConfig",
     "ParquetSource",
+    "PublishConfig",
     "ReasoningGymSource",
     "RewardConfig",
     "RewardFunctionConfig",
