@@ -227,4 +227,5 @@ def _compare_books(result: BenchResult, live: Path, groups: dict[str, Any]) -> N
     )
     result.checks["groups_acked_but_not_in_the_ledger"] = Check(abs(groups["acked"] - settled), 0)
     result.figures["groups"] = [{state: groups[state] for state in ("submitted", *states)}]
+    result.figures["groups_dropped"] = [groups["drop_reasons"]]
     result.figures["groups_trained"] = found.trained
