@@ -227,5 +227,6 @@ def _compare_books(result: BenchResult, live: Path, groups: dict[str, Any]) -> N
     )
     result.checks["groups_acked_but_not_in_the_ledger"] = Check(abs(groups["acked"] - settled), 0)
     result.figures["groups"] = [{state: groups[state] for state in ("submitted", *states)}]
-    result.figures["groups_dropped"] = [groups["drop_reasons"]]
+    dropped = ", ".join(f"{reason}: {n}" for reason, n in groups["drop_reasons"].items())
+    result.figures["groups_dropped"] = dropped or "none"
     result.figures["groups_trained"] = found.trained
