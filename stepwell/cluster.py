@@ -124,8 +124,6 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             engine_config = engine_config.model_copy(
                 update={"model_path": engine_config.model_path.absolute()}
             )
-        # Engines begin with the weights that were committed last, as after a crash: agents that
-        # come back are served by what they had. A trainer that resumes publishes its own.
         placement = await asyncio.to_thread(place, config, trains=trains)
         stack.callback(placement.release)
         network = Network(await asyncio.to_thread(cluster_nodes))

@@ -173,7 +173,7 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
     Args:
         trains: see `start_cluster`.
     """
-    forget_weights_of_another_model(config)
+    forget_weights(config, trains=trains)
     run = begin(config)
     async with start_cluster(config, trains=trains) as cluster:
         run = run.model_copy(
@@ -195,13 +195,16 @@ async def start_run(config: RunConfig, *, trains: bool = True) -> AsyncIterator[
             ray.kill(record)
 
 
-def forget_weights_of_another_model(config: RunConfig) -> None:
-    """Engines begin with the weights that the folder's last run published, if it had our model."""
+def forget_weights(config: RunConfig, *, trains: bool) -> None:
+    """Engines begin with the weights that were published last, so that agents that come back are
+    served by what they had; not if those are of another model, or if nobody is served before the
+    trainer has published its checkpoint's.
+    """
     try:
         model = read_run(config.run.dir).config["model"]["path"]
     except (RunUnavailableError, KeyError):
         model = None
-    if model != str(config.model.path):
+    if model != str(config.model.path) or (trains and config.rollout.agent is not None):
         shutil.rmtree(config.run.dir / WEIGHTS, ignore_errors=True)
 
 

@@ -15,7 +15,7 @@ from stepwell.cli import main
 from stepwell.config import RunConfig
 from stepwell.find_run import find_run
 from stepwell.presets import attached_config
-from stepwell.run import forget_weights_of_another_model
+from stepwell.run import forget_weights
 from stepwell.run_file import begin, left_by_trainer, only_trainer_in
 from stepwell.run_record import record_run
 from stepwell.trainer.errors import ConfigError
@@ -179,10 +179,15 @@ def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model
     weights = tmp_path / "weights" / "v3"
     weights.mkdir(parents=True)
     begin(live(tmp_path))
-    forget_weights_of_another_model(live(tmp_path))
-    assert weights.exists()
+    for trains in (False, True):
+        forget_weights(live(tmp_path), trains=trains)
+        assert weights.exists()
     other = tmp_path / "model"
     other.mkdir()
     (other / "config.json").write_text("{}")
-    forget_weights_of_another_model(live(tmp_path, f"model.path={other}"))
+    forget_weights(live(tmp_path, f"model.path={other}"), trains=False)
     assert not weights.exists()
+
+    weights.mkdir(parents=True)
+    forget_weights(load_config("quickstart", [f"run.dir={tmp_path}"]), trains=True)
+    assert not weights.exists()  # no agent comes before the checkpoint's weights are published
