@@ -107,6 +107,7 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
             config.async_training,
             config.sampling,
             config.max_outstanding_groups,
+            only_scored=config.only_scored,
         )
         # Absolute: an actor's working directory need not be ours.
         folder = config.run.dir.absolute()

@@ -166,6 +166,11 @@ class RunConfig(Section):
         back."""
         return None if self.rollout.agent is None else self.rollout.max_outstanding_groups
 
+    @property
+    def only_scored(self) -> bool:
+        """Whether a group of the train channel is of use with its agents' rewards alone."""
+        return self.rollout.agent is None and self.rollout.reward is None
+
     @model_validator(mode="after")
     def _agents_and_tasks_come_together(self) -> RunConfig:
         agent = self.rollout.agent

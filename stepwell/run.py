@@ -400,6 +400,11 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
         )
     if run.ray is None or run.pool is None or run.engines is None or run.gateway is None:
         raise is_starting(folder)
+    if not (folder / RUN_FILE).is_file():  # found by the address of its Ray
+        raise RunUnavailableError(
+            f"the folder of the run, {folder} on {run.host}, is not on this machine, and weights, "
+            "checkpoints and metrics go there; mount it here under that path, or train from there"
+        )
     checked = checked or check_attached(config)
     display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
     with only_trainer_in(folder), logged(folder), display, attached(run.ray, str(folder)):

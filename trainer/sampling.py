@@ -34,6 +34,8 @@ from stepwell.trainer.errors import ConfigError, StarvedError
 
 NONZERO_STD = "nonzero_std"
 """What verl and slime call the filter that the pool calls `zero_variance`, after what it drops."""
+SCORED = "scored"
+"""The pool's filter of groups that lack a reward."""
 SURPLUS = "surplus"
 """The reason under which groups begun beyond what a window trains are dropped."""
 
@@ -120,6 +122,8 @@ def train_channel(
     training: AsyncTrainingConfig,
     sampling: SamplingConfig,
     max_outstanding_groups: int | None,
+    *,
+    only_scored: bool = False,
 ) -> ChannelConfig:
     """The pool's `train` channel as the run needs it: limits, filters and, in modes with windows,
     the age from which a group is not trained but its prompt issued again.
@@ -127,11 +131,14 @@ def train_channel(
     Args:
         channel: as it is configured.
         max_outstanding_groups: None: nobody who opens a group waits.
+        only_scored: nobody but the agents gives rewards: a group without one is of no use.
 
     Raises:
         ConfigError: `sampling.filters` names no filter.
     """
     filters = (*channel.selection.filters, *_pool_names(sampling.filters))
+    if only_scored and SCORED not in filters:
+        filters = (SCORED, *filters)
     update: dict[str, object] = {
         "max_queue_size": training.max_queue_size,
         "max_outstanding_groups": max_outstanding_groups,

@@ -309,6 +309,7 @@ def pool_config(config: RunConfig) -> PoolConfig:
         config.async_training,
         config.sampling,
         config.max_outstanding_groups,
+        only_scored=config.only_scored,
     )
     return PoolConfig(channels={TRAIN: train, VAL: config.pool.channel(VAL)})
 

@@ -158,3 +158,17 @@ async def test_held_out_traffic_outlives_a_trainer(tmp_path: Path) -> None:
         await run.trainer.resume()
         (evaluation,) = await run.trainer.evaluate([])
     assert evaluation.rollouts == 2
+
+
+async def test_traffic_that_nobody_scores_is_not_taken_and_what_is_scored_late_is(
+    tmp_path: Path,
+) -> None:
+    async with small_run(live_config(tmp_path)) as run:
+        late = await brings(run.pool, rewards=(None, None))
+        uids = [await brings(run.pool) for _ in range(3)]
+        await run.train(1)
+        assert late not in trained(run)
+        for i in range(2):
+            await run.pool.set_reward(f"{late}-{i}", float(i))
+        await run.train(2)
+    assert trained(run) == sorted([*uids, late])
