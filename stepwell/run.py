@@ -272,7 +272,7 @@ async def _train(
                     await evaluate(config.validation.mode)
         await evaluate()
     except asyncio.CancelledError:
-        if total is None:  # that is how it ends
+        if total is None and trainer.progress.updates:  # that is how it ends
             sum_up()
         raise
     return sum_up()
