@@ -20,7 +20,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from stepwell.trainer.errors import ConfigError, RayEndedError
 
 RETRIES = 2
 """Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
-RAYLET_LOOK_S = 1.0
+LOOK_S = 1.0
+"""A process that the run cannot do without is missed within this."""
 _raylet: Any = ray._raylet
 """Ray's compiled part, whose types do not cover authentication."""
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -110,27 +111,35 @@ async def while_raylet_lives() -> AsyncIterator[None]:
         RayEndedError: it has.
     """
     raylets = [c for c in psutil.Process().children() if c.name() == "raylet"]
+    ended = RayEndedError(
+        "the raylet of this run's Ray has ended (killed, or out of memory: see `dmesg`); run "
+        "the same command again, it goes on from the last checkpoint"
+    )
+    async with while_lives(lambda: all(runs(raylet) for raylet in raylets), ended):
+        yield
+
+
+@asynccontextmanager
+async def while_lives(lives: Callable[[], bool], ended: Exception) -> AsyncIterator[None]:
+    """Cancels the body once `lives` says no, and raises `ended` in its place."""
     body = asyncio.current_task()
-    ended = False
+    has_ended = False
 
     async def watch() -> None:
-        nonlocal ended
-        while all(runs(raylet) for raylet in raylets):  # noqa: ASYNC110 - Ray tells nobody
-            await asyncio.sleep(RAYLET_LOOK_S)
-        ended = True
+        nonlocal has_ended
+        while lives():  # noqa: ASYNC110 - of a process that dies nobody tells
+            await asyncio.sleep(LOOK_S)
+        has_ended = True
         if body is not None:
             body.cancel()
 
-    watching = asyncio.create_task(watch(), name="raylet")
+    watching = asyncio.create_task(watch(), name="watch")
     try:
         yield
     except asyncio.CancelledError:
-        if not ended or body is None or body.uncancel():
+        if not has_ended or body is None or body.uncancel():
             raise
-        raise RayEndedError(
-            "the raylet of this run's Ray has ended (killed, or out of memory: see `dmesg`); run "
-            "the same command again, it goes on from the last checkpoint"
-        ) from None
+        raise ended from None
     finally:
         watching.cancel()
 

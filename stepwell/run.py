@@ -15,6 +15,7 @@ import logging
 import os
 import random
 import shutil
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -46,7 +47,7 @@ from stepwell.layout import (
     WEIGHTS,
 )
 from stepwell.placement import place
-from stepwell.ray_cluster import attached
+from stepwell.ray_cluster import attached, while_lives
 from stepwell.replay import REPLAY, replay
 from stepwell.report import SUMMARY, plot_reward, read_summary, summarise, write_summary
 from stepwell.resuming import told
@@ -62,6 +63,9 @@ from stepwell.run_file import (
     only_run_in,
     only_trainer_in,
     read_run,
+)
+from stepwell.run_file import (
+    holder as run_holder,
 )
 from stepwell.run_record import record_run
 from stepwell.trackers import build_trackers
@@ -79,6 +83,8 @@ from stepwell.training import build_trainer
 log = logging.getLogger(__name__)
 
 HELD_OUT = "looking at the rewards of held-out traffic"
+PUBLISHED_S = 30.0
+"""A trainer that is stopped while it publishes ends what it began, for so long."""
 WATCH_S = 0.5
 """A killed trainer is noticed within this."""
 EVALUATION_ATTEMPTS = 3
@@ -146,8 +152,9 @@ async def _train_on(
         try:
             return await _train(config, trainer, metrics, display, memory)
         finally:
-            with suppress(WeightUpdateError):  # it was raised before, or is in the log
-                await trainer.published()  # engines outlive an attached trainer
+            # Engines outlive an attached trainer. What fails was raised before, or is in the log.
+            with suppress(WeightUpdateError, TimeoutError):
+                await asyncio.wait_for(trainer.published(), PUBLISHED_S)
             await trainer.memory.take_back()
             await trainer.validator.stop()
             await trainer.scorer.aclose()
@@ -413,6 +420,14 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
             display.summary(done, folder)
             return done
         async with AsyncExitStack() as stack:
+            if run.host == socket.gethostname():
+                ended = RunUnavailableError(
+                    f"the run in {folder} has ended (process {run.pid}); start it again "
+                    "(`stepwell serve`) and attach again: training goes on from its last checkpoint"
+                )
+                await stack.enter_async_context(
+                    while_lives(lambda: run_holder(folder) == run.pid, ended)
+                )
             pool = connect_pool(run.pool.name, run.ray.namespace)
             engines = [await stack.enter_async_context(EngineClient(u)) for u in run.engines.urls]
             placement = await asyncio.to_thread(place, config, serves=False)
