@@ -207,8 +207,10 @@ def _attach(args: argparse.Namespace) -> int:
     from stepwell.checks import check_attached
     from stepwell.find_run import find_run
     from stepwell.presets import attached_config
+    from stepwell.run_file import refuse_second_trainer
 
     folder, run = find_run(args.attach)
+    refuse_second_trainer(folder)
     if args.config is not None and Path(args.config).is_file():
         args.config = str(Path(args.config).absolute())
     if run.folder.is_dir():  # relative paths and modules mean what they meant to the run

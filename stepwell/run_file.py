@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 
 from stepwell.config import RunConfig
@@ -237,17 +238,25 @@ def only_trainer_in(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: one does already.
     """
-    with _locked(
-        folder,
-        TRAINER_LOCK,
-        REPAIR_S,
-        f"process {{pid}} trains in {folder}, and a run has one trainer at a time; stop that one "
-        f"first (kill -INT {{pid}})",
-    ) as file:
+    with _locked(folder, TRAINER_LOCK, REPAIR_S, _trains_in(folder)) as file:
         try:
             yield
         finally:
             file.truncate(0)  # it ended by itself and left nothing undone
+
+
+def refuse_second_trainer(folder: Path) -> None:
+    """The error of `only_trainer_in`, at once, if a live process of this machine trains there."""
+    pid = holder(folder, TRAINER_LOCK)
+    if pid and psutil.pid_exists(pid):
+        raise ConfigError(_trains_in(folder).format(pid=pid))
+
+
+def _trains_in(folder: Path) -> str:
+    return (
+        f"process {{pid}} trains in {folder}, and a run has one trainer at a time; stop that one "
+        "first (kill -INT {pid})"
+    )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from stepwell.config import RunConfig
 from stepwell.find_run import find_run
 from stepwell.presets import attached_config
 from stepwell.run import forget_weights
-from stepwell.run_file import begin, left_by_trainer, only_trainer_in
+from stepwell.run_file import begin, left_by_trainer, only_trainer_in, refuse_second_trainer
 from stepwell.run_record import record_run
 from stepwell.trainer.errors import ConfigError
 from tests.stepwell.configuring import fails
@@ -136,12 +136,15 @@ def test_a_second_trainer_is_told_which_process_trains_and_a_killed_one_is_notic
             only_trainer_in(tmp_path),
         ):
             pass
+        with pytest.raises(ConfigError, match=rf"process {trainer.pid} trains in {tmp_path}"):
+            refuse_second_trainer(tmp_path)
         with left_by_trainer(tmp_path) as pid:
             assert pid is None
         trainer.send_signal(signal.SIGKILL)
     finally:
         trainer.kill()
         trainer.wait()
+    refuse_second_trainer(tmp_path)
     with left_by_trainer(tmp_path) as pid:
         assert pid == trainer.pid
     with only_trainer_in(tmp_path):
