@@ -9,11 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -32,8 +32,8 @@ LIMIT_S = 240.0
 SMALL = (
     *("logging.wandb=disabled", "logging.console=plain", "gateway.port=0"),
     *("trainer.train_batch_size=2", "trainer.checkpoint_every=1", "rollout.max_tokens=16"),
-    *("async_training.trigger_parameter_sync_step=1", "pool.channels={train: {n_rollouts: 2}}"),
-    "async_training.max_queue_size=null",
+    *("async_training.trigger_parameter_sync_step=1", "async_training.max_queue_size=null"),
+    "gateway.holdout=0.3",
 )
 
 
@@ -81,28 +81,26 @@ class Service:
     async def serve(self, stop: asyncio.Event) -> None:
         async with aiohttp.ClientSession() as http:
             while not stop.is_set():
-                question = uuid.uuid4().hex
-                for reward in (0.0, 1.0):
-                    await self._answer(http, question, reward)
+                group = await self._post(http, f"{self.gateway}/v1/groups", {"n": 2})
+                for reward, opened in enumerate(group.get("trajectories", ())):
+                    await self._answer(http, opened["base_url"], reward)
 
-    async def _answer(self, http: aiohttp.ClientSession, question: str, reward: float) -> None:
-        opened = await self._post(http, f"{self.gateway}/init_trajectory", {"prompt_uid": question})
-        url = opened.get("base_url", self.gateway)
-        messages = [{"role": "user", "content": f"What is {len(question)} + 2?"}]
+    async def _answer(self, http: aiohttp.ClientSession, url: str, reward: float) -> None:
+        messages = [{"role": "user", "content": f"What is {self.answers} + 2?"}]
         await self._post(http, f"{url}/v1/chat/completions", {"model": "m", "messages": messages})
         await self._post(http, f"{url}/v1/complete_trajectory", {"reward": reward})
         self.answers += 1
 
     async def _post(
         self, http: aiohttp.ClientSession, url: str, body: dict[str, object]
-    ) -> dict[str, str]:
+    ) -> dict[str, Any]:
         async with http.post(url, json=body) as response:
             if response.status != 200:
                 self.failures.append(f"{url}: {response.status} {await response.text()}")
                 return {}
             if (version := response.headers.get("x-stepwell-version")) is not None:
                 self.versions.append(int(version))
-            answer: dict[str, str] = await response.json()
+            answer: dict[str, Any] = await response.json()
             return answer
 
 
@@ -157,5 +155,7 @@ async def test_a_trainer_is_killed_and_attached_again_and_no_agent_notices(tmp_p
     assert ledger.trained == 2 * total
     assert ledger.trained == groups["acked"]
     assert groups["dropped"] == 0
+    summary = json.loads(said(folder / "summary.json"))
+    assert None not in (summary["eval_before"], summary["eval_after"])  # of what is held out
     assert service.versions[-1] > killed_after
     assert service.versions[0] == 0
