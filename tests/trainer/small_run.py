@@ -180,7 +180,7 @@ class Rollouts:
     ) -> None:
         uid, last = uuid.uuid4().hex, self.engine.version
         spans = () if first == last else (VersionSpan(first, 0, 1), VersionSpan(last, 1, 2))
-        fields = {
+        fields: dict[str, Any] = {
             "prompt_ids": [1, 2],
             "response_ids": [3, 4],
             "rollout_log_probs": [-0.5, -0.5],
@@ -329,8 +329,9 @@ async def small_run(
     engine, backend = FakeEngine(), backend or RecordingBackend()
     worker = Rollouts(pool, engine, **rollouts)
     engines = cast("list[EngineClient]", [engine])  # what is needed of one
-    source = None if config.data is None else PromptSource(config.data.train)
-    val_tasks = [] if config.data is None else PromptSource(config.data.val).all()
+    data = config.data
+    source = None if data is None else PromptSource(data.train)
+    val_tasks = [] if data is None or data.val is None else PromptSource(data.val).all()
     with build_trainer(
         config,
         Parts(pool=pool, engines=engines, workers=[worker]),
