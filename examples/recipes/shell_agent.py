@@ -5,10 +5,11 @@ stepwell train --config quickstart rollout.agent=examples.recipes.shell_agent:ag
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(__file__).with_suffix(".sh")
+PROGRAM = Path(__file__).with_name("program.py")
 
 
 async def agent(task: Any, base_url: str, api_key: str) -> float:
@@ -18,7 +19,7 @@ async def agent(task: Any, base_url: str, api_key: str) -> float:
         RuntimeError: the program failed. That is no score of 0: the rollout is aborted.
     """
     process = await asyncio.create_subprocess_exec(
-        "bash",
+        sys.executable,
         PROGRAM,
         task["question"],
         env=os.environ | {"OPENAI_BASE_URL": f"{base_url}/v1", "OPENAI_API_KEY": api_key},

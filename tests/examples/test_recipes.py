@@ -28,7 +28,7 @@ from tests.helpers import serving_posts
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 README = (RECIPES / "README.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
-PROGRAMS = [path for path in sorted(RECIPES.glob("*.*")) if path.suffix in (".py", ".sh")]
+PROGRAMS = sorted(RECIPES.glob("*.py"))
 TASK = {
     "question": "State the final answer to the following arithmetic problem: 12 + 34 =",
     "answer": "46",
@@ -96,7 +96,7 @@ def test_each_recipe_is_short_enough_to_be_read_at_once() -> None:
 
 
 async def test_a_program_that_fails_is_no_score_of_zero() -> None:
-    with pytest.raises(RuntimeError, match=r"shell_agent\.sh ended with"):
+    with pytest.raises(RuntimeError, match=r"program\.py ended with"):
         await shell_agent(TASK, "http://127.0.0.1:9", "key")
 
 
@@ -110,7 +110,7 @@ async def test_a_rollout_that_runs_out_of_time_leaves_no_program_behind() -> Non
             async with asyncio.timeout(1):
                 await shell_agent(TASK, address, "key")
     words = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-    assert not [line for line in words if any("shell_agent.sh" in word for word in line)]
+    assert not [line for line in words if any(str(RECIPES / "program.py") in word for word in line)]
 
 
 @pytest.mark.parametrize(("name", "calls"), [("anthropic", 1), ("sub_agents", 3)])
