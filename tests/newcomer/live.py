@@ -184,7 +184,9 @@ def _running_mistakes(user: User, folder: Path, url: str, openai: dict[str, str]
     port = url.rpartition(":")[2]
     serve = ("stepwell", "serve", "--config", "live")
     for mistake in (
-        Mistake("the same run twice", (*serve, "gateway.port=0"), ("runs/live", "process")),
+        Mistake(
+            "the same run twice", (*serve, "gateway.port=0"), ("another run is alive", "runs/live")
+        ),
         Mistake(
             "a port that is taken",
             (*serve, "run.name=other", f"gateway.port={port}"),
@@ -193,7 +195,7 @@ def _running_mistakes(user: User, folder: Path, url: str, openai: dict[str, str]
         Mistake(
             "a call of a trajectory that has ended",
             ("python", "-c", CLOSED),
-            ("409", "closed"),
+            ("410", "takes no more calls"),
             RUNNING,
             openai,
         ),

@@ -29,6 +29,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 """Without it pip resolves to what nobody tested, and torch to its CUDA build."""
+INSTALLATION = ("python -m venv env", "pip install -c constraints.txt stepwell-….whl")
 START_S = 120.0
 """A serving run says where it is within this."""
 STOP_S = 90.0
@@ -76,9 +77,9 @@ class User:
         argv = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(dist))
         subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
         (wheel,) = dist.iterdir()
-        with self.step("python -m venv env"):
+        with self.step(INSTALLATION[0]):
             self.run(sys.executable, "-m", "venv", self.environment)
-        with self.step("pip install -c constraints.txt stepwell-….whl"):
+        with self.step(INSTALLATION[1]):
             self.run("pip", "install", "--quiet", "-c", CONSTRAINTS, wheel, within_s=1200)
 
     def run(
