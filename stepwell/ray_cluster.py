@@ -38,9 +38,11 @@ from stepwell.ray_address import find_ray
 from stepwell.run_file import RayPart
 from stepwell.trainer.errors import ConfigError, RayEndedError
 
+log = logging.getLogger(__name__)
+
 RETRIES = 2
 """Of Ray's first question to a GCS, some seconds each; by default it asks 20 times."""
-LOOK_S = 1.0
+LOOK_S = 0.5
 """A process that the run cannot do without is missed within this."""
 _raylet: Any = ray._raylet
 """Ray's compiled part, whose types do not cover authentication."""
@@ -130,6 +132,7 @@ async def while_lives(lives: Callable[[], bool], ended: Exception) -> AsyncItera
         while lives():  # noqa: ASYNC110 - of a process that dies nobody tells
             await asyncio.sleep(LOOK_S)
         has_ended = True
+        log.warning("%s", ended)  # at once: Ray ends a driver whose raylet is gone, within seconds
         if body is not None:
             body.cancel()
 
