@@ -445,12 +445,9 @@ async def test_what_a_window_leaves_over_is_dropped_and_its_prompts_are_issued_a
     tmp_path: Path,
 ) -> None:
     config = small_config(tmp_path, SYNC, "sampling.over_sampling_batch_size=3")
-    hang = {"train1": asyncio.Event()}
-    async with small_run(config, hold=lambda task, _: hang.get(task["instance_id"])) as run:
-        training = asyncio.create_task(run.train())
-        await run.trained(1)
-        hang.clear()  # the second time it ends
-        await training
+    hang = {"train1": asyncio.Event()}  # the second time it ends
+    async with small_run(config, hold=lambda task, _: hang.pop(task["instance_id"], None)) as run:
+        await run.train()
         assert (await run.drop_reasons())[SURPLUS] == 4  # one a window
     assert run.rollouts.cancelled == ["train1"]
     assert run.rollouts.begun_tasks.count("train1") >= 2
