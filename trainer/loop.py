@@ -141,6 +141,8 @@ class Trainer:
         """Mini-batches of the batch that is trained that are still to come."""
         self._phases = Phases()
         self._overdue = False
+        self._interrupted = False
+        """By the user: the batch is trained to its end, and nothing more is begun."""
         self.releases = Releases(
             publisher,
             pool,
@@ -200,7 +202,9 @@ class Trainer:
                 except asyncio.CancelledError as e:
                     if cancelled is not None or coming.cancelled() or e.args != (INTERRUPTED,):
                         coming.cancel()
+                        await asyncio.wait({coming})  # a generator that runs cannot be closed
                         raise
+                    self._interrupted = True
                     cancelled, record = e, await coming
                 if record is None:
                     break
@@ -540,6 +544,8 @@ class Trainer:
             self.config.total_steps,
         )
         if not every or updates % every or (total is not None and updates >= total):
+            return False
+        if self._interrupted:  # the run that goes on makes up for it
             return False
         return updates not in {e.step for e in self.progress.evaluations}
 

@@ -1,0 +1,77 @@
+"""A trainer that is interrupted: what is saved, what is not begun any more, and what is raised."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepwell.datapool.types import VAL
+from stepwell.trainer.errors import INTERRUPTED
+from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
+
+
+class HeldBackend(RecordingBackend):
+    """Its second update, if it is `held`, waits for `go`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def train_step(self, *args: Any) -> dict[str, float]:
+        if self.updates == 1:
+            self.begun.set()
+            self.go.wait()
+        return super().train_step(*args)
+
+
+@asynccontextmanager
+async def in_its_second_update(
+    folder: Path, *overrides: str
+) -> AsyncIterator[tuple[SmallRun, asyncio.Task[Any]]]:
+    """A run, and its training, that goes on on leaving."""
+    backend = HeldBackend()
+    async with small_run(small_config(folder, *overrides), backend=backend) as run:
+        try:
+            training = asyncio.create_task(run.train())
+            await asyncio.to_thread(backend.begun.wait)
+            yield run, training
+        finally:
+            backend.go.set()
+
+
+async def test_training_that_is_cancelled_within_a_batch_is_cancelled(tmp_path: Path) -> None:
+    """And fails with nothing else: whoever cancels it, as when Ray ends, says what happened."""
+    async with in_its_second_update(tmp_path) as (_, training):
+        training.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await training
+
+
+async def test_an_interrupted_run_saves_the_batch_that_it_trains(tmp_path: Path) -> None:
+    async with in_its_second_update(tmp_path) as (run, training):
+        training.cancel(INTERRUPTED)
+        await asyncio.sleep(0)
+        run.backend.go.set()  # type: ignore[attr-defined]
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert run.trainer.checkpoints.steps() == [2]
+
+
+async def test_an_interrupted_run_begins_no_evaluation(tmp_path: Path) -> None:
+    async with in_its_second_update(tmp_path, "validation.every=2") as (run, training):
+        training.cancel(INTERRUPTED)
+        await asyncio.sleep(0)
+        run.backend.go.set()  # type: ignore[attr-defined]
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        assert run.rollouts.most_running[VAL] == 0
+        assert run.trainer.checkpoints.steps() == [2]
+    async with small_run(small_config(tmp_path, "validation.every=2"), pool=run.pool) as again:
+        assert await again.trainer.resume()
+        assert again.trainer.evaluation_due(), "the resumed run makes up for it"
