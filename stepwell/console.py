@@ -124,7 +124,8 @@ class Display:
             values = (summary[f"{key}_before"], summary[f"{key}_after"])
             if None not in values:
                 table.add_row(label, *(f"{value:.2f}" for value in values))
-        self.console.print(table)
+        if table.row_count:
+            self.console.print(table)
         share = summary["off_policy_share"]
         self.console.print(
             f"  {summary['optimizer_steps']} optimizer steps in {summary['wall_s']:.0f} s, "
