@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ TOKENIZERS = (
 )
 """A tokenizer has one of these."""
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _POINTER = b"version https://git-lfs"
 _LONGEST_HEADER = 100 << 20
@@ -48,18 +48,15 @@ def check_weights(folder: Path, key: str = "model.path") -> None:
             f"{whose}, whose config.json names no model_type; point it at a Hugging Face model "
             "directory"
         )
-    for index in _INDICES:
-        if (folder / index).is_file():
-            shards = set(_object(folder / index, whose).get("weight_map", {}).values())
-            if missing := sorted(name for name in shards if not (folder / name).is_file()):
-                raise BackendConfigError(
-                    f"{whose}, which lacks {len(missing)} of {len(shards)} files of weights "
-                    f"({missing[0]} first); download it again"
-                )
-    files = list(_weights(folder))
+    files = _weights(folder)
     if not files:
         raise BackendConfigError(
             f"{whose}, which has no weights (*.safetensors); download the whole model"
+        )
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise BackendConfigError(
+            f"{whose}, which lacks {len(missing)} of {len(files)} files of weights "
+            f"({missing[0]} first); download it again"
         )
     for file in files:
         _check_file(file, whose)
@@ -153,10 +150,16 @@ def checkpoint_bytes(parameters: int, config: TorchBackendConfig) -> int:
     return int(parameters * (4 + _MOMENTS[config.optimizer]))
 
 
-def _weights(folder: Path) -> Iterator[Path]:
-    """The files that are loaded: safetensors where there are some."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
-    return iter(files)
+def _weights(folder: Path) -> list[Path]:
+    """The files that are loaded, as transformers chooses them: safetensors before others, one file
+    before many. The same weights, or their index alone, may lie beside them in another format."""
+    for one, index in zip(_WHOLE, _INDICES, strict=True):
+        if (folder / one).is_file():
+            return [folder / one]
+        if (folder / index).is_file():
+            shards = _object(folder / index, f"the model in {folder}").get("weight_map", {})
+            return sorted({folder / name for name in shards.values()})
+    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
 
 
 def _check_file(file: Path, whose: str) -> None:
