@@ -243,6 +243,12 @@ def estimator(name: str) -> Estimator:
     return ESTIMATORS[name]
 
 
+def is_within_group(name: str) -> bool:
+    """Whether the estimator's baseline is the group: one whose rewards are all equal teaches it
+    nothing."""
+    return name in ESTIMATORS and ESTIMATORS[name].within_group is not plain
+
+
 def gae(
     rewards: Array, values: Array, trajectory: Index, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Array, Array]:

@@ -5,8 +5,9 @@ and says why.
                                    └─ the last STEPS of them ─► one warning, with its cause
 
 A group without a difference between its rewards has advantage 0 for every token: nothing is learnt
-from it, whatever it cost. A group of one rollout is compared with the others of its batch. Groups
-are seen before `sampling.filters` drops any; those that the pool drops are not seen.
+from it, whatever it cost. A group of one rollout, or any where the baseline is not the group
+(`advantages.py`), is compared with the others of its batch; a batch of one rollout with the batches
+before. Groups are seen before `sampling.filters` drops any; those that the pool drops are not seen.
 
 Owns the causes that can be told from the rollouts. Does not own rewards or filters.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,9 @@ MOST = 0.9
 class _Seen:
     """What of a scored group may be the cause; shares are of its rollouts."""
 
-    flat: bool
+    rollouts: int
+    lowest: float
+    highest: float
     reward: float
     """The mean."""
     same: bool
@@ -45,6 +48,8 @@ class _Seen:
     """The last reply ended at max_tokens."""
     has_tools: bool
     calls_tools: float
+    flat: bool = False
+    """Known once the others of its batch are."""
 
 
 class FlatRewards:
@@ -52,24 +57,25 @@ class FlatRewards:
 
     Args:
         samples: where replies can be read with their rewards, for the warning.
+        within_group: a group's own rewards are the baseline.
     """
 
-    def __init__(self, samples: Path) -> None:
+    def __init__(self, samples: Path, *, within_group: bool) -> None:
         self._samples = samples
+        self._within_group = within_group
         self._batch: list[_Seen] = []
         self._steps: deque[list[_Seen]] = deque(maxlen=STEPS)
         self._warned = False
 
     def see(self, groups: Sequence[Group]) -> None:
         """These were scored for the optimizer step that is recorded next."""
-        rewards = {t.reward for g in groups for t in g.trajectories}
-        self._batch += [_seen(group, all_equal=len(rewards) == 1) for group in groups]
+        self._batch += map(_seen, groups)
 
     def metrics(self) -> dict[str, float | str]:
         """Of an optimizer step: `groups/no_signal`, the share of its groups whose rewards are all
         equal; and once in a run `warning`, when that was nearly all for `STEPS` steps."""
         if self._batch:
-            self._steps.append(self._batch)
+            self._steps.append(self._judged(self._batch))
             self._batch = []
         if not self._steps:
             return {}
@@ -82,13 +88,29 @@ class FlatRewards:
             metrics["warning"] = f"{found} (replies and rewards: {self._samples})"
         return metrics
 
+    def _judged(self, batch: Sequence[_Seen]) -> list[_Seen]:
+        """With `flat`."""
+        others = list(batch)
+        if sum(s.rollouts for s in batch) == 1:
+            others += [s for step in self._steps for s in step]
+        all_equal = min(s.lowest for s in others) == max(s.highest for s in others)
+        return [
+            replace(
+                s,
+                flat=s.lowest == s.highest if self._within_group and s.rollouts > 1 else all_equal,
+            )
+            for s in batch
+        ]
 
-def _seen(group: Group, *, all_equal: bool) -> _Seen:
+
+def _seen(group: Group) -> _Seen:
     rollouts = group.trajectories
     rewards = [t.reward or 0.0 for t in rollouts]
     said = {tuple(s.response_ids.tobytes() for s in t.steps) for t in rollouts}
     return _Seen(
-        flat=max(rewards) == min(rewards) and (len(rollouts) > 1 or all_equal),
+        rollouts=len(rollouts),
+        lowest=min(rewards),
+        highest=max(rewards),
         reward=float(np.mean(rewards)),
         same=len(rollouts) > 1 and len(said) == 1,
         cut=_share(t.steps[-1].finish_reason == "length" for t in rollouts),

@@ -35,7 +35,7 @@ from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import TRAIN, Group
-from stepwell.trainer.advantages import baselined, compute_advantages
+from stepwell.trainer.advantages import baselined, compute_advantages, is_within_group
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
     Resume,
@@ -132,7 +132,9 @@ class Trainer:
         self.checkpoints = checkpoints
         self._loss_fn = make_loss_fn(algorithm.loss, algorithm.kl)
         self._filter = group_filter
-        self._flat = FlatRewards(samples_path(logs.parent, 0))
+        self._flat = FlatRewards(
+            samples_path(logs.parent, 0), within_group=is_within_group(algorithm.adv_estimator)
+        )
         self.validator = validator
         self.keeper = keeper
         self._consumed: set[str] = set()
@@ -472,9 +474,12 @@ class Trainer:
 
     async def checkpoint(self) -> None:
         """Make everything up to here durable, then ack the groups it was trained on."""
-        await self._restore()
-        backend = await self._compute(self._backend.state_dict)
-        critic = await self._compute(self._critic.state_dict) if self._critic else None
+        while True:
+            await self._restore()
+            backend = await self._compute(self._backend.state_dict)
+            critic = await self._compute(self._critic.state_dict) if self._critic else None
+            if self.releases.to_restore is None:  # else they were rolled back meanwhile
+                break
         # From here to the end of `state` nothing is awaited: it is of one moment.
         consumed = frozenset(self._consumed)
         self.ledger.leased(consumed)

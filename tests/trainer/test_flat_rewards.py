@@ -56,6 +56,26 @@ async def test_tasks_that_are_always_right_or_always_wrong_are_told_apart(tmp_pa
     assert any("either always right or always wrong" in r.get("warning", "") for r in records)
 
 
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "reinforce_running"])
+async def test_tasks_that_differ_teach_where_the_baseline_is_not_the_group(
+    tmp_path: Path, estimator: str
+) -> None:
+    options = (f"algorithm.adv_estimator={estimator}",)
+    records = await records_of(tmp_path, lambda t, i: float(number(t) % 2), None, *options)
+    assert not [r for r in records if "warning" in r]
+    assert {r["groups/no_signal"] for r in records} == {0.0}
+
+
+async def test_batches_of_one_rollout_are_compared_with_those_before(tmp_path: Path) -> None:
+    options = (
+        "algorithm.adv_estimator=reinforce_running",
+        *("rollout.n=1", "rollout.min_n=1", "trainer.train_batch_size=1"),
+    )
+    records = await records_of(tmp_path, lambda t, i: float(number(t) % 2), None, *options)
+    assert not [r for r in records if "warning" in r]
+    assert [r["groups/no_signal"] for r in records] == [1.0, *[0.0] * 11]
+
+
 @pytest.mark.parametrize(("usual", "warned"), [(0.0, True), (1.0, False)])
 async def test_a_difference_in_a_group_of_ten_is_little_where_all_else_fails(
     tmp_path: Path, usual: float, warned: bool

@@ -165,6 +165,32 @@ async def test_a_resumed_run_goes_on_from_a_roll_back_that_its_checkpoint_does_n
         assert again.engine.version > newest
 
 
+async def test_a_checkpoint_beside_a_roll_back_has_the_weights_that_are_served(
+    tmp_path: Path,
+) -> None:
+    """The roll-back comes while the backend's state is taken."""
+
+    class RolledBackMeanwhile(RecordingBackend):
+        def state_dict(self) -> dict[str, Any]:
+            state = super().state_dict()
+            if run.trainer.releases.rolled_back == 0:
+                asyncio.run_coroutine_threadsafe(
+                    run.trainer.releases.roll_back(1, "for the test"), loop
+                ).result()
+            return state
+
+    loop = asyncio.get_running_loop()
+    config = small_config(tmp_path, "trainer.keep_weights=9", "trainer.checkpoint_every=4")
+    async with small_run(config, backend=RolledBackMeanwhile()) as run:
+        await run.train(4)
+        assert served(run.engine) == 1
+        path = run.trainer.checkpoints.find("auto")
+        assert path is not None
+        state = run.trainer.checkpoints.load(path)
+    assert state["progress"].rolled_back
+    assert state["backend"]["updates"] == 1
+
+
 async def test_what_a_killed_command_had_asked_for_is_not_done(tmp_path: Path) -> None:
     file = RollBackFile(tmp_path)
     with file.asked(3):
