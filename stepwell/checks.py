@@ -94,7 +94,8 @@ def check_attached(config: RunConfig) -> Checked:
     Raises:
         ConfigError: as `check_run`.
     """
-    _all((device, policy, memory, wandb, tensorboard), config)
+    _all((device, policy, wandb, tensorboard), config)
+    _all((memory,), config)
     prompts = None if config.data is None else training_prompts(config)
     _all((agent, reward, backend, selections), config)
     if config.trainer.load_debug_rollout_data is None:
@@ -305,6 +306,8 @@ def architecture(config: RunConfig) -> None:
 def memory(config: RunConfig) -> None:
     """Weights, gradients and optimizer state fit; activations and KV cache come on top, so what
     passes may still be too much."""
+    if config.backend.ranks > 1 and not _is_here(config):
+        return  # a single rank is this process
     parameters = count_parameters(config.model.path)
     trainer = training_bytes(parameters, config.backend)
     if config.algorithm.adv_estimator == "gae":
@@ -320,8 +323,6 @@ def memory(config: RunConfig) -> None:
                 f"{per_rank / _GB:.0f} GB on each of {config.backend.ranks} ranks, a GPU here has "
                 f"{has / _GB:.0f} GB; {less}, or more backend.ranks"
             )
-        return
-    if config.backend.ranks > 1 and not _is_here(config):
         return
     engines = config.cluster.engines if config.engine.kind == "embedded" else 0
     needed = trainer + engines * weight_bytes(config.model.path)

@@ -63,6 +63,8 @@ def check_resumed(about: Mapping[str, Any], config: RunConfig) -> None:
         )
     refused = []
     for key, (was, now) in _changes(about, config).items():
+        if config.data is None and key.startswith("data."):
+            continue  # agents bring their tasks now: nobody asks for the place in those of before
         if f"{key}.".startswith(_REFUSED) and not key.startswith(_FREE):
             refused.append(f"{key} was {was!r} and is {now!r}")
     if refused:

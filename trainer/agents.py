@@ -24,7 +24,8 @@ FORM = "async def agent(task, base_url, api_key) -> float | None"
 
 
 def load_agent(path: str) -> Agent:
-    """The coroutine function at `package.module:name` (or `package.module.name`).
+    """The coroutine function, or object with an `async def __call__`, at `package.module:name` (or
+    `package.module.name`).
 
     Raises:
         RolloutError: it cannot be imported, or is no `async def agent(task, base_url, api_key)`.
@@ -47,7 +48,8 @@ def load_agent(path: str) -> Agent:
         agent = getattr(module, name)
     except AttributeError:
         raise RolloutError(f"{whose}, but {_has_not(module, name)}") from None
-    if not inspect.iscoroutinefunction(agent):
+    called = type(agent).__call__ if callable(agent) else None
+    if not (inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(called)):
         raise RolloutError(f"{whose}, which is no coroutine function; write it as {FORM}")
     try:
         inspect.signature(agent).bind({}, "", "")

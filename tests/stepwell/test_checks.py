@@ -17,16 +17,24 @@ import ray
 
 from stepwell.cli import main
 from stepwell.run_file import only_run_in
+from stepwell.trainer.agents import load_agent
 from tests.e2e.conftest import ROOT
 
 MODEL = ROOT / "examples" / "quickstart" / "model"
 CODE = """
+import functools
 async def good(task, base_url, api_key): return 1.0
 async def no_key(task, base_url): return 1.0
 async def more(task, base_url, api_key, model): return 1.0
 def sync(task, base_url, api_key): return 1.0
 def score(data_source, solution_str, ground_truth, extra_info): return 1.0
 def two(solution, answer): return 1.0
+partial = functools.partial(more, model="m")
+@functools.wraps(good)
+async def wrapped(*args, **kwargs): return await good(*args, **kwargs)
+class Agent:
+    async def __call__(self, task, base_url, api_key): return 1.0
+instance = Agent()
 """
 
 
@@ -95,6 +103,7 @@ MISTAKES = {
     "rollout.agent=checks_code": "name an async function as package.module:function",
     "rollout.agent=checks_code.py:good": "a file; name its module, as `import` does: checks_code:g",
     "rollout.agent=checks_code:sync": "is no coroutine function; write it as async def agent(",
+    "rollout.agent=checks_code:Agent": "is no coroutine function; write it as async def agent(",
     "rollout.agent=checks_code:no_key": "as no_key(task, base_url, api_key): too many positional",
     "rollout.agent=checks_code:more": "missing a required argument: 'model'; write it as async def",
     "rollout.agent=checks_raises:agent": "checks_raises.py, line 2): KeyError: 'CHECKS",
@@ -157,12 +166,29 @@ def test_a_mistake_is_one_line_before_ray_starts(
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize("name", ["good", "partial", "wrapped", "instance"])
+async def test_whatever_is_awaited_with_a_task_is_an_agent(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    assert await load_agent(f"checks_code:{name}")({}, "", "") == 1.0
+
+
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="it has a GPU")
 def test_a_gpu_that_is_not_there_is_told_with_its_key(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(train(folder, "backend.device=cuda")) == 2
     assert "backend.device is 'cuda', but this machine shows no GPU" in capsys.readouterr().err
+
+
+def test_weights_that_cannot_be_read_are_told_where_no_engine_loads_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    elsewhere = ("engine.kind=attach", "engine.urls=[http://127.0.0.1:9]")
+    assert main(train(folder, f"model.path={folder}/pointer", *elsewhere)) == 2
+    assert "is a Git LFS pointer" in capsys.readouterr().err
 
 
 def test_wandb_without_a_key_is_told(

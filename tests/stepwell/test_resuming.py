@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from stepwell.checks import check_run
+from stepwell.checks import check_attached, check_run
 from stepwell.config import RunConfig
 from stepwell.presets import load_config
 from stepwell.resuming import origin, told
@@ -118,6 +118,12 @@ def test_what_its_state_is_of_no_use_to_is_refused(stopped: Path, change: str, n
     said = refused(stopped, change)
     assert named in said
     assert "set it back, or start over: run.resume=never, or another run.name" in said
+
+
+def test_a_model_that_was_trained_on_tasks_goes_on_with_live_traffic(stopped: Path) -> None:
+    step = stopped / "run" / "checkpoints" / "step_20"
+    config = load_config("live", [f"run.dir={stopped / 'live'}", f"run.resume={step}"])
+    check_attached(config)
 
 
 def test_data_that_has_other_rows_is_refused(stopped: Path) -> None:

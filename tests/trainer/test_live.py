@@ -115,6 +115,19 @@ async def test_what_a_killed_trainer_had_leased_is_trained_by_the_next_one_once(
     assert set(trained(run)) <= set(uids)
 
 
+async def test_a_model_that_was_trained_on_tasks_is_trained_on_by_traffic(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    async with small_run(small_config(tmp_path / "tasks")) as run:
+        await run.train(4)
+    async with small_run(live_config(tmp_path)) as run:
+        assert await run.trainer.resume(tmp_path / "tasks" / "checkpoints" / "step_4")
+        uids = [await brings(run.pool) for _ in range(2)]
+        (record,) = await run.train(5)
+        assert run.backend.updates == 5
+    assert record["step"] == 5
+    assert trained(run) == sorted(uids)
+
+
 async def test_what_a_lost_policy_version_sampled_is_trained_as_off_policy(tmp_path: Path) -> None:
     """Its weights are gone with the trainer that was killed; its log-probs are with the steps."""
     async with small_run(live_config(tmp_path)) as run:
