@@ -355,7 +355,7 @@ class Call:
         return self._service.format.reader(
             prompt_ids[: len(prompt_ids) - n_forced],
             tools=request.tools,
-            parse_tools=request.parse_tools,
+            parse_tools=request.parse_tools and bool(request.tools),
             stop=request.stop,
             raw=request.is_completion,
             counts=request.n_logprobs is not None,

@@ -418,19 +418,30 @@ class ResponseTemplateParser:
     """The tokenizer's own `response_template`, through transformers' streaming parser.
 
     That parser raises on a malformed, truncated or too deeply nested call; the text from the last
-    delta on is then content. A prompt that it cannot read leaves nothing open for the reply.
+    delta on is then content. A prompt that it cannot read leaves nothing open for the reply. Where
+    calls are not read, their markup is content.
     """
 
     _REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})
 
     def __init__(
-        self, hf_tokenizer: Any, prefix: str, tools: Sequence[Tool] | None, ends: Sequence[str]
+        self,
+        hf_tokenizer: Any,
+        prefix: str,
+        tools: Sequence[Tool] | None,
+        ends: Sequence[str],
+        *,
+        reads_calls: bool = True,
     ) -> None:
-        offered = list(tools) if tools else None
+        template = hf_tokenizer.response_template
+        if not reads_calls:
+            fields = {k: v for k, v in template["fields"].items() if k != "tool_calls"}
+            template = {**template, "fields": fields}
+        make = partial(hf_tokenizer.get_response_parser, template, tools=list(tools or ()) or None)
         try:
-            self._parser = hf_tokenizer.get_response_parser(prefix=prefix, tools=offered)
+            self._parser = make(prefix=prefix)
         except _UNREADABLE:  # ids of a white-box agent, which need not read as a conversation
-            self._parser = hf_tokenizer.get_response_parser(prefix="", tools=offered)
+            self._parser = make(prefix="")
         self._ends = tuple(ends)
         self._raw = ""
         self._given = 0

@@ -97,7 +97,8 @@ class ReplyFormat:
         tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist()) if looks_back else ""
         if self._by_template:
             parser = ResponseTemplateParser(
-                self._tokenizer.hf, tail, tools if parse_tools else None, [*self._tokenizer.special]
+                *(self._tokenizer.hf, tail, tools, [*self._tokenizer.special]),
+                reads_calls=parse_tools,
             )
         else:
             parser = MarkupParser(

@@ -1391,3 +1391,21 @@ async def test_generate_refuses_what_it_would_have_to_ignore(world: Any) -> None
             assert response.status == 200
             prompt = (await response.json())["prompt_ids"]
             assert world.tokenizer.decode(prompt).endswith('{"name": "')
+
+
+@pytest.mark.parametrize("family", ["chatml", "quickstart"])
+@pytest.mark.parametrize("offers", [False, True], ids=["no tools", "tool_choice none"])
+async def test_who_may_call_no_tool_gets_the_markup_of_a_call_as_text(
+    worlds: Any, family: str, offers: bool
+) -> None:
+    world = await worlds(family)
+    client = await world.client()
+    text = 'Look: <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    world.say(text)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    if offers:
+        asked |= {"tools": [tool], "tool_choice": "none"}
+    got = await client.chat.completions.create(**asked)
+    assert (got.choices[0].message.content, got.choices[0].message.tool_calls) == (text, None)
+    assert got.choices[0].finish_reason == "stop"
