@@ -99,7 +99,7 @@ def _services(
 
     def unused(trajectory: LiveTrajectory) -> None:
         conversations.forget(trajectory)
-        groups.leave(trajectory.prompt_uid)
+        groups.leave(trajectory)
 
     trajectories = TrajectoryStore(
         recording,

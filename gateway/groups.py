@@ -18,6 +18,7 @@ Owns: groups that are forming, and the share that is held out. Does not own: whe
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 import uuid
 from collections import OrderedDict
@@ -27,7 +28,9 @@ from stepwell.datapool.types import VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.messages import Key, extend_key, root_key, text_key
 from stepwell.gateway.prompts import ChatRequest
-from stepwell.gateway.trajectories import Identity, Terms
+from stepwell.gateway.trajectories import Identity, LiveTrajectory, Terms
+
+log = logging.getLogger(__name__)
 
 _Place: TypeAlias = tuple[str | None, str | Key]
 """Channel of the caller's key, and the declared name or the first prompt."""
@@ -50,7 +53,9 @@ class Groups:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._forming: OrderedDict[_Place, _Forming] = OrderedDict()
-        self._by_uid: dict[str, _Forming] = {}
+        self._by_uid: dict[tuple[str | None, str], _Forming] = {}
+        """By the channel of the callers' keys and prompt_uid."""
+        self._warned = False
 
     def channel(self, prompt_uid: str, of_key: str | None = None) -> str:
         """Where a group is stored if nobody chose its channel.
@@ -86,20 +91,35 @@ class Groups:
             if first is not None:
                 prompt_uid = self._formed((of_key, first))
         channel = self.channel(prompt_uid, of_key)
-        return Identity(uid, prompt_uid, channel, terms, is_conversation=True)
+        return Identity(uid, prompt_uid, channel, terms, True, of_key)
 
-    def leave(self, prompt_uid: str) -> None:
-        """A conversation that joined it was refused before it was stored."""
-        if (forming := self._by_uid.get(prompt_uid)) is not None:
+    def leave(self, trajectory: LiveTrajectory) -> None:
+        """A conversation that joined a group was refused before it was stored."""
+        if (forming := self._of(trajectory)) is not None:
             forming.n -= 1
 
-    def end(self, prompt_uid: str) -> None:
-        """The pool takes nothing more for it."""
-        if (forming := self._by_uid.get(prompt_uid)) is None:
+    def end(self, trajectory: LiveTrajectory) -> None:
+        """The pool takes nothing more for its group."""
+        if (forming := self._of(trajectory)) is None:
             return
         self._forget(forming)
         if isinstance(declared := forming.place[1], str):  # its name is used up
             self._begin(forming.place, f"{declared}~{uuid.uuid4().hex[:12]}")
+
+    def note_late(self, idle_s: float) -> None:
+        """A conversation that nobody completed ended later than its group."""
+        within_s = self._config.groups.within_s
+        if not self._warned and within_s <= idle_s:
+            self._warned = True
+            log.warning(
+                "gateway.groups.within_s is %g and gateway.conversation_idle_s is %g: groups are "
+                "closed before conversations that nobody completes, which are lost so; complete "
+                "them (POST /v1/complete_trajectory), or make within_s the longer one",
+                *(within_s, idle_s),
+            )
+
+    def _of(self, trajectory: LiveTrajectory) -> _Forming | None:
+        return self._by_uid.get((trajectory.of_key, trajectory.prompt_uid))
 
     def _declared(self, place: _Place) -> str:
         forming = self._forming.get(place) or self._begin(place, str(place[1]))
@@ -119,13 +139,13 @@ class Groups:
         if (before := self._forming.get(place)) is not None:
             self._forget(before)
         forming = self._forming[place] = _Forming(place, prompt_uid)
-        self._by_uid[prompt_uid] = forming
+        self._by_uid[place[0], prompt_uid] = forming
         while len(self._forming) > REMEMBERED:
             self._forget(next(iter(self._forming.values())))
         return forming
 
     def _forget(self, forming: _Forming) -> None:
-        del self._forming[forming.place], self._by_uid[forming.prompt_uid]
+        del self._forming[forming.place], self._by_uid[forming.place[0], forming.prompt_uid]
 
     def _first_prompt(self, call: ChatRequest) -> Key | None:
         """What is the same for all conversations that begin alike; None: this one does not begin

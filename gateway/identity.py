@@ -230,7 +230,7 @@ class Identities:
 
     def let_go(self, trajectory: LiveTrajectory) -> None:
         """The pool takes no more of it, nor of its group: what comes belongs to another one."""
-        self._groups.end(trajectory.prompt_uid)
+        self._groups.end(trajectory)
         trajectory.let_go()
 
     def known(self, headers: Headers, call: ChatRequest) -> LiveTrajectory | None:
@@ -315,8 +315,10 @@ class Identities:
             if trajectory.last_used >= before:
                 break
             try:
-                await trajectory.complete(None, {"closed_by": "idle"})
+                outcome = await trajectory.complete(None, {"closed_by": "idle"})
                 closed += 1
+                if outcome == "late":
+                    self._groups.note_late(self._idle_s)
             except (GatewayError, DataPoolError) as e:  # tried again in the next round
                 log.warning("idle trajectory %s could not be completed: %s", uid, e)
         return closed

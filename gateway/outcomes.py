@@ -4,6 +4,8 @@ and rewards that come late reach them.
     trajectory_uid ──known here──► its channel ──► the pool
         └──any other──► the channels, one after the other, until one knows it
 
+A caller whose key has a channel finds only what is there, or held out.
+
 Does not own: trajectories that are open here (`trajectories.py`), until when a reward counts (the
 pool).
 """
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 
 from stepwell.datapool.errors import UnknownTrajectoryError
 from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.types import VAL
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.pool_port import PoolPort, ask
 from stepwell.gateway.trajectories import TrajectoryStore
@@ -33,24 +36,33 @@ class Outcomes:
         self._trajectories = trajectories
 
     async def complete(
-        self, uid: str, reward: float | None, metadata: Mapping[str, Any]
+        self,
+        uid: str,
+        reward: float | None,
+        metadata: Mapping[str, Any],
+        of_key: str | None = None,
     ) -> TrajectoryOutcome:
         """
+        Args:
+            of_key: the channel of the caller's key.
+
         Raises:
             UnknownTrajectoryError: no channel knows it.
             TrajectoryClosedError: the gateway's or the pool's: it was closed otherwise.
             PoolUnavailableError
         """
-        if (live := self._trajectories.known(uid)) is not None:
+        live = self._trajectories.known(uid)
+        if live is not None and (of_key is None or live.channel in (of_key, VAL)):
             return await live.complete(reward, metadata)
         return await self._first(
             uid,
             lambda channel: self._pool.complete_trajectory(
                 uid, reward=reward, metadata=dict(metadata), channel=channel
             ),
+            of_key,
         )
 
-    async def score(self, uid: str, reward: float) -> SubmitOutcome:
+    async def score(self, uid: str, reward: float, of_key: str | None = None) -> SubmitOutcome:
         """The reward of a trajectory from now on; `late` once its group was leased.
 
         Raises:
@@ -58,19 +70,21 @@ class Outcomes:
             PoolUnavailableError
         """
         return await self._first(
-            uid, lambda channel: self._pool.set_reward(uid, reward, channel=channel)
+            uid, lambda channel: self._pool.set_reward(uid, reward, channel=channel), of_key
         )
 
-    async def _first(self, uid: str, do: Callable[[str], Awaitable[T]]) -> T:
+    async def _first(self, uid: str, do: Callable[[str], Awaitable[T]], of_key: str | None) -> T:
         """What the first channel answers that knows the trajectory."""
         known = self._trajectories.channel(uid)
-        tried = dict.fromkeys(self._config.channels if known is None else (known,))
+        likely = self._config.channels if known is None else (known,)
+        tried = dict.fromkeys(likely if of_key is None else (of_key, VAL))
         for channel in tried:
             try:
                 return await self._ask(do(channel))
             except UnknownTrajectoryError:
                 continue
-        for channel in (await self._ask(self._pool.get_statistics())).keys() - tried:
+        others = {} if of_key is not None else await self._ask(self._pool.get_statistics())
+        for channel in others.keys() - tried:
             try:
                 return await self._ask(do(channel))
             except UnknownTrajectoryError:

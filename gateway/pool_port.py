@@ -15,6 +15,7 @@ from stepwell.datapool.errors import DataPoolError, JournalError, JournalFullErr
 from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
 from stepwell.datapool.listing import Page, TrajectoryRow
 from stepwell.datapool.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.selection import Marks
 from stepwell.datapool.types import Lease, Step
 from stepwell.gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError
 
@@ -83,6 +84,14 @@ class PoolPort(Protocol):
         step_index: int | None = None,
         channel: str = "train",
     ) -> SubmitOutcome: ...
+
+    async def mark(
+        self,
+        prompt_uid: str | None = None,
+        trajectory_uid: str | None = None,
+        channel: str = "train",
+        **marks: Any,
+    ) -> Marks: ...
 
     async def delete(
         self, trajectory_uid: str | None = None, tag: str | None = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
@@ -69,6 +69,9 @@ _STEP_FIELDS = frozenset(f.name for f in fields(Step))
 _UNDER = "/{trajectory_uid}/{prompt_uid}/v1"
 
 
+Tag: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -80,6 +83,8 @@ class InitTrajectory(Body):
     """null: made here. Given, a repeated request is the same trajectory."""
     channel: str | None = Field(default=None, min_length=1)
     metadata: dict[str, Any] = {}
+    tags: list[Tag] = []
+    """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
     attempt: int = Field(default=0, ge=0, lt=2**31, strict=True)
 
 
@@ -90,6 +95,8 @@ class DeclareGroup(Body):
     """null: made here. Given, a repeated request is the same group."""
     channel: str | None = Field(default=None, min_length=1)
     metadata: dict[str, Any] = {}
+    tags: list[Tag] = []
+    """As of a trajectory, for the group."""
     deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """After which it is served with what is complete; null: as the pool's channel says."""
 
@@ -143,7 +150,7 @@ async def init_trajectory(request: Request, body: InitTrajectory | None = None) 
     _check_names(trajectory_uid=uid, prompt_uid=prompt_uid)
     opening = {"channel": body.channel, "attempt": body.attempt, "metadata": body.metadata}
     replica = await services.addresses.place(body.trajectory_uid)
-    address = await _hand_out(request, replica, uid, prompt_uid, **opening)
+    address = await _hand_out(request, replica, uid, prompt_uid, body.tags, **opening)
     return OrjsonResponse({**address, "prompt_uid": prompt_uid})
 
 
@@ -172,6 +179,9 @@ async def declare_group(request: Request, body: DeclareGroup) -> Response:
             ),
             services.config.pool_timeout_s + room_s,
         )
+        if body.tags:
+            mark = services.pool.mark(prompt_uid, channel=channel, tags=body.tags)
+            await ask(mark, services.config.pool_timeout_s)
     except GroupClosedError as e:
         raise TrajectoryClosedError(str(e)) from e
     except (GroupConflictError, ChannelShutDownError) as e:
@@ -180,7 +190,7 @@ async def declare_group(request: Request, body: DeclareGroup) -> Response:
     replicas = [await services.addresses.place(uid) for uid in uids]
     addresses = await asyncio.gather(
         *(
-            _hand_out(request, replica, uid, prompt_uid, channel=channel, metadata={})
+            _hand_out(request, replica, uid, prompt_uid, (), channel=channel, metadata={})
             for replica, uid in zip(replicas, uids, strict=True)
         )
     )
@@ -196,9 +206,14 @@ def _check_names(**names: str) -> None:
 
 
 async def _hand_out(
-    request: Request, replica: int | None, uid: str, prompt_uid: str, **opening: Any
+    request: Request,
+    replica: int | None,
+    uid: str,
+    prompt_uid: str,
+    tags: Sequence[str],
+    **opening: Any,
 ) -> dict[str, str]:
-    """Open a trajectory; what its agent needs to know.
+    """Open a trajectory and tag it; what its agent needs to know.
 
     Args:
         replica: that is to serve it; None: there is only this one.
@@ -212,6 +227,9 @@ async def _hand_out(
     else:
         trajectory = trajectories.elsewhere(uid, prompt_uid)
     await trajectory.open(**opening)
+    if tags and trajectory.unrecorded is None:
+        mark = services.pool.mark(trajectory_uid=uid, channel=trajectory.channel, tags=list(tags))
+        await ask(mark, services.config.pool_timeout_s)
     if replica is None:
         origin = services.config.public_url or services.hosts.origin(request.scope)
     else:
@@ -267,20 +285,20 @@ async def complete(
 @router.post("/v1/complete_trajectory")
 async def complete_by_name(request: Request, body: CompleteByName) -> Response:
     """For agents that know a trajectory by the header of a reply."""
-    outcomes = services_of(request).outcomes
+    outcomes, channel = services_of(request).outcomes, _principal(request).channel
     return await _by_name(
         request,
         body.trajectory_uid,
-        lambda uid: outcomes.complete(uid, body.reward, body.metadata),
+        lambda uid: outcomes.complete(uid, body.reward, body.metadata, channel),
     )
 
 
 @router.post("/v1/rewards")
 async def late_reward(request: Request, body: Reward) -> Response:
     """The reward of a trajectory, open or complete, until its group is leased."""
-    outcomes = services_of(request).outcomes
+    outcomes, channel = services_of(request).outcomes, _principal(request).channel
     return await _by_name(
-        request, body.trajectory_uid, lambda uid: outcomes.score(uid, body.reward)
+        request, body.trajectory_uid, lambda uid: outcomes.score(uid, body.reward, channel)
     )
 
 
@@ -288,8 +306,13 @@ async def _by_name(
     request: Request, name: str, do: Callable[[str], Awaitable[TrajectoryOutcome | SubmitOutcome]]
 ) -> Response:
     """Do it to the trajectory of this name, which may be percent-encoded as headers are."""
-    for uid in dict.fromkeys((name, unquote(name))):
-        _principal(request).check_trajectory(uid)
+    principal = _principal(request)
+    uids = tuple(dict.fromkeys((name, unquote(name))))
+    if principal.is_bound and principal.trajectory is not None:
+        uids = tuple(uid for uid in uids if uid == principal.trajectory[0])
+        if not uids:
+            principal.check_trajectory(name)
+    for uid in uids:
         try:
             outcome = await do(uid)
         except UnknownTrajectoryError:

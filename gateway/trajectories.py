@@ -77,6 +77,8 @@ class Identity(NamedTuple):
     """Its group is declared with them when it is opened."""
     is_conversation: bool = False
     """Found by what is said in it: no agent knows its address."""
+    of_key: str | None = None
+    """The channel of its caller's key."""
 
 
 class Commit(NamedTuple):
@@ -105,7 +107,8 @@ class LiveTrajectory:
         Args:
             is_elsewhere: another gateway serves it, and alone can give it up.
         """
-        self.uid, self.prompt_uid, self.channel, self._terms, self.is_conversation = identity
+        self.uid, self.prompt_uid, self.channel = identity[:3]
+        self._terms, self.is_conversation, self.of_key = identity[3:]
         self.unrecorded = unrecorded
         """Why its calls are not stored; None: they are."""
         self.graph = TurnGraph()
@@ -268,7 +271,8 @@ class LiveTrajectory:
             while True:
                 self._check_open()
                 index = self.steps
-                if (step := commit.make_step(index)) is None:
+                # Given up meanwhile, or stored.
+                if self.unrecorded is not None or (step := commit.make_step(index)) is None:
                     return
                 try:
                     outcome = await self._submit(step)

@@ -509,6 +509,15 @@ class LocalPool:
     ) -> Any:
         return self.core.set_reward(trajectory_uid, reward, step_index, channel, now=self._now())
 
+    async def mark(
+        self,
+        prompt_uid: str | None = None,
+        trajectory_uid: str | None = None,
+        channel: str = "train",
+        **marks: Any,
+    ) -> Any:
+        return self.core.mark(prompt_uid, trajectory_uid, channel, now=self._now(), **marks)
+
     async def delete(self, trajectory_uid: str | None = None, tag: str | None = None) -> Any:
         return self.core.delete(trajectory_uid, tag, now=self._now())
 

@@ -174,6 +174,19 @@ async def test_a_group_that_stays_small_is_served_at_its_deadline(worlds: Any, a
     assert [len(g.trajectories) for g in lease.groups] == [1]
 
 
+async def test_conversations_that_outlive_their_groups_are_told_of_with_the_remedy(
+    worlds: Any, agents: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = await worlds(groups=FORMED)
+    for _ in range(2):
+        await agents(world).say(user("hi"))
+    world.pool.core.tick(now=61.0)
+    assert await world.gateway.identities.close_idle(float("inf")) == 2
+    told = [r.message for r in caplog.records if "within_s is 60" in r.message]
+    assert len(told) == 1
+    assert "gateway.conversation_idle_s is 600" in told[0]
+
+
 async def test_after_its_time_a_first_prompt_begins_another_group(worlds: Any, agents: Any) -> None:
     world = await worlds(groups={**FORMED, "n": 9, "within_s": 0.05})
     await agents(world).say(user("hi"))
@@ -424,6 +437,62 @@ async def test_who_chose_a_channel_gets_it_whatever_is_held_out(worlds: Any, age
     assert set(channels(world)) == {"train"}
 
 
+async def test_two_channels_may_name_their_groups_alike(worlds: Any, agents: Any) -> None:
+    world = await worlds(groups={**FORMED, "n": 1}, **KEYS)
+    agent = agents(world)
+    for _ in range(3):
+        for key in (SUPPORT, OTHER):
+            await agent.say(user("hi"), **bearer(key), **{"x-prompt-uid": "p1"})
+            done = {"trajectory_uid": agent.headers[TRAJECTORY]}
+            await agent.post("/v1/complete_trajectory", done, **bearer(key))
+        for channel in ("support", "train"):
+            assert world.pool.core.lease_batch(1, channel, now=0.0) is not None
+    assert channels(world) == ["support", "train"] * 3
+
+
+@pytest.mark.parametrize("path", ["/v1/complete_trajectory", "/v1/rewards"])
+async def test_a_key_with_a_channel_closes_and_scores_nothing_in_another_one(
+    worlds: Any, agents: Any, path: str
+) -> None:
+    world = await worlds(**KEYS)
+    agent = agents(world)
+    await agent.say(user("hi"), **bearer(OTHER))
+    body = {"trajectory_uid": agent.headers[TRAJECTORY], "reward": 1}
+    for each in (world, await worlds(pool=world.pool, **KEYS)):  # it is known there, or not
+        assert (await agents(each).post(path, body, **bearer(SUPPORT)))[0] == 404
+    assert (await agent.post(path, body, **bearer(OTHER)))[0] == 200
+
+
+async def test_a_trajectorys_key_scores_it_by_the_name_that_the_header_says(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(**KEYS)
+    agent = agents(world)
+    _, got = await agent.post("/init_trajectory", {"trajectory_uid": "café"}, **bearer(ADMIN))
+    await agent.say(user("hi"), **bearer(got["api_key"]))
+    reward = {"trajectory_uid": agent.headers[TRAJECTORY], "reward": 1}
+    status, got = await agent.post("/v1/rewards", reward, **bearer(got["api_key"]))
+    assert (status, got) == (200, {"trajectory_uid": "café", "outcome": "accepted"})
+
+
+# -- tags --------------------------------------------------------------------------------------
+
+
+async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
+    world: Any, agents: Any
+) -> None:
+    agent = agents(world)
+    await agent.post("/init_trajectory", {"trajectory_uid": "t1", "tags": ["user-7"]})
+    await agent.post("/init_trajectory", {"trajectory_uid": "t2"})
+    body = {"n": 2, "prompt_uid": "p3", "tags": ["user-7", "beta"]}
+    for _ in range(2):
+        assert (await agent.post("/v1/groups", body))[0] == 200
+    deleted = world.pool.core.delete(tag="user-7", now=0.0)
+    assert deleted.trajectories == ("t1", "p3-0", "p3-1")
+    status, got = await agent.post("/init_trajectory", {"tags": [""]})
+    assert (status, got["error"]["param"]) == (400, "tags.0")
+
+
 # -- calls that are not recorded -------------------------------------------------------------
 
 SERVES: Any = {"on_pool_failure": "serve_unrecorded", "pool_patience_s": 0.2}
@@ -520,6 +589,24 @@ async def test_a_trajectory_with_a_hole_is_aborted_and_its_agent_hears_nothing_o
         assert after[: len(before)] == before
     await agent.say(user("something new"))
     assert world.pool.stored()[-1].trajectory_uid == agent.headers[TRAJECTORY] != uid
+
+
+async def test_what_waited_behind_a_lost_commit_is_not_stored_either(
+    worlds: Any, agents: Any
+) -> None:
+    world = await worlds(on_pool_failure="serve_unrecorded", pool_patience_s=0.5)
+    agent = agents(world)
+    await agent.say(user("hi"), under="/t1/p1")
+    world.pool.door.clear()
+    lost = asyncio.create_task(agent.say(user("one"), under="/t1/p1"))
+    await world.pool.waiting.wait()
+    await asyncio.sleep(0.25)
+    behind = asyncio.create_task(agent.say(user("two"), under="/t1/p1"))
+    await lost
+    world.pool.door.set()
+    await behind
+    assert (await recording(agent))["unrecorded"] == {"pool_failure": 2}
+    assert len(world.pool.stored()) == 1
 
 
 async def test_by_default_a_pool_that_is_away_refuses(worlds: Any, agents: Any) -> None:
