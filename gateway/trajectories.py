@@ -320,7 +320,10 @@ class LiveTrajectory:
 
     def forget(self) -> None:
         """Its data is being deleted: calls in flight end, later ones answer 410."""
+        calls = tuple(self.in_flight)
         self._close("deleted")
+        for call in calls:  # of a conversation, too: nobody is to get, or keep, what they say
+            call.cancel(closed_error(self.uid, "deleted"))
 
     def note_steps(self, highest_index: int) -> None:
         """Steps were submitted from outside (white-box); later commits go behind them."""

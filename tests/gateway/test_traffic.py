@@ -478,6 +478,25 @@ async def test_a_trajectorys_key_scores_it_by_the_name_that_the_header_says(
 # -- tags --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("path", CALLS)
+async def test_what_a_deleted_conversation_is_about_to_say_is_neither_told_nor_kept(
+    world: Any, agents: Any, path: str
+) -> None:
+    agent = agents(world)
+    gate = asyncio.Event()
+    world.say("unspeakable", gate=gate)
+    call = asyncio.create_task(agent.post(f"/v1/{path}", {"model": "m", **CALLS[path]}))
+    await world.engine.arrived.wait()
+    [trajectory] = world.gateway.trajectories
+    await trajectory.open()
+    async with agent.session.delete(f"{world.url}/v1/trajectories/{trajectory.uid}") as answer:
+        assert (await answer.json())["deleted"] == [trajectory.uid]
+    gate.set()
+    status, got = await call
+    assert status == 410
+    assert "unspeakable" not in json.dumps(got)
+
+
 async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
     world: Any, agents: Any
 ) -> None:
