@@ -83,7 +83,9 @@ class Outcomes:
                 return await self._ask(do(channel))
             except UnknownTrajectoryError:
                 continue
-        others = {} if of_key is not None else await self._ask(self._pool.get_statistics())
+        others: dict[str, Any] = (
+            {} if of_key is not None else await self._ask(self._pool.get_statistics())
+        )
         for channel in others.keys() - tried:
             try:
                 return await self._ask(do(channel))
