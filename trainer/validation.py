@@ -46,6 +46,8 @@ from stepwell.trainer.scoring import Scorer
 
 log = logging.getLogger(__name__)
 
+MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
+"""Of the pool's reasons, those that name no cause by themselves."""
 ATTEMPTS = 3
 """Evaluations in a row, beside training, of which not one rollout finished, that end the run."""
 VALIDATION = "validation"
@@ -347,7 +349,8 @@ class TaskValidator(Validator):
     async def _why(self) -> str:
         reasons = (await self._pool.get_statistics(VAL))["trajectories"]["abort_reasons"]
         common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
-        said = "; ".join(f"{count} × {reason}" for reason, count in common) or "none was aborted"
+        said = "; ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
+        said = said or "none was aborted"
         return f"aborted: {said}. Look into the agent, the reward and {self._folder / 'logs'}"
 
     def _write(self, groups: Sequence[Group], policy: Policy) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -104,6 +105,7 @@ def mistakes(user: User) -> None:
     # The first start of a program after its installation reads it from disk.
     user.run("stepwell", "--version")
     for mistake in MISTAKES:
+        shutil.rmtree(folder / "runs", ignore_errors=True)  # a run that is complete starts nothing
         user.add(make(user, mistake, folder))
 
 

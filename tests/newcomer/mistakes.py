@@ -292,7 +292,7 @@ MISTAKES = (
     Mistake(
         "an agent that never calls the model",
         train("rollout.agent=agents:no_call"),
-        ("no LLM call",),
+        ("no_steps", "never called the model"),
         RUNNING,
     ),
     Mistake(
@@ -303,20 +303,20 @@ MISTAKES = (
     ),
     Mistake(
         "a key of another service",
-        train("rollout.agent=agents:wrong_key"),
-        ("api_key",),
+        train("rollout.agent=agents:wrong_key", "gateway.admin_keys=[a-key-of-this-gateway]"),
+        ("AuthenticationError",),
         RUNNING,
     ),
     Mistake(
         "a reward function that returns text",
         train("rollout.agent=agents:unscored", "rollout.reward=rewards.py:text"),
-        ("rewards.py:text", "'good'"),
+        ("reward text", "'good'"),
         RUNNING,
     ),
     Mistake(
         "a reward function that always raises",
         train("rollout.agent=agents:unscored", "rollout.reward=rewards.py:raising"),
-        ("rewards.py:raising", "ZeroDivisionError"),
+        ("reward raising", "ZeroDivisionError"),
         RUNNING,
     ),
 )
