@@ -17,7 +17,7 @@ import random
 import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ from stepwell.run_file import (
     only_run_in,
     only_trainer_in,
     read_run,
+    refuse_second_trainer,
 )
 from stepwell.run_file import (
     holder as run_holder,
@@ -149,15 +150,20 @@ async def _train_on(
         MetricsWriter(folder, build_trackers(folder, config)) as metrics,
         build_trainer(config, parts, source, tell=display.status) as trainer,
     ):
-        try:
+        async with AsyncExitStack() as end:  # each of them, whatever the others end with
+            end.push_async_callback(trainer.scorer.aclose)
+            end.push_async_callback(trainer.validator.stop)
+            end.push_async_callback(trainer.memory.take_back)
+            end.push_async_callback(_let_publish, trainer)
             return await _train(config, trainer, metrics, display, memory)
-        finally:
-            # Engines outlive an attached trainer. What fails was raised before, or is in the log.
-            with suppress(WeightUpdateError, TimeoutError):
-                await asyncio.wait_for(trainer.published(), PUBLISHED_S)
-            await trainer.memory.take_back()
-            await trainer.validator.stop()
-            await trainer.scorer.aclose()
+
+
+async def _let_publish(trainer: Trainer) -> None:
+    """Engines outlive an attached trainer: what it began to publish, they get."""
+    try:
+        await asyncio.wait_for(trainer.published(), PUBLISHED_S)
+    except Exception:  # the error that ended the run is told, not what follows from it
+        log.info("the last publication did not end", exc_info=True)
 
 
 @contextmanager
@@ -208,10 +214,11 @@ def forget_weights(config: RunConfig, *, trains: bool) -> None:
     trainer has published its checkpoint's.
     """
     try:
-        model = read_run(config.run.dir).config["model"]["path"]
+        before = read_run(config.run.dir)
+        model = (before.folder / before.config["model"]["path"]).resolve()
     except (RunUnavailableError, KeyError):
         model = None
-    if model != str(config.model.path) or (trains and config.rollout.agent is not None):
+    if model != config.model.path.resolve() or (trains and config.rollout.agent is not None):
         shutil.rmtree(config.run.dir / WEIGHTS, ignore_errors=True)
 
 
@@ -307,8 +314,9 @@ def _start_over(folder: Path) -> None:
     """Remove what a run writes, and nothing else: `run.dir` may be any folder.
 
     Raises:
-        ConfigError: a live process uses the run's pool.
+        ConfigError: a live process uses the run's pool, or trains in it.
     """
+    refuse_second_trainer(folder)
     for journal in (folder / POOL, *(folder / POOL).glob("shard-*")):
         if (pid := holder(journal)) is not None:
             raise ConfigError(

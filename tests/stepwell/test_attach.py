@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -185,6 +186,9 @@ def test_engines_begin_with_the_weights_of_the_last_run_if_it_had_the_same_model
     for trains in (False, True):
         forget_weights(live(tmp_path), trains=trains)
         assert weights.exists()
+    same = os.path.relpath(live(tmp_path).model.path)
+    forget_weights(live(tmp_path, f"model.path={same}"), trains=False)
+    assert weights.exists()
     other = tmp_path / "model"
     other.mkdir()
     (other / "config.json").write_text("{}")

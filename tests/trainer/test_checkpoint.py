@@ -27,6 +27,7 @@ from stepwell.datapool.types import Group
 from stepwell.layout import CHECKPOINTS
 from stepwell.report import write_summary
 from stepwell.run import _finished, _start_over
+from stepwell.run_file import only_trainer_in
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
     checkpoint_due,
@@ -96,7 +97,9 @@ def test_scores_that_are_gone_are_missed_until_somebody_goes_on_without_them(
     assert store.scores() == {3: 0.4}
 
 
-def test_a_run_is_not_started_over_while_a_pool_lives_in_its_folder(tmp_path: Path) -> None:
+def test_a_run_is_not_started_over_while_a_pool_or_a_trainer_lives_in_its_folder(
+    tmp_path: Path,
+) -> None:
     for pool in (tmp_path / "pool", tmp_path / "pool" / "shard-1"):
         journal = Journal(pool, "process")
         journal.append("train", "step", b"head")
@@ -104,6 +107,8 @@ def test_a_run_is_not_started_over_while_a_pool_lives_in_its_folder(tmp_path: Pa
         with pytest.raises(ConfigError, match=rf"process {os.getpid()} has the pool .* run.name"):
             _start_over(tmp_path)
         journal.close()
+    with only_trainer_in(tmp_path), pytest.raises(ConfigError, match=r"trains in"):
+        _start_over(tmp_path)  # attached, it outlived the run that was served
     assert (tmp_path / "pool" / "pool.sqlite3").exists()
     _start_over(tmp_path)
     assert not (tmp_path / "pool").exists()
