@@ -56,6 +56,8 @@ def trainer_of(tmp_path: Path, *overrides: str) -> Iterator[Trainer]:
         validator=absent,
         publisher=absent,
         checkpoints=absent,
+        publish=config.publish,
+        folder=tmp_path,
         critic=build_critic(config),
         seed=config.run.seed,
     )
