@@ -11,7 +11,9 @@ Durability: TypeAlias = Literal["none", "process", "power"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class SelectionConfig(_Section):
@@ -82,20 +84,20 @@ class ChannelConfig(_Section):
     """`return` flags the drop so that the prompt's source issues it again (`get_events`); so it is
     for the train channel of a run whose `async_training.mode` has windows."""
 
-    group_deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    group_deadline_s: float | None = Field(default=None, gt=0)
     """Seconds from a group's first sight until it is served with what is complete, or dropped if
     that is less than its `min_rollouts`. `open_group(deadline_s=…)` overrides it; null = never."""
 
-    group_idle_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    group_idle_s: float | None = Field(default=None, gt=0)
     """The same from a group's last step or new trajectory on: closes what its agent left open,
     however long a live one takes. null = never."""
 
-    reward_wait_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    reward_wait_s: float | None = Field(default=None, gt=0)
     """Seconds that a ready group is held for rewards that come late (`set_reward`). Then it is
     served without them, for the trainer's reward function to score; with the filter `scored` it is
     dropped, as `unscored`. null = not held; with that filter, held without end."""
 
-    lease_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    lease_s: float = Field(default=600.0, gt=0)
     """Seconds a consumer may hold a lease before its groups are given to the next one, unless it
     renews. Trainer, slime and verl do, each third of it: a crash is noticed after this time."""
 
@@ -139,7 +141,7 @@ class PoolConfig(_Section):
     """Actors that hold the groups, spread by prompt_uid. What bounds memory is of all of them
     together: each takes its part."""
 
-    retention_days: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    retention_days: float | None = Field(default=None, gt=0)
     """Days after its first step or declaration that a group is dropped, as `retention`, whatever
     became of it. What leaves the pool is erased from the journal's files within seconds, with or
     without this. null = kept until it is consumed or dropped."""

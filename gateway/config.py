@@ -28,7 +28,9 @@ ReasoningParser = Literal["auto", "think", "none"]
 class Section(BaseModel):
     """Unknown keys are refused, and nothing changes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 class NormalizeRule(Section):

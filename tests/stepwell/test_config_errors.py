@@ -54,6 +54,16 @@ def test_all_wrong_overrides_are_told_at_once_and_wrong_values_with_them() -> No
     assert [line for line in lines if "rollout.n is 0" in line]
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["gateway.groups.within_s", "pool.default.lease_s", "engine.hang_timeout_s", "backend.lr"],
+)
+def test_a_number_without_bounds_is_none(key: str) -> None:
+    said = fails(f"{key}=.inf")
+    assert f"{key} is inf" in said
+    assert len(said.splitlines()) == 1
+
+
 def test_an_option_with_dashes_is_told_by_the_command_line_too() -> None:
     done = command("config", "--config", "quickstart", "--trainer.lr=1", "rollout.n=0")
     assert done.returncode == 2

@@ -64,7 +64,9 @@ def test_too_small_a_cluster_is_refused_with_the_arithmetic(
 
 def test_a_dry_run_needs_no_model_and_a_run_does() -> None:
     load_config("sglang_qwen3", paths_exist=False)
-    with pytest.raises(ConfigError, match=r"model.path is 'models/Qwen3-8B', which is no folder here"):
+    with pytest.raises(
+        ConfigError, match=r"model.path is 'models/Qwen3-8B', which is no folder here"
+    ):
         load_config("sglang_qwen3")
 
 

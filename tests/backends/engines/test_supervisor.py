@@ -327,7 +327,9 @@ def test_a_missing_model_and_a_missing_package_are_named(
     monkeypatch.setattr(sglang, "_CHECKOUT", tmp_path)
     monkeypatch.chdir(tmp_path)
     config = EngineConfig(kind="sglang", model_path=model_dirs.base)
-    with pytest.raises(EngineStartError, match=r"package sglang is not installed here.*make install-sglang"):
+    with pytest.raises(
+        EngineStartError, match=r"package sglang is not installed here.*make install-sglang"
+    ):
         Supervisor(config, tmp_path).start()
 
 
