@@ -101,11 +101,11 @@ async def test_a_program_that_fails_is_no_score_of_zero() -> None:
 
 
 async def test_a_rollout_that_runs_out_of_time_leaves_no_program_behind() -> None:
-    async def never(request: web.Request) -> web.Response:
-        await asyncio.sleep(60)
+    async def late(request: web.Request) -> web.Response:
+        await asyncio.sleep(3)
         return web.Response()
 
-    async with serving_posts("/v1/chat/completions", never) as address:
+    async with serving_posts("/v1/chat/completions", late) as address:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
                 await shell_agent(TASK, address, "key")
