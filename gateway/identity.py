@@ -216,7 +216,7 @@ class Identities:
         caller = _caller(headers)
         session = _session(headers)
         if session is not None:
-            uid = self._session_uid(session)
+            uid = self._session_uid(session, origin.channel)
         else:
             uid = self._of_conversation(call, retry, caller, origin.peer)
         trajectory = self._trajectories.known(uid)
@@ -233,8 +233,13 @@ class Identities:
         self._groups.end(trajectory)
         trajectory.let_go()
 
-    def known(self, headers: Headers, call: ChatRequest) -> LiveTrajectory | None:
+    def known(
+        self, headers: Headers, call: ChatRequest, of_key: str | None
+    ) -> LiveTrajectory | None:
         """The open trajectory that `identify` would find without a URL; none is begun.
+
+        Args:
+            of_key: the channel of the caller's key.
 
         Raises:
             RequestError: a header is malformed.
@@ -242,7 +247,7 @@ class Identities:
         if (named := self.named(headers)) is not None:
             return self._trajectories.known(named[0])
         if (session := _session(headers)) is not None:
-            return self._trajectories.known(self._session_uid(session))
+            return self._trajectories.known(self._session_uid(session, of_key))
         uid = self._conversations.extended(call, _caller(headers))
         return self._trajectories.known(uid) if uid is not None else None
 
@@ -259,10 +264,12 @@ class Identities:
             return None
         return uid, _decoded(headers, PROMPT_HEADER) or f"prompt-{uid}"
 
-    def _session_uid(self, session: str) -> str:
+    def _session_uid(self, session: str, of_key: str | None) -> str:
         """A session that goes on after its trajectory was closed begins another one."""
-        # No two sessions have one name: `~` stands before our number, `%` before an escaped byte.
-        first = uid = "session-" + re.sub("[%/~]", lambda m: f"%{ord(m[0]):02X}", session)
+        # No two sessions have one name: `~` stands before our number, `%` before an escaped byte,
+        # `@` before the channel of a key: those of two services may be called alike.
+        first = "session-" + re.sub("[%/~@]", lambda m: f"%{ord(m[0]):02X}", session)
+        first = uid = first if of_key is None else f"{first}@{of_key}"
         n = 1
         while self._trajectories.is_closed(uid):
             n += 1

@@ -393,6 +393,16 @@ async def test_a_key_has_a_channel_of_its_own(worlds: Any, agents: Any) -> None:
     assert status == 403
 
 
+async def test_sessions_of_two_channels_may_have_one_name(worlds: Any, agents: Any) -> None:
+    world = await worlds(**KEYS)
+    agent = agents(world)
+    for key in (SUPPORT, OTHER, SUPPORT):
+        await agent.say(user("hi"), **bearer(key), **{"x-session-id": "1"})
+    assert channels(world) == ["support", "train", "support"]
+    first, second, third = (step.trajectory_uid for step in world.pool.stored())
+    assert first == third != second
+
+
 async def test_first_prompts_of_two_channels_form_no_group_together(
     worlds: Any, agents: Any
 ) -> None:
