@@ -18,7 +18,7 @@ from stepwell.cluster import Parts
 from stepwell.config import RunConfig
 from stepwell.datapool.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN
-from stepwell.layout import CHECKPOINTS, LOGS, WEIGHTS
+from stepwell.layout import CHECKPOINTS, WEIGHTS
 from stepwell.resuming import origin
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
@@ -116,7 +116,6 @@ def build_trainer(
         publish=config.publish,
         folder=config.run.dir,
         seed=config.run.seed,
-        logs=config.run.dir / LOGS,
         tell=tell,
     )
     try:

@@ -62,7 +62,7 @@ from stepwell.trainer.publication import Publisher
 from stepwell.trainer.recording import record_batch
 from stepwell.trainer.releases import Releases
 from stepwell.trainer.sampling import GroupFilter
-from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.scoring import Scorer, why_lost
 from stepwell.trainer.validation import (
     Evaluation,
     Policy,
@@ -87,8 +87,7 @@ class Trainer:
     Args:
         keeper: of leases on the channel that is trained.
         seed: of the draws that a loss makes, with the number of the update.
-        folder: of the run, where roll-backs are asked for.
-        logs: folder that an error tells to look into.
+        folder: of the run.
         tell: shows the user a line.
     """
 
@@ -111,14 +110,13 @@ class Trainer:
         folder: Path,
         critic: Critic | None = None,
         seed: int = 0,
-        logs: Path = Path("logs"),
         tell: Callable[[str], None] = log.info,
     ) -> None:
         self.config = config
         self._async = async_training
         self._algorithm = algorithm
         self._seed = seed
-        self._logs = logs
+        self._folder = folder
         self._tell = tell
         self.progress = Progress()
         self.pool = pool
@@ -133,7 +131,7 @@ class Trainer:
         self._loss_fn = make_loss_fn(algorithm.loss, algorithm.kl)
         self._filter = group_filter
         self._flat = FlatRewards(
-            samples_path(logs.parent, 0), within_group=is_within_group(algorithm.adv_estimator)
+            samples_path(folder, 0), within_group=is_within_group(algorithm.adv_estimator)
         )
         self.validator = validator
         self.keeper = keeper
@@ -652,15 +650,8 @@ class Trainer:
             f"trainer.starvation_timeout_s = {self.config.starvation_timeout_s:g} s; "
             f"groups: {stats['groups']}; oldest open: {stats['oldest_open']}; "
             f"filtered: {dict(self._filter.dropped)}; "
-            f"{await self._losses(TRAIN)}"
+            f"{await why_lost(self.pool, TRAIN, self.scorer, self._folder)}"
         )
-
-    async def _losses(self, channel: str) -> str:
-        """Why rollouts were lost, the commonest reasons first, and where to look."""
-        reasons = (await self.pool.get_statistics(channel))["trajectories"]["abort_reasons"]
-        common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
-        said = "; ".join(f"{count} × {reason}" for reason, count in common) or "none was aborted"
-        return f"aborted: {said}. Look into the agent, the reward and {self._logs}"
 
     async def _record(self, metrics: dict[str, float], groups: Sequence[Group]) -> dict[str, Any]:
         trajectories = [t for g in groups for t in g.trajectories]

@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.types import Group, Trajectory
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards import (
@@ -35,6 +36,8 @@ NOT_CONFIGURED = "no rollout.reward configured"
 GROUP_TOO_SMALL = "too few of the group were scored"
 EXTRA = "reward_extra_info"
 """Key of a trajectory's metadata: what the reward function said beside the score."""
+MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
+"""Of reasons that the pool gives."""
 
 
 class Scorer:
@@ -181,6 +184,24 @@ class Scorer:
                     else "set rollout.reward, or let the agent return its score"
                 )
             )
+
+
+async def why_lost(pool: DataPoolClient, channel: str, scorer: Scorer, folder: Path) -> str:
+    """Why trajectories of a channel bring no reward, the commonest causes first, and where to look.
+
+    Args:
+        folder: of the run.
+    """
+    aborted = (await pool.get_statistics(channel))["trajectories"]["abort_reasons"]
+    said = [
+        f"{what}: " + ", ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
+        for what, causes in (("aborted", Counter(aborted)), ("without a score", scorer.unscored))
+        if (common := causes.most_common(3))
+    ]
+    return (
+        f"{'; '.join(said) or 'none was aborted'}. Look into the agent, the reward and "
+        f"{folder / 'logs'}"
+    )
 
 
 def _rewarded(trajectory: Trajectory, result: RewardResult) -> Trajectory:

@@ -42,11 +42,10 @@ from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.rollout import Producer
-from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.scoring import Scorer, why_lost
 
 log = logging.getLogger(__name__)
 
-MEANINGS = {"no_steps": "no_steps (the agent never called the model at its base_url)"}
 """Of the pool's reasons, those that name no cause by themselves."""
 ATTEMPTS = 3
 """Evaluations in a row, beside training, of which not one rollout finished, that end the run."""
@@ -313,7 +312,8 @@ class TaskValidator(Validator):
                     f"{problem} under the version it began with, {policy.version}: weights were "
                     "published meanwhile; set validation.pin to hold"
                 )
-            raise StarvedError(f"{problem}; {await self._why()}")
+            why = await why_lost(self._pool, VAL, self._scorer, self._folder)
+            raise StarvedError(f"{problem}; {why}")
         metrics = figures(
             pinned,
             n,
@@ -345,13 +345,6 @@ class TaskValidator(Validator):
             await self._pool.ack(lease.lease_id)
         # All at once: a judge that takes seconds would else be waited for group by group.
         return await self._scorer.score(sorted(groups, key=lambda g: place[g.prompt_uid]))
-
-    async def _why(self) -> str:
-        reasons = (await self._pool.get_statistics(VAL))["trajectories"]["abort_reasons"]
-        common = sorted(reasons.items(), key=lambda item: -item[1])[:3]
-        said = "; ".join(f"{n} × {MEANINGS.get(why, why)}" for why, n in common)
-        said = said or "none was aborted"
-        return f"aborted: {said}. Look into the agent, the reward and {self._folder / 'logs'}"
 
     def _write(self, groups: Sequence[Group], policy: Policy) -> None:
         write_samples(samples_path(self._folder, policy.step), self._rows(groups, policy))

@@ -349,6 +349,16 @@ async def test_an_evaluation_of_which_nothing_finished_says_where_to_look(tmp_pa
             await run.trainer.evaluate(run.val_tasks)
 
 
+async def test_an_evaluation_of_which_nothing_was_scored_says_what_the_reward_does(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "broken.py").write_text("def score(*given):\n    raise KeyError('answer')\n")
+    reward = f"rollout.reward={tmp_path / 'broken.py'}:score"
+    async with small_run(small_config(tmp_path, reward), reward=lambda task, index: None) as run:
+        with pytest.raises(StarvedError, match=r"without a score: 6 × .*Look into .*/logs"):
+            await run.trainer.evaluate(run.val_tasks)
+
+
 async def test_an_evaluation_that_fails_beside_training_fails_the_training(tmp_path: Path) -> None:
     def reward(task: Any, index: int) -> float | None:
         return None if task["instance_id"].startswith("val") else float(index)
