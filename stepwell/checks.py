@@ -52,7 +52,7 @@ from stepwell.gateway.listening import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
 from stepwell.ray_address import check_environment, find_ray
 from stepwell.resuming import check_resumed, check_same_data
-from stepwell.run_file import holder
+from stepwell.run_file import refuse_second_run
 from stepwell.trainer.agents import load_agent
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import DataConfig
@@ -144,12 +144,8 @@ def named(key: str) -> Iterator[None]:
 
 
 def run_folder(config: RunConfig) -> None:
-    folder = config.run.dir
-    _writable(folder, "run.dir")
-    if holder(folder) is not None:
-        raise ConfigError(
-            f"another run is alive in {folder}; stop it first, or choose another run.name"
-        )
+    _writable(config.run.dir, "run.dir")
+    refuse_second_run(config.run.dir)
 
 
 def folders(config: RunConfig) -> None:

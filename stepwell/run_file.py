@@ -222,13 +222,21 @@ def only_run_in(folder: Path) -> Iterator[None]:
     Raises:
         ConfigError: one does already, or the folder cannot be written.
     """
-    with _locked(
-        folder,
-        LOCK,
-        LOCK_WAIT_S,
-        f"another run is alive in {folder}; stop it first, or choose another run.name",
-    ):
+    with _locked(folder, LOCK, LOCK_WAIT_S, _runs_in(folder)):
         yield
+
+
+def refuse_second_run(folder: Path) -> None:
+    """The error of `only_run_in`, at once, if a process runs there."""
+    if (pid := holder(folder)) is not None:
+        raise ConfigError(_runs_in(folder).format(pid=pid))
+
+
+def _runs_in(folder: Path) -> str:
+    return (
+        f"another run is alive in {folder} (process {{pid}}); stop it first, or choose another "
+        "run.name"
+    )
 
 
 @contextmanager

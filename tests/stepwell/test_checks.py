@@ -226,7 +226,7 @@ def test_a_live_run_is_named_before_the_port_that_it_holds(
     with only_run_in(tmp_path):
         assert main(train(folder, f"run.dir={tmp_path}", f"gateway.port={taken}")) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"another run is alive in {tmp_path}; stop it first" in line
+    assert f"another run is alive in {tmp_path} (process {os.getpid()}); stop it first" in line
 
 
 @pytest.mark.parametrize(
