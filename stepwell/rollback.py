@@ -1,4 +1,5 @@
-"""`stepwell rollback RUN [--to K]`: the engines of a live run serve an earlier version's weights.
+"""This module serves an earlier version's weights on the engines of a live run, so that a bad one
+is taken back by one command: `stepwell rollback RUN [--to K]`.
 
     a trainer is attached ──► it is asked (`trainer/rollback_file.py`), and trains on from there
     none is               ──► published from here, through the same transaction; the next trainer

@@ -1,4 +1,5 @@
-"""Whether a version of the weights is worse than the one before, by the rewards that both earn.
+"""This module compares the rewards of two versions of the weights, so that a worse one is
+rolled back.
 
     pool ──event `scored`──► rewards by version ──n──► Verdict: stays | falls below | unjudged
 

@@ -1,4 +1,5 @@
-"""Live traffic: groups, and figures, of agents that nobody here starts.
+"""This module brings groups and figures of agents that nobody here starts, so that live traffic
+trains and is evaluated as rollouts of our own are.
 
     agents ──gateway──► "train" ──► leased, trained, acked with the checkpoint    Traffic
                    └──► "val", held out (`gateway.holdout`) ──► reward by version  TrafficValidator

@@ -1,4 +1,5 @@
-"""What the trainer needs of whatever brings the groups that it trains.
+"""This module says what the trainer needs of whatever brings its groups, so that our own
+rollouts, live traffic and recordings train alike.
 
     Producer   (`rollout.py`)   agents that this run starts, on the tasks of `data`
     Traffic    (`live.py`)      agents that nobody here starts, through the gateway

@@ -1,4 +1,5 @@
-"""Which weights the engines serve: versions are published, tried out, and taken back.
+"""This module publishes versions of the weights, tries them out and takes them back, so that
+engines serve no version that is worse than the one before.
 
     give ──► v+1 on the engines ──on trial──► stays: the next one may be published
                     │                  └─falls below the version before─┐

@@ -1,4 +1,5 @@
-"""A roll-back that is asked for: a file in the run's folder, answered by the run's trainer.
+"""This module passes the request for a roll-back from a command to the trainer, so that both find
+it in the run's folder.
 
     command ── rollback.json, locked while it waits ──► trainer, which looks several times a second
        ▲                                                   │
