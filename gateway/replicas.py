@@ -29,6 +29,7 @@ from typing import Any
 from stepwell.datapool.process import (
     log_to_file,
     numbered_log,
+    return_free_pages,
     return_large_blocks,
     settle_heap,
 )
@@ -87,6 +88,7 @@ class GatewayReplica:
             origin = self._wiring.replica_urls[self._wiring.replica]
         settle_heap()
         return_large_blocks(LARGE_BODY_BYTES)
+        return_free_pages()
         self._origin = origin
         return origin
 

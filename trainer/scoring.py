@@ -32,7 +32,7 @@ from stepwell.trainer.rewards import (
 
 log = logging.getLogger(__name__)
 
-NOT_CONFIGURED = "no rollout.reward configured"
+NOT_CONFIGURED = "the agent returned None and there is no rollout.reward"
 GROUP_TOO_SMALL = "too few of the group were scored"
 EXTRA = "reward_extra_info"
 """Key of a trajectory's metadata: what the reward function said beside the score."""
