@@ -7,16 +7,23 @@ On the quickstart, in one run and on the same parts, the same number of batches 
     train only        on exactly those batches, producing nothing
     both              the async loop
 
-generate + train is the synchronous loop: one after the other. wall(both) / (wall(generate) +
-wall(train)) is 1 without overlap and 0.5 at best if the two take the same time. Publishing weights
-counts as training.
+generate + train is the synchronous loop: one after the other. Its share, wall(both) /
+(wall(generate) + wall(train)), is 1 without overlap. How small it can be depends on the machine:
+both cannot take less than the longer of the two, nor less than the CPU time of the two spread over
+all cores. On two cores, of which generation alone keeps nearly both busy, that is 0.78; the check
+is how close the loop comes to it. Publishing weights counts as training.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
 from typing import cast
+
+import psutil
 
 from benchmarks.checks import BenchResult, Check
 from stepwell.checks import training_prompts
@@ -30,7 +37,17 @@ from stepwell.trainer.rollout import Producer
 from stepwell.training import build_trainer
 
 BATCHES = 32
-BOUND = 0.75
+BOUND = 1.1
+"""Wall time of both, by the least that this machine's cores allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a part of the bench, in seconds."""
+
+    wall: float
+    cpu: float
+    """Of this process and all that the run has started."""
 
 
 async def run() -> BenchResult:
@@ -49,45 +66,54 @@ async def run() -> BenchResult:
                 await _both(
                     trainer, producer, 2
                 )  # warm up: first batches pay for imports and allocations
-                generate_s = await _generate(trainer, producer, BATCHES)
-                train_s = await _train(trainer, BATCHES)
-                both_s = await _both(trainer, producer, BATCHES)
-    ratio = both_s / (generate_s + train_s)
+                generate = await _cost(_generate(trainer, producer, BATCHES))
+                train = await _cost(_train(trainer, BATCHES))
+                both = await _cost(_both(trainer, producer, BATCHES))
+    parts = {"generate": generate, "train": train, "both": both}
+    cores = os.cpu_count() or 1
+    least = max(generate.wall, train.wall, (generate.cpu + train.cpu) / cores)
     return BenchResult(
-        checks={"overlap_ratio": Check(ratio, BOUND)},
+        checks={"wall_by_what_the_cores_allow": Check(both.wall / least, BOUND)},
         figures={
             "batches": BATCHES,
-            "generate_s": generate_s,
-            "train_s": train_s,
-            "both_s": both_s,
+            "cores": cores,
+            "overlap_ratio": both.wall / (generate.wall + train.wall),
+            **{f"{name}_s": part.wall for name, part in parts.items()},
+            **{f"{name}_cpu_s": part.cpu for name, part in parts.items()},
         },
     )
 
 
-async def _generate(trainer: Trainer, producer: Producer, batches: int) -> float:
+async def _cost(work: Awaitable[object]) -> Cost:
+    began, before = time.monotonic(), _cpu_s()
+    await work
+    return Cost(time.monotonic() - began, _cpu_s() - before)
+
+
+def _cpu_s() -> float:
+    me = psutil.Process()
+    return sum(sum(p.cpu_times()[:2]) for p in (me, *me.children(recursive=True)))
+
+
+async def _generate(trainer: Trainer, producer: Producer, batches: int) -> None:
     groups = trainer.config.train_batch_size
-    began = time.monotonic()
     leases = []
     for _ in range(batches):
         async with producer.running(limit=groups):
             leases.append(
                 await trainer.pool.lease_batch(channel=TRAIN, batch_size=groups, timeout_s=600)
             )
-    elapsed = time.monotonic() - began
     for lease in leases:
         if lease is not None:
             await trainer.pool.nack(lease.lease_id, "bench: kept for the training half")
-    return elapsed
 
 
-async def _train(trainer: Trainer, batches: int) -> float:
-    began = time.monotonic()
+async def _train(trainer: Trainer, batches: int) -> None:
     async for _ in trainer.train(trainer.progress.updates + batches):
         pass
-    return time.monotonic() - began
 
 
-async def _both(trainer: Trainer, producer: Producer, batches: int) -> float:
+async def _both(trainer: Trainer, producer: Producer, batches: int) -> None:
     groups = trainer.config.train_batch_size
     async with producer.running(limit=batches * groups):
-        return await _train(trainer, batches)
+        await _train(trainer, batches)
