@@ -319,6 +319,7 @@ async def _soak(
             for part in np.array_split(measured.rss_mb, 10)
             if len(part)
         ],
+        "gateway_rss_mb_after": round(measured.rss_mb_after),
     }
     if measured.errors:
         report.figures["first_error"] = measured.errors[0]

@@ -110,6 +110,10 @@ class WatchedGateway(GatewayReplica):
         """Of each open trajectory: bytes that it holds, its tokens, bytes of their text."""
         return await self._in_loop(self._held())
 
+    async def load(self) -> tuple[int, int]:
+        """Tokens of all open trajectories, and of those with a call in flight."""
+        return await self._in_loop(self._load())
+
     async def complete_all(self) -> None:
         """Complete all open trajectories, as their agents would."""
         await self._in_loop(self._complete_all())
@@ -138,6 +142,10 @@ class WatchedGateway(GatewayReplica):
             size = trajectory_size(gateway, trajectory.uid)
             held.append((size, trajectory.graph.n_tokens, len(text.encode())))
         return held
+
+    async def _load(self) -> tuple[int, int]:
+        open_now = [(t.graph.n_tokens, bool(t.in_flight)) for t in self._gateway.trajectories]
+        return sum(n for n, _ in open_now), sum(n for n, is_called in open_now if is_called)
 
     async def _complete_all(self) -> None:
         for trajectory in self._gateway.trajectories:
