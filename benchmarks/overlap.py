@@ -8,10 +8,11 @@ On the quickstart, in one run and on the same parts, the same number of batches 
     both              the async loop
 
 generate + train is the synchronous loop: one after the other. Its share, wall(both) /
-(wall(generate) + wall(train)), is 1 without overlap. How small it can be depends on the machine:
-both cannot take less than the longer of the two, nor less than the CPU time of the two spread over
-all cores. On two cores, of which generation alone keeps nearly both busy, that is 0.78; the check
-is how close the loop comes to it. Publishing weights counts as training.
+(wall(generate) + wall(train)), is 1 without overlap, and as small as the cores allow: where
+generation alone keeps most of them busy, little is left to save. So two things are checked: the
+loop waits for nothing (its wall time is that of the longer part, or all cores are busy), and doing
+both at once costs little more CPU time than one after the other. Publishing weights counts as
+training.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from stepwell.trainer.rollout import Producer
 from stepwell.training import build_trainer
 
 BATCHES = 32
-BOUND = 1.1
-"""Wall time of both, by the least that this machine's cores allow."""
+WAITS, EXTRA = 1.1, 1.15
+"""Bounds: of wall time by what the cores allow, of CPU time by that of the parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,12 @@ async def run() -> BenchResult:
                 both = await _cost(_both(trainer, producer, BATCHES))
     parts = {"generate": generate, "train": train, "both": both}
     cores = os.cpu_count() or 1
-    least = max(generate.wall, train.wall, (generate.cpu + train.cpu) / cores)
+    least = max(generate.wall, train.wall, both.cpu / cores)
     return BenchResult(
-        checks={"wall_by_what_the_cores_allow": Check(both.wall / least, BOUND)},
+        checks={
+            "wall_by_what_the_cores_allow": Check(both.wall / least, WAITS),
+            "cpu_by_that_of_the_parts": Check(both.cpu / (generate.cpu + train.cpu), EXTRA),
+        },
         figures={
             "batches": BATCHES,
             "cores": cores,
