@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -226,21 +225,20 @@ def test_an_interrupted_run_saves_and_leaves_no_process(
 
 
 @pytest.mark.long
-def test_a_port_in_use_is_one_line_with_key_value_and_remedy_and_one_with_the_log(
-    tmp_path: Path,
+def test_a_run_that_fails_says_why_in_one_line_and_where_its_logs_are_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = run_here(command(tmp_path, f"gateway.port={port}"))
+    code = "async def agent(task, base_url, api_key): raise OSError"
+    (tmp_path / "agent_that_raises.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    done = run_here(command(tmp_path, "rollout.agent=agent_that_raises:agent"))
     assert done.returncode == 1
     line, last = done.stderr.strip().splitlines()
-    assert "gateway.port" in line
-    assert str(port) in line
+    assert "OSError" in line
     log = tmp_path / "logs" / "trainer.log"
     assert last == f"stepwell: see {log}, and the logs of the other parts beside it"
-    assert "PortInUseError" in log.read_text()
+    assert "StarvedError" in log.read_text()
 
 
 def test_a_wrong_key_costs_no_start(tmp_path: Path) -> None:
