@@ -566,11 +566,6 @@ class Selection:
                 f"selection.require_tags and selection.exclude_tags share {sorted(both)}; "
                 "nothing would ever be served: take them out of one"
             )
-        if config.min_quality is not None and not math.isfinite(config.min_quality):
-            raise SelectionError(
-                f"selection.min_quality is {config.min_quality}; "
-                "set a finite number, or null for no limit"
-            )
         self._required = frozenset(config.require_tags)
         self._excluded = frozenset(config.exclude_tags)
         self._order: Order = _build("selection.order", config.order, ORDERS)

@@ -157,6 +157,8 @@ class _Transaction:
             start = time.perf_counter()
             self.committed = self.store.current() if self.store is not None else None
             try:
+                if self.update.canary and self.committed is None:
+                    raise WeightUpdateError("a canary needs a committed version to go back to")
                 await self._all("remember", "read the state of", self._remember)
                 if self.mode != "drain":
                     await self._all("pause", "pause", self._pause)

@@ -438,6 +438,17 @@ async def test_a_publication_that_fails_beside_a_canary_leaves_all_at_what_is_co
     assert all(r.serves for r in replicas)
 
 
+async def test_a_canary_before_anything_is_committed_is_refused(store: WeightStore) -> None:
+    a, b, _ = replicas = three(store)
+    with pytest.raises(WeightUpdateError, match="a canary needs a committed version"):
+        await put([b], 1, store, canary=True)
+    a.fails["load 2"] = EngineRequestError("disk is full")
+    with pytest.raises(WeightUpdateError):
+        await put(replicas, 2, store)
+    assert [r.name for r in replicas] == ["0", "0", "0"]
+    assert all(r.serves for r in replicas)
+
+
 @pytest.mark.parametrize("mode", ["retract", "drain"])
 @pytest.mark.parametrize("seed", range(8))
 async def test_no_replica_serves_an_old_version_after_a_commit_however_they_are_killed(

@@ -353,7 +353,6 @@ def test_a_bad_order_is_named_with_the_group(function, message):
         ({"batch_filter": "over_sampling(0.5)"}, "0.5 is out of range, pass a number >= 1"),
         ({"batch_filter": "no_module:f"}, "selection.batch_filter .* No module named 'no_module'"),
         ({"require_tags": ["a"], "exclude_tags": ["a"]}, r"share \['a'\]; nothing would ever be"),
-        ({"min_quality": math.nan}, "selection.min_quality is nan"),
     ],
 )
 def test_a_bad_name_is_refused_with_its_field_its_value_and_a_remedy(config, message):

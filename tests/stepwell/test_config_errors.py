@@ -56,7 +56,12 @@ def test_all_wrong_overrides_are_told_at_once_and_wrong_values_with_them() -> No
 
 @pytest.mark.parametrize(
     "key",
-    ["gateway.groups.within_s", "pool.default.lease_s", "engine.hang_timeout_s", "backend.lr"],
+    [
+        "gateway.groups.within_s",
+        "pool.default.selection.min_quality",
+        "engine.hang_timeout_s",
+        "backend.lr",
+    ],
 )
 def test_a_number_without_bounds_is_none(key: str) -> None:
     said = fails(f"{key}=.inf")
