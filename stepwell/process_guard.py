@@ -1,7 +1,7 @@
 """This module kills what a run leaves behind, so that no process of it outlives the driver.
 
     driver ── pipe ──► python -P process_guard.py MARK             in a session of its own
-       │ lives: once a second the guard notes what descends from the driver's raylet
+       │ lives: once a second the guard notes what descends from the run's raylet
        │ ends, or is killed: the pipe closes
        └──► what was noted, processes with MARK in their environment, and their children
 
@@ -78,7 +78,7 @@ def runs(process: psutil.Process) -> bool:
 def main(mark: str) -> None:
     driver, noted = psutil.Process().parent(), set[psutil.Process]()
     while not select.select([sys.stdin], [], [], NOTE_EVERY_S)[0]:  # readable: the driver ended
-        noted = {process for process in noted if runs(process)} | _descendants(driver)
+        noted = {process for process in noted if runs(process)} | _descendants(driver, mark)
     psutil.wait_procs(left(mark, noted), timeout=GRACE_S)
     until = time.monotonic() + KILL_S
     while (processes := left(mark, noted)) and time.monotonic() < until:
@@ -90,12 +90,12 @@ def main(mark: str) -> None:
         psutil.wait_procs(processes, timeout=1.0)
 
 
-def _descendants(driver: psutil.Process | None) -> set[psutil.Process]:
-    """What the driver's raylet has started, and what that has."""
+def _descendants(driver: psutil.Process | None, mark: str) -> set[psutil.Process]:
+    """What the run's raylet has started, and what that has. The driver may have another Ray."""
     found: set[psutil.Process] = set()
     try:
         for process in driver.children() if driver is not None else ():
-            if process.name() == "raylet":
+            if process.name() == "raylet" and process.environ().get(VARIABLE) == mark:
                 found.update(process.children(recursive=True))
     except psutil.Error:
         return found  # one ended meanwhile: the next look finds the others

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from stepwell.process_guard import VARIABLE, ProcessGuard
+from stepwell.process_guard import NOTE_EVERY_S, VARIABLE, ProcessGuard, runs
 
 Start = Callable[[str], psutil.Popen]
 
@@ -51,6 +53,27 @@ def test_what_another_run_started_is_left_alone(start: Start) -> None:
     assert theirs.status() != psutil.STATUS_ZOMBIE
     theirs.kill()
     other.close()
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_descends_from_a_raylet_ends_with_the_run_if_the_run_has_started_it(
+    tmp_path: Path, is_ours: bool
+) -> None:
+    """A program that trains may have a Ray of its own: nothing of that is the run's."""
+    raylet = tmp_path / "raylet"
+    shutil.copy("/bin/bash", raylet)
+    guard = ProcessGuard()
+    env = os.environ | ({VARIABLE: guard.mark} if is_ours else {})
+    # Its child has another environment, as one that gives itself a title.
+    process = psutil.Popen([str(raylet), "-c", "env -i sleep 600 & wait"], env=env)
+    time.sleep(2 * NOTE_EVERY_S)
+    (child,) = process.children()
+    guard.close()
+    assert runs(child) is not is_ours
+    for each in (child, process):
+        if each.is_running():
+            each.kill()
+    process.wait()
 
 
 def test_a_run_ends_as_ever_whose_guard_was_killed() -> None:
