@@ -388,9 +388,8 @@ async def count_tokens(request: Request) -> Response:
     call = services.calls.prompts.normalised(parsed.call)
     uid = _uid(request)
     if uid is None:
-        trajectory = services.identities.known(
-            request.headers, call, request.state.principal.channel
-        )
+        channel = _principal(request).channel
+        trajectory = services.identities.known(request.headers, call, channel)
     else:
         trajectory = services.trajectories.known(uid)
     n = await services.calls.prompts.count_tokens(trajectory.graph if trajectory else None, call)

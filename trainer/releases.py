@@ -295,6 +295,6 @@ class Releases:
         """`work`; what makes it fail is raised by `published`."""
         try:
             await work
-        except Exception as e:
+        except Exception as e:  # raised to whoever publishes next
             self._failure = e
             log.exception("a release has failed")
