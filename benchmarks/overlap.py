@@ -9,9 +9,9 @@ On the quickstart, in one run and on the same parts, the same number of batches 
 
 generate + train is the synchronous loop: one after the other. Its share, wall(both) /
 (wall(generate) + wall(train)), is 1 without overlap, and as small as the cores allow: where
-generation alone keeps most of them busy, little is left to save. So two more things are checked: the
-loop waits for nothing (its wall time is that of the longer part, or all cores are busy), and doing
-both at once costs little more CPU time than one after the other. Publishing weights counts as
+generation alone keeps most of them busy, little is left to save. So two more things are checked:
+the loop waits for nothing (its wall time is that of the longer part, or all cores are busy), and
+doing both at once costs little more CPU time than one after the other. Publishing weights counts as
 training.
 """
 
