@@ -16,7 +16,7 @@ than `lease_s` loses them: a group that the pool then serves again is recognised
 twice, but another consumer of the channel may get it first. For a V1 trainer, `groups()` yields
 what `verl_queue.put` takes.
 
-Owns: what a batch is. Does not own: leases (`datapool/lease_keeper.py`), conversion
+Owns: what a batch is. Does not own: leases (`datapool/remote/lease_keeper.py`), conversion
 (`verl_backend.py`), the pool.
 """
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from stepwell.backends.verl_backend import DataProto, VerlBackend
 from stepwell.datapool.errors import DataPoolError, LeaseExpiredError
-from stepwell.datapool.lease_keeper import LeaseKeeper, LeasingPool
+from stepwell.datapool.remote.lease_keeper import LeaseKeeper, LeasingPool
 from stepwell.datapool.types import TRAIN, Group
 
 Columns = Callable[[Sequence[Group]], Mapping[str, Tensor]]

@@ -28,7 +28,7 @@ from benchmarks.checks import BenchResult, Check
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.pool import DataPool
+from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import HttpServer

@@ -42,10 +42,10 @@ from benchmarks.pool.workload import (
     small_calls,
     workload_a,
 )
-from stepwell.datapool.actor import start_data_pool
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.errors import LeaseExpiredError
+from stepwell.datapool.remote.actor import start_data_pool
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Lease, Step
 
 KILLS = 100

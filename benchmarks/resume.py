@@ -41,7 +41,7 @@ import psutil
 
 from benchmarks.checks import BenchResult, Check
 from stepwell.checks import training_prompts
-from stepwell.datapool.lease_keeper import USED
+from stepwell.datapool.remote.lease_keeper import USED
 from stepwell.presets import load_config
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.ledger import LEDGER, Audit, audit, read_ledger
@@ -334,9 +334,9 @@ def _settled(found: Audit) -> int:
 def _acked(folder: Path) -> int:
     """Groups of the train channel acked, or dropped as trained, by the pool's own journal."""
     from stepwell.datapool.config import PoolConfig
-    from stepwell.datapool.journal import Journal
-    from stepwell.datapool.pool import DataPool
-    from stepwell.datapool.replay import restore
+    from stepwell.datapool.core.pool import DataPool
+    from stepwell.datapool.store.journal import Journal
+    from stepwell.datapool.store.replay import restore
 
     journal = Journal(folder, "process")
     try:

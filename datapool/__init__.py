@@ -1,6 +1,7 @@
 """The DataPool: a store of Steps that serves complete GRPO groups, once each.
 
-`types.py` holds the nouns, `pool.py` the logic, `actor.py` and `client.py` the way to it over Ray.
+`types.py` holds the nouns, `core/` the logic, `store/` the journal, `remote/` the way to it over
+Ray.
 Imports nothing of ours and no torch.
 """
 
@@ -10,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     DataPoolError,
@@ -40,16 +43,14 @@ from stepwell.datapool.errors import (
     UnknownLeaseError,
     UnknownTrajectoryError,
 )
-from stepwell.datapool.pool import DataPool
-from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
-    from stepwell.datapool.actor import DataPoolActor, start_data_pool
-    from stepwell.datapool.client import DataPoolClient
-    from stepwell.datapool.sharded import ShardedDataPoolClient, connect
-    from stepwell.datapool.shards import start_shards
-    from stepwell.datapool.transfer import export_channel, import_channel
+    from stepwell.datapool.files.transfer import export_channel, import_channel
+    from stepwell.datapool.remote.actor import DataPoolActor, start_data_pool
+    from stepwell.datapool.remote.client import DataPoolClient
+    from stepwell.datapool.remote.sharded import ShardedDataPoolClient, connect
+    from stepwell.datapool.remote.shards import start_shards
 
 __all__ = [
     "TRAIN",
@@ -104,14 +105,14 @@ __all__ = [
 
 
 _NEEDS_RAY = {
-    "DataPoolActor": "actor",
-    "DataPoolClient": "client",
-    "ShardedDataPoolClient": "sharded",
-    "connect": "sharded",
-    "export_channel": "transfer",
-    "import_channel": "transfer",
-    "start_data_pool": "actor",
-    "start_shards": "shards",
+    "DataPoolActor": "remote.actor",
+    "DataPoolClient": "remote.client",
+    "ShardedDataPoolClient": "remote.sharded",
+    "connect": "remote.sharded",
+    "export_channel": "files.transfer",
+    "import_channel": "files.transfer",
+    "start_data_pool": "remote.actor",
+    "start_shards": "remote.shards",
 }
 
 

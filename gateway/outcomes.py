@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+from stepwell.datapool.core.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import UnknownTrajectoryError
-from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.pool_port import PoolPort, ask

@@ -1,4 +1,4 @@
-"""What the gateway asks of the DataPool. `stepwell.datapool.client.DataPoolClient` provides it.
+"""What the gateway asks of the DataPool. `DataPoolClient` provides it.
 
 Owns: the protocol, and how a pool that fails becomes the gateway's errors. The pool decides what is
 late or closed; its answers are passed on, never second-guessed.
@@ -11,10 +11,10 @@ import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+from stepwell.datapool.core.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
 from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
-from stepwell.datapool.listing import Page, TrajectoryRow
-from stepwell.datapool.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.inspect.listing import Page, TrajectoryRow
 from stepwell.datapool.selection import Marks
 from stepwell.datapool.types import Lease, Step
 from stepwell.gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError

@@ -64,7 +64,7 @@ class GatewayReplica:
 
         log_to_file(log_file)
         if isinstance(pool, str):
-            from stepwell.datapool.sharded import connect
+            from stepwell.datapool.remote.sharded import connect
 
             pool = connect(pool)
         self._http = HttpServer(config, wiring, pool)

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from stepwell.datapool.core.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     GroupClosedError,
@@ -31,7 +32,6 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, Step, VersionSpan
 from stepwell.gateway.config import MOST_OF_A_GROUP
 from stepwell.gateway.dialects import openai_chat

@@ -35,6 +35,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
+from stepwell.datapool.core.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     GroupClosedError,
@@ -44,8 +45,7 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.listing import TrajectoryRow
-from stepwell.datapool.records import Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.inspect.listing import TrajectoryRow
 from stepwell.datapool.types import GREEDY, Step
 from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import (

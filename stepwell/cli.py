@@ -311,7 +311,7 @@ def _rollback(args: argparse.Namespace) -> int:
 
 
 def _salvage(args: argparse.Namespace) -> int:
-    from stepwell.datapool.salvage import salvage
+    from stepwell.datapool.store.salvage import salvage
     from stepwell.run_file import journal_folder
 
     for report in salvage(journal_folder(args.path)):

@@ -30,10 +30,10 @@ from stepwell.backends.engines.router import start_router, started_router
 from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.config import RunConfig
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.process import settle_heap
-from stepwell.datapool.sharded import client_of
-from stepwell.datapool.shards import start_shards
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.sharded import client_of
+from stepwell.datapool.remote.shards import start_shards
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.gateway.config import GatewayConfig, is_loopback
 from stepwell.gateway.replicas import start_replicas

@@ -5,7 +5,8 @@ exported of it, so that nothing of what somebody said is kept.
     stopped   its journal
     both      exported files are written anew without the rows
 
-Owns the way there. Does not own what deleting means (`datapool/pool.py`, `datapool/deletion.py`).
+Owns the way there. Does not own what deleting means (`datapool/core/pool.py`,
+`datapool/files/deletion.py`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 from stepwell.connection import connect
-from stepwell.datapool.deletion import delete_from_export, delete_from_journals
+from stepwell.datapool.core.records import Deleted
 from stepwell.datapool.errors import JournalError
-from stepwell.datapool.records import Deleted
-from stepwell.datapool.salvage import journals_in
+from stepwell.datapool.files.deletion import delete_from_export, delete_from_journals
+from stepwell.datapool.store.salvage import journals_in
 from stepwell.run_file import GatewayPart, holder, journal_folder, live_run
 
 GATEWAY_S = 10.0

@@ -19,7 +19,7 @@ from stepwell.backends.base import TrainingBackend
 from stepwell.cluster import Parts
 from stepwell.config import RunConfig
 from stepwell.console import Display
-from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.layout import CHECKPOINTS
 from stepwell.trackers import build_trackers
 from stepwell.trainer.checkpoint import CheckpointStore

@@ -34,8 +34,8 @@ from stepwell.cluster import POOL_NAME, Cluster, Parts, start_cluster
 from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool import connect as connect_pool
-from stepwell.datapool.journal import holder
 from stepwell.datapool.process import logging_to
+from stepwell.datapool.store.journal import holder
 from stepwell.errors import RunUnavailableError
 from stepwell.layout import (
     CHECKPOINTS,

@@ -16,7 +16,7 @@ from stepwell.backends.critic import Critic
 from stepwell.backends.weights import WeightStore
 from stepwell.cluster import Parts
 from stepwell.config import RunConfig
-from stepwell.datapool.lease_keeper import LeaseKeeper
+from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN
 from stepwell.layout import CHECKPOINTS, WEIGHTS
 from stepwell.resuming import origin

@@ -145,7 +145,10 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
             ],
         ),
         # Pools and engines are started and supervised by processes that compute nothing.
-        ("import stepwell.datapool.actor, stepwell.datapool.sharded", ["torch", "transformers"]),
+        (
+            "import stepwell.datapool.remote.actor, stepwell.datapool.remote.sharded",
+            ["torch", "transformers"],
+        ),
         ("import stepwell.backends.engines.server", ["torch", "transformers"]),
     ],
 )
@@ -165,7 +168,7 @@ def plant(root: Path, files: Mapping[str, str]) -> Path:
         "stepwell/cli.py": "from stepwell import gateway\nimport stepwell.gateway.app",
         "stepwell/datapool/__init__.py": "from stepwell.datapool.types import Step",
         "stepwell/datapool/types.py": "import os\nclass Step: ...",
-        "stepwell/datapool/pool.py": "from stepwell.datapool import types",
+        "stepwell/datapool/core/pool.py": "from stepwell.datapool import types",
         "stepwell/gateway/__init__.py": "",
         "stepwell/gateway/app.py": "from stepwell.gateway.routes import ROUTES\nclass App: ...",
         "stepwell/gateway/routes.py": "from stepwell.datapool import Step\nROUTES = []",

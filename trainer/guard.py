@@ -33,8 +33,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, Group
 from stepwell.trainer.config import GuardConfig
 from stepwell.trainer.progress import Progress

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
 from stepwell.trainer.ledger import Ledger

@@ -31,9 +31,9 @@ from torch import Tensor
 
 from stepwell.backends.base import TokenBatch, TrainingBackend
 from stepwell.backends.critic import Critic
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.errors import DataPoolError
-from stepwell.datapool.lease_keeper import LeaseKeeper, by_lease
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import TRAIN, Group
 from stepwell.trainer.advantages import baselined, compute_advantages, is_within_group
 from stepwell.trainer.checkpoint import (

@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.errors import GroupClosedError, UnknownGroupError
-from stepwell.datapool.lease_keeper import LOST
-from stepwell.datapool.listing import GroupRow
+from stepwell.datapool.inspect.listing import GroupRow
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.lease_keeper import LOST
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.trainer.data import Task
 

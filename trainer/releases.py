@@ -32,7 +32,7 @@ from pathlib import Path
 from stepwell.backends.config import PublishMode
 from stepwell.backends.errors import BackendError, VersionNotKeptError, WeightUpdateError
 from stepwell.backends.weights import Publication
-from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group
 from stepwell.trainer.config import PublishConfig
 from stepwell.trainer.guard import Guard

@@ -56,9 +56,9 @@ import aiohttp
 import ray
 from pydantic import SecretStr
 
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
 from stepwell.trainer.agents import load_agent
 from stepwell.trainer.config import RolloutConfig

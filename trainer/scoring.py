@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Trajectory
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards import (

@@ -10,7 +10,7 @@ gets them, so that a restart knows of each lease whether the checkpoint it loads
 does not matter whether `settle` was reached after that checkpoint was written.
 
 Owns: which rollout has which groups, the file, the thread that an event loop runs in. Does not own:
-the leases (`datapool/lease_keeper.py`), what a group becomes (`backends/slime_samples.py`), when
+the leases (`datapool/remote/lease_keeper.py`), what a group becomes (`backends/slime_samples.py`), when
 slime saves (`slime_rollout.py`).
 """
 
@@ -30,9 +30,9 @@ from typing import Any, TypeVar
 import orjson
 
 from stepwell.backends.slime_samples import rollouts_of
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
-from stepwell.datapool.lease_keeper import LeaseKeeper, by_lease
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.reclaim import TRAINED, settle_former

@@ -36,7 +36,7 @@ import numpy as np
 import orjson
 from transformers import AutoTokenizer
 
-from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import VAL, Group, Trajectory
 from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task

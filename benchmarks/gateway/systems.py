@@ -28,9 +28,9 @@ from benchmarks.gateway.process import Engine, Process, free_port, wait_until_se
 from benchmarks.gateway.size import trajectory_size
 from benchmarks.gateway.workload import Workload
 from benchmarks.pool.systems import pid_of
-from stepwell.datapool.actor import start_data_pool
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.remote.actor import start_data_pool
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.graph import join

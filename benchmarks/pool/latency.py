@@ -23,8 +23,8 @@ from benchmarks.pool.workload import (
     chunks,
     small_calls,
 )
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.process import settle_heap
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 
 STEPS_PER_SUBMIT = 16

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import ray
 
 from benchmarks.pool.workload import GROUPS_PER_FETCH, ROLLOUTS, STEPS_PER_FETCH, Call
-from stepwell.datapool.actor import start_data_pool
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.config import Durability, PoolConfig
+from stepwell.datapool.remote.actor import start_data_pool
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 
 

@@ -34,11 +34,11 @@ import numpy as np
 import torch
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import DataPoolError, JournalError
-from stepwell.datapool.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
-from stepwell.datapool.pool import DataPool
-from stepwell.datapool.replay import restore
-from stepwell.datapool.salvage import salvage
+from stepwell.datapool.store.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
+from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.salvage import salvage
 from stepwell.datapool.types import Step
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.errors import CheckpointError

@@ -34,7 +34,7 @@ from pathlib import Path
 
 import psutil
 
-from stepwell.datapool.journal import FILE_NAME
+from stepwell.datapool.store.journal import FILE_NAME
 from stepwell.layout import POOL, WEIGHTS
 from stepwell.trainer.ledger import LEDGER
 from tests.chaos import agent

@@ -28,9 +28,9 @@ from stepwell.backends.torch_backend import TorchBackend
 from stepwell.checks import training_prompts
 from stepwell.config import RunConfig
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.journal import Journal, Row
-from stepwell.datapool.pool import DataPool
-from stepwell.datapool.replay import restore
+from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.store.journal import Journal, Row
+from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
 from stepwell.presets import load_config

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from stepwell.datapool import ChannelConfig, DataPool, PoolConfig, Step
-from stepwell.datapool.journal import Journal
-from stepwell.datapool.replay import restore
+from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.replay import restore
 
 DAY = 86_400.0
 

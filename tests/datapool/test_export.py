@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepwell.datapool.export import (
+from stepwell.datapool.files.export import (
     SCHEMA_VERSION,
     ExportedTrajectory,
     ExportError,
@@ -591,7 +591,7 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path):
     program = """
 import resource, signal, sys
 from pathlib import Path
-from stepwell.datapool.export import write, ExportedTrajectory
+from stepwell.datapool.files.export import write, ExportedTrajectory
 from stepwell.datapool.types import Step, Trajectory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -821,7 +821,7 @@ def test_jsonl_needs_no_pyarrow_and_parquet_without_it_says_what_to_install(tmp_
 import sys
 from pathlib import Path
 sys.modules["pyarrow"] = None
-from stepwell.datapool.export import ExportedTrajectory, ExportError, read, write
+from stepwell.datapool.files.export import ExportedTrajectory, ExportError, read, write
 from stepwell.datapool.types import Step, Trajectory
 step = Step(prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid="p")
 one = ExportedTrajectory(trajectory=Trajectory("t", "p", (step,)))

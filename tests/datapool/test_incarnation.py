@@ -31,9 +31,9 @@ from stepwell.datapool import (
     Step,
     start_data_pool,
 )
-from stepwell.datapool import actor as actor_module
-from stepwell.datapool.incarnation import Former, Incarnation
-from stepwell.datapool.journal import read_acked
+from stepwell.datapool.remote import actor as actor_module
+from stepwell.datapool.remote.incarnation import Former, Incarnation
+from stepwell.datapool.store.journal import read_acked
 
 MakeStep = Callable[..., Step]
 NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"

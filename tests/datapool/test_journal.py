@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from stepwell.datapool import journal as journal_module
 from stepwell.datapool.errors import DataPoolError
-from stepwell.datapool.journal import (
+from stepwell.datapool.store import journal as journal_module
+from stepwell.datapool.store.journal import (
     ACKED_NAME,
     FILE_NAME,
     LOG_NAME,
@@ -604,7 +604,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from zlib import crc32
-from stepwell.datapool.journal import Journal
+from stepwell.datapool.store.journal import Journal
 
 folder, durability, do = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 journal = Journal(folder, durability)

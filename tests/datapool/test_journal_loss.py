@@ -18,7 +18,6 @@ from typing import Literal
 
 import pytest
 
-from stepwell.datapool import journal as journal_module
 from stepwell.datapool import process
 from stepwell.datapool.errors import (
     JournalCorruptError,
@@ -26,7 +25,8 @@ from stepwell.datapool.errors import (
     JournalLockedError,
     JournalVersionError,
 )
-from stepwell.datapool.journal import FILE_NAME, Journal
+from stepwell.datapool.store import journal as journal_module
+from stepwell.datapool.store.journal import FILE_NAME, Journal
 
 Durability = Literal["process", "power"]
 REPOSITORY = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def durability(request: pytest.FixtureRequest) -> Durability:
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from stepwell.datapool.journal import Journal
+from stepwell.datapool.store.journal import Journal
 
 journal = Journal(Path(sys.argv[1]), sys.argv[2])
 for k in range(int(sys.argv[3])):
@@ -348,7 +348,7 @@ def test_a_process_that_stands_still_in_a_transaction_is_taken_over_once_it_is_g
 STANDS_STILL = """
 import os, signal, sqlite3, sys
 from pathlib import Path
-from stepwell.datapool.journal import Journal
+from stepwell.datapool.store.journal import Journal
 
 journal = Journal(Path(sys.argv[1]), sys.argv[2])
 journal.append("train", "step", b"head")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import stepwell.datapool.lease_keeper
+import stepwell.datapool.remote.lease_keeper
 from stepwell.datapool import DataPoolActor, Lease, PoolConfig, Step
-from stepwell.datapool.lease_keeper import USED, LeaseKeeper, by_lease
+from stepwell.datapool.remote.lease_keeper import USED, LeaseKeeper, by_lease
 from stepwell.datapool.types import Group
 
 
@@ -141,7 +141,7 @@ async def test_what_was_nacked_is_delivered_again() -> None:
 async def test_leases_are_renewed_while_their_consumer_does_something_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stepwell.datapool.lease_keeper, "RENEWALS", 40)
+    monkeypatch.setattr(stepwell.datapool.remote.lease_keeper, "RENEWALS", 40)
     pool = Pool()
     await pool.put("a")
     async with keeper_of(pool, lease_s=2.0) as keeper:

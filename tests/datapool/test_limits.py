@@ -21,8 +21,8 @@ from stepwell.datapool import (
     Step,
     start_data_pool,
 )
-from stepwell.datapool import events as events_module
 from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.inspect import events as events_module
 
 MakeStep = Callable[..., Step]
 Pool = Any

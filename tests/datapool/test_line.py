@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from stepwell.datapool.line import LineServer, connect
+from stepwell.datapool.remote.line import LineServer, connect
 
 
 class ForeignError(Exception):

@@ -22,9 +22,9 @@ from stepwell.datapool import (
     Step,
     VersionSpan,
 )
-from stepwell.datapool.journal import Journal
-from stepwell.datapool.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES, Opaque
-from stepwell.datapool.replay import restore
+from stepwell.datapool.inspect.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES, Opaque
+from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.replay import restore
 
 NOW = 1000.0
 LISTINGS = ("list_groups", "list_trajectories", "list_steps")

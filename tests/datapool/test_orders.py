@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from stepwell.datapool.heap import KeyedHeap
-from stepwell.datapool.ready import ReadyOrder
+from stepwell.datapool.core.heap import KeyedHeap
+from stepwell.datapool.core.ready import ReadyOrder
 
 KEYS = st.sampled_from("abcdef")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stepwell.datapool.outbox import TIP_BYTES, _Parcel, _Tips
+from stepwell.datapool.remote.outbox import TIP_BYTES, _Parcel, _Tips
 from stepwell.datapool.types import Step
 
 

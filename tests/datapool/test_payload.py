@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool import DataPool, InvalidStepError, Step, VersionSpan
-from stepwell.datapool.payload import (
+from stepwell.datapool.codec import (
     PackedGroup,
     PackedLease,
     PackedStep,

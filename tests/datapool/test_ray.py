@@ -12,7 +12,7 @@ import psutil
 import pytest
 import ray
 
-import stepwell.datapool.client as client_module
+import stepwell.datapool.remote.client as client_module
 from stepwell.datapool import (
     DataPoolClient,
     DataPoolError,
@@ -26,7 +26,7 @@ from stepwell.datapool import (
     connect,
     start_data_pool,
 )
-from stepwell.datapool.journal import FILE_NAME, SCHEMA_VERSION, Journal
+from stepwell.datapool.store.journal import FILE_NAME, SCHEMA_VERSION, Journal
 
 
 @pytest.fixture(scope="module")

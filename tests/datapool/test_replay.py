@@ -33,13 +33,13 @@ from stepwell.datapool import (
     StepConflictError,
     start_data_pool,
 )
-from stepwell.datapool import actor as actor_module
-from stepwell.datapool import turns as turns_module
+from stepwell.datapool.codec import pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import JournalCorruptError, JournalFullError, ReplayError
-from stepwell.datapool.journal import FILE_NAME, Journal
-from stepwell.datapool.payload import pack
-from stepwell.datapool.replay import restore
+from stepwell.datapool.remote import actor as actor_module
+from stepwell.datapool.remote import turns as turns_module
+from stepwell.datapool.store.journal import FILE_NAME, Journal
+from stepwell.datapool.store.replay import restore
 
 MakeStep = Callable[..., Step]
 READING = {"is_shut_down", "next_deadline"}
@@ -765,7 +765,7 @@ async def test_what_comes_due_on_a_full_disk_is_done_when_there_is_space(
 
 def test_every_field_of_a_record_is_compared() -> None:
     """The snapshot above reads slots; a record without them would be compared by identity."""
-    from stepwell.datapool.records import GroupRecord, TrajectoryRecord
+    from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 
     for record in (GroupRecord, TrajectoryRecord):
         assert set(record.__slots__) == {f.name for f in fields(record)}

@@ -38,11 +38,11 @@ from stepwell.datapool import (
     start_data_pool,
     start_shards,
 )
-from stepwell.datapool.actor import SHARDS_FILE, journal_folder
-from stepwell.datapool.journal import FILE_NAME
-from stepwell.datapool.sharded import client_of, connect, parts
-from stepwell.datapool.shards import shard_of, share
-from stepwell.datapool.transfer import export_channel, import_channel
+from stepwell.datapool.files.transfer import export_channel, import_channel
+from stepwell.datapool.remote.actor import SHARDS_FILE, journal_folder
+from stepwell.datapool.remote.sharded import client_of, connect, parts
+from stepwell.datapool.remote.shards import shard_of, share
+from stepwell.datapool.store.journal import FILE_NAME
 
 N = 2
 

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
+from stepwell.datapool.codec import PackedLease, PackedStep, pack
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.journal import Row
-from stepwell.datapool.payload import PackedLease, PackedStep, pack
-from stepwell.datapool.records import Deleted
-from stepwell.datapool.replay import restore
+from stepwell.datapool.core.records import Deleted
+from stepwell.datapool.store.journal import Row
+from stepwell.datapool.store.replay import restore
 
 PROMPTS = [f"p{i}" for i in range(8)]
 ROLLOUTS = range(3)

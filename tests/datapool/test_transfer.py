@@ -27,9 +27,9 @@ from stepwell.datapool import (
     start_data_pool,
     transfer,
 )
-from stepwell.datapool.export import read, write
-from stepwell.datapool.rows import ExportedTrajectory
-from stepwell.datapool.transfer import BATCH_TRAJECTORIES, export_channel, import_channel
+from stepwell.datapool.files.export import read, write
+from stepwell.datapool.files.rows import ExportedTrajectory
+from stepwell.datapool.files.transfer import BATCH_TRAJECTORIES, export_channel, import_channel
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 NARROW = "narrow"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import stepwell.datapool.turns as turns_module
-from stepwell.datapool.turns import Numbering, Turns
+import stepwell.datapool.remote.turns as turns_module
+from stepwell.datapool.remote.turns import Numbering, Turns
 
 
 async def settle():

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.pool import DataPool
+from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig

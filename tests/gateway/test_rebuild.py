@@ -22,8 +22,8 @@ from openai import AsyncOpenAI
 from pydantic import ValidationError
 
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.export import read, write
-from stepwell.datapool.pool import DataPool
+from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.files.export import read, write
 from stepwell.datapool.types import Step
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app

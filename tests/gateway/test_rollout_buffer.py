@@ -17,10 +17,10 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.datapool.actor import start_data_pool
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
-from stepwell.datapool.pool import DataPool
+from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.remote.actor import start_data_pool
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig

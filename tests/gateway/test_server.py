@@ -17,9 +17,9 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
-from stepwell.datapool.actor import start_data_pool
-from stepwell.datapool.client import DataPoolClient
 from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.remote.actor import start_data_pool
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway import errors
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.pool import DataPool
+from stepwell.datapool.core.pool import DataPool
 from tests.gateway.conftest import LocalPool
 
 VERSION, TRAJECTORY = "x-stepwell-version", "x-stepwell-trajectory"

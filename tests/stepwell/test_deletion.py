@@ -8,9 +8,9 @@ import pytest
 
 from stepwell.cli import main
 from stepwell.datapool import DataPool, PoolConfig, Step, Trajectory
-from stepwell.datapool.export import ExportedTrajectory, read, write
-from stepwell.datapool.journal import Journal
-from stepwell.datapool.replay import restore
+from stepwell.datapool.files.export import ExportedTrajectory, read, write
+from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.replay import restore
 
 
 def say(uid: str, prompt_uid: str) -> Step:

@@ -14,7 +14,7 @@ import pytest
 from stepwell import RunUnavailableError, load_config
 from stepwell.cli import main
 from stepwell.config import RunConfig
-from stepwell.datapool.journal import Journal
+from stepwell.datapool.store.journal import Journal
 from stepwell.run_file import RUN_FILE, GitState, begin, holder, live_run, only_run_in
 
 ROOT = Path(__file__).parents[2]

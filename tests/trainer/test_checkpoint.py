@@ -22,7 +22,7 @@ from stepwell.backends.checksums import seal
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch_backend import TorchBackend
 from stepwell.config import RunConfig, RunSection
-from stepwell.datapool.journal import Journal
+from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.types import Group
 from stepwell.layout import CHECKPOINTS
 from stepwell.report import write_summary

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.pool import DataPool
+from stepwell.datapool.core.pool import DataPool
 from stepwell.gateway.graph import Turn as GatewayTurn
 from stepwell.gateway.graph import TurnGraph
 from stepwell.gateway.render import ChatRenderer

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 
-import stepwell.datapool.lease_keeper
+import stepwell.datapool.remote.lease_keeper
 import stepwell.trainer.slime_pool
 from stepwell.backends.errors import BatchError
 from stepwell.backends.slime_samples import SlimeSample, as_slime
@@ -302,7 +302,7 @@ def test_with_async_save_a_checkpoint_is_durable_when_the_next_one_is_begun(
 def test_leases_are_renewed_while_slime_trains(
     make_source: MakeSource, channel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stepwell.datapool.lease_keeper, "RENEWALS", 40)
+    monkeypatch.setattr(stepwell.datapool.remote.lease_keeper, "RENEWALS", 40)
     fill(channel, "p0", "p1")
     source = make_source(stepwell_lease_s=2.0)
     generate(source, 0)

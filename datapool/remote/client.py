@@ -25,25 +25,25 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from stepwell.datapool.actor import (
-    APPLY_STEPS,
-    DataPoolHandle,
-    Unserved,
-)
 from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.core.pool import outcomes_or_raise
+from stepwell.datapool.core.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     DataPoolError,
     InvalidStepError,
     JournalFullError,
     PoolFullError,
 )
-from stepwell.datapool.events import Events
-from stepwell.datapool.incarnation import Known, KnownPool
-from stepwell.datapool.line import Line
-from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from stepwell.datapool.outbox import PART_BYTES, Outbox, begin, call
-from stepwell.datapool.pool import outcomes_or_raise
-from stepwell.datapool.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.inspect.events import Events
+from stepwell.datapool.inspect.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.remote.actor import (
+    APPLY_STEPS,
+    DataPoolHandle,
+    Unserved,
+)
+from stepwell.datapool.remote.incarnation import Known, KnownPool
+from stepwell.datapool.remote.line import Line
+from stepwell.datapool.remote.outbox import PART_BYTES, Outbox, begin, call
 from stepwell.datapool.selection import DryRun, Marks
 from stepwell.datapool.types import TRAIN, Group, Lease, Step
 

@@ -19,17 +19,26 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stepwell.datapool.channel import Channel, Load
+from stepwell.datapool.codec import PackedLease, PackedStep, pack
 from stepwell.datapool.config import PoolConfig, SelectionConfig
+from stepwell.datapool.core.channel import Channel, Load
+from stepwell.datapool.core.leases import LeaseBook, LeaseRecord
+from stepwell.datapool.core.records import (
+    Deleted,
+    GroupTerms,
+    Log,
+    Resumed,
+    SubmitOutcome,
+    TrajectoryOutcome,
+)
 from stepwell.datapool.errors import (
     DataPoolError,
     InvalidRequestError,
     InvalidStepError,
     UnknownBaseError,
 )
-from stepwell.datapool.events import EventLog
-from stepwell.datapool.leases import LeaseBook, LeaseRecord
-from stepwell.datapool.listing import (
+from stepwell.datapool.inspect.events import EventLog
+from stepwell.datapool.inspect.listing import (
     ExportedPage,
     GroupRow,
     Page,
@@ -39,15 +48,6 @@ from stepwell.datapool.listing import (
     list_steps,
     list_trajectories,
     read_trajectories,
-)
-from stepwell.datapool.payload import PackedLease, PackedStep, pack
-from stepwell.datapool.records import (
-    Deleted,
-    GroupTerms,
-    Log,
-    Resumed,
-    SubmitOutcome,
-    TrajectoryOutcome,
 )
 from stepwell.datapool.selection import DryRun, Marks, dry_run
 from stepwell.datapool.types import MAX_REWARD, TRAIN, VAL, Lease, Step, is_reward

@@ -14,12 +14,12 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from stepwell.datapool.channel import Channel
+from stepwell.datapool.codec import PackedStep
+from stepwell.datapool.core.channel import Channel
+from stepwell.datapool.core.leases import POOL, LeaseRecord
+from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.records import Closing, GroupTerms, Log
 from stepwell.datapool.errors import DataPoolError, ReplayError
-from stepwell.datapool.leases import POOL, LeaseRecord
-from stepwell.datapool.payload import PackedStep
-from stepwell.datapool.pool import DataPool
-from stepwell.datapool.records import Closing, GroupTerms, Log
 from stepwell.datapool.selection import Marks
 
 COUNTS = "channel/"

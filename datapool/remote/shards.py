@@ -17,7 +17,12 @@ from zlib import crc32
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from stepwell.datapool.actor import (
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.errors import (
+    PoolUnavailableError,
+)
+from stepwell.datapool.process import numbered_log
+from stepwell.datapool.remote.actor import (
     DEFAULT_NAME,
     DataPoolHandle,
     create_actor,
@@ -26,12 +31,7 @@ from stepwell.datapool.actor import (
     note_started,
     unavailable,
 )
-from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.errors import (
-    PoolUnavailableError,
-)
-from stepwell.datapool.outbox import RESTART_S
-from stepwell.datapool.process import numbered_log
+from stepwell.datapool.remote.outbox import RESTART_S
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 import ray
 from ray import cloudpickle
 
-from stepwell.datapool.incarnation import Known, KnownPool
+from stepwell.datapool.remote.incarnation import Known, KnownPool
 
 logger = logging.getLogger(__name__)
 

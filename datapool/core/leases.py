@@ -15,14 +15,14 @@ from collections import Counter, deque
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
+from stepwell.datapool.core.heap import KeyedHeap
+from stepwell.datapool.core.records import Log, Reasons, Remembered
 from stepwell.datapool.errors import (
     DataPoolError,
     LeaseClosedError,
     LeaseExpiredError,
     UnknownLeaseError,
 )
-from stepwell.datapool.heap import KeyedHeap
-from stepwell.datapool.records import Log, Reasons, Remembered
 
 LeaseEnd: TypeAlias = Literal["acked", "nacked", "expired"]
 

@@ -35,8 +35,22 @@ from typing import Any, Final, Literal, TypeAlias
 
 from sortedcontainers import SortedDict
 
-from stepwell.datapool.accounting import Counts
+from stepwell.datapool.codec import PackedGroup, PackedStep, PackedTrajectory, StoredStep, unpack
 from stepwell.datapool.config import ChannelConfig
+from stepwell.datapool.core.accounting import Counts
+from stepwell.datapool.core.heap import KeyedHeap
+from stepwell.datapool.core.ready import ReadyOrder
+from stepwell.datapool.core.records import (
+    Closing,
+    Deleted,
+    GroupRecord,
+    GroupTerms,
+    Log,
+    Remembered,
+    SubmitOutcome,
+    TrajectoryOutcome,
+    TrajectoryRecord,
+)
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     DataPoolError,
@@ -52,20 +66,6 @@ from stepwell.datapool.errors import (
     UnknownBaseError,
     UnknownGroupError,
     UnknownTrajectoryError,
-)
-from stepwell.datapool.heap import KeyedHeap
-from stepwell.datapool.payload import PackedGroup, PackedStep, PackedTrajectory, StoredStep, unpack
-from stepwell.datapool.ready import ReadyOrder
-from stepwell.datapool.records import (
-    Closing,
-    Deleted,
-    GroupRecord,
-    GroupTerms,
-    Log,
-    Remembered,
-    SubmitOutcome,
-    TrajectoryOutcome,
-    TrajectoryRecord,
 )
 from stepwell.datapool.selection import (
     NOT_TRAINABLE,

@@ -44,7 +44,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.datapool.errors import ExportError
-from stepwell.datapool.plain import check_int, check_text, dumps, from_npy, loads, npy
+from stepwell.datapool.files.plain import check_int, check_text, dumps, from_npy, loads, npy
 from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, Trajectory, VersionSpan, is_reward
 
 SCHEMA_VERSION = 1

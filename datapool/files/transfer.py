@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stepwell.datapool.client import DataPoolClient
+from stepwell.datapool.core.records import SubmitOutcome
 from stepwell.datapool.errors import (
     GroupClosedError,
     GroupConflictError,
@@ -36,10 +36,10 @@ from stepwell.datapool.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.datapool.export import ExportFormat, ExportSummary, read, write
-from stepwell.datapool.listing import ExportedPage
-from stepwell.datapool.records import SubmitOutcome
-from stepwell.datapool.rows import ExportedTrajectory
+from stepwell.datapool.files.export import ExportFormat, ExportSummary, read, write
+from stepwell.datapool.files.rows import ExportedTrajectory
+from stepwell.datapool.inspect.listing import ExportedPage
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, Trajectory
 
 NOT_IMPORTED = "not_imported"

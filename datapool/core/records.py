@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from stepwell.datapool.payload import PackedStep, StoredStep, unpack
+from stepwell.datapool.codec import PackedStep, StoredStep, unpack
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import Step
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.export import format_of_content, read, write
-from stepwell.datapool.journal import Journal
-from stepwell.datapool.pool import DataPool
-from stepwell.datapool.records import Deleted
-from stepwell.datapool.replay import restore
-from stepwell.datapool.rows import ExportedTrajectory
-from stepwell.datapool.salvage import journals_in
+from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.records import Deleted
+from stepwell.datapool.files.export import format_of_content, read, write
+from stepwell.datapool.files.rows import ExportedTrajectory
+from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.salvage import journals_in
 
 MEMORY_BYTES = 256 << 20
 """Of payloads, while a journal is replayed."""

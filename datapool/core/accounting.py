@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from stepwell.datapool.records import Reasons
+from stepwell.datapool.core.records import Reasons
 
 
 @dataclass(slots=True)

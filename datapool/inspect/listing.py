@@ -27,11 +27,11 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar,
 
 import numpy as np
 
-from stepwell.datapool.channel import Channel
+from stepwell.datapool.codec import PackedStep, PackedTrajectory, StoredStep
+from stepwell.datapool.core.channel import Channel
+from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
-from stepwell.datapool.payload import PackedStep, PackedTrajectory, StoredStep
-from stepwell.datapool.records import GroupRecord, TrajectoryRecord
-from stepwell.datapool.rows import ExportedTrajectory
+from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.selection import UNMARKED, GroupInfo, Marks, TrajectoryInfo
 from stepwell.datapool.types import FinishReason, LogProbs, TokenIds, Trajectory, VersionSpan
 

@@ -23,11 +23,11 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from stepwell.datapool.actor import APPLY_STEPS, CUT_OFF_S, Operation, unavailable
+from stepwell.datapool.codec import PackedStep, as_bytes, pack
 from stepwell.datapool.errors import DataPoolError, UnknownBaseError
-from stepwell.datapool.incarnation import KnownPool
-from stepwell.datapool.line import Line, LineCall
-from stepwell.datapool.payload import PackedStep, as_bytes, pack
+from stepwell.datapool.remote.actor import APPLY_STEPS, CUT_OFF_S, Operation, unavailable
+from stepwell.datapool.remote.incarnation import KnownPool
+from stepwell.datapool.remote.line import Line, LineCall
 from stepwell.datapool.types import Step
 
 log = logging.getLogger(__name__)

@@ -34,10 +34,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from stepwell.datapool.accounting import Counts
+from stepwell.datapool.codec import PackedStep
 from stepwell.datapool.config import PoolConfig
+from stepwell.datapool.core.accounting import Counts
+from stepwell.datapool.core.leases import POOL, LeaseRecord
+from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import JournalCorruptError, JournalError, ReplayError
-from stepwell.datapool.journal import (
+from stepwell.datapool.store.journal import (
     ACKED_NAME,
     FILE_NAME,
     LOG_NAME,
@@ -56,10 +59,7 @@ from stepwell.datapool.journal import (
     read_books,
     states_sum,
 )
-from stepwell.datapool.leases import POOL, LeaseRecord
-from stepwell.datapool.payload import PackedStep
-from stepwell.datapool.pool import DataPool
-from stepwell.datapool.replay import COUNTS, restore
+from stepwell.datapool.store.replay import COUNTS, restore
 
 REASON = "damaged"
 """Why groups that were not whole were dropped."""

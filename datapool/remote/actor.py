@@ -39,7 +39,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepwell.datapool.clock import STATE as CLOCK
 from stepwell.datapool.clock import Clock
+from stepwell.datapool.codec import PackedLease, PackedStep, PackedSteps
 from stepwell.datapool.config import PoolConfig, SelectionConfig
+from stepwell.datapool.core.pool import Credit, DataPool, check_lease_request
+from stepwell.datapool.core.records import Deleted, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     DataPoolError,
     InvalidRequestError,
@@ -52,20 +55,17 @@ from stepwell.datapool.errors import (
     PoolReplacedError,
     PoolUnavailableError,
 )
-from stepwell.datapool.events import Events
-from stepwell.datapool.incarnation import STATE as GENERATION
-from stepwell.datapool.incarnation import Incarnation, Known, former_of, record
-from stepwell.datapool.journal import FILE_NAME as JOURNAL_FILE
-from stepwell.datapool.journal import Journal
-from stepwell.datapool.line import LineServer
-from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from stepwell.datapool.payload import PackedLease, PackedStep, PackedSteps
-from stepwell.datapool.pool import Credit, DataPool, check_lease_request
+from stepwell.datapool.inspect.events import Events
+from stepwell.datapool.inspect.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.process import growing_heap, log_to_file, return_large_blocks, settle_heap
-from stepwell.datapool.records import Deleted, SubmitOutcome, TrajectoryOutcome
-from stepwell.datapool.replay import restore
+from stepwell.datapool.remote.incarnation import STATE as GENERATION
+from stepwell.datapool.remote.incarnation import Incarnation, Known, former_of, record
+from stepwell.datapool.remote.line import LineServer
+from stepwell.datapool.remote.turns import Numbering, Order, Turns
 from stepwell.datapool.selection import DryRun, Marks
-from stepwell.datapool.turns import Numbering, Order, Turns
+from stepwell.datapool.store.journal import FILE_NAME as JOURNAL_FILE
+from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, Step
 
 logger = logging.getLogger(__name__)

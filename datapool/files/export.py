@@ -29,8 +29,8 @@ import numpy.typing as npt
 import orjson
 
 from stepwell.datapool.errors import ExportError
-from stepwell.datapool.plain import check_text
-from stepwell.datapool.rows import (
+from stepwell.datapool.files.plain import check_text
+from stepwell.datapool.files.rows import (
     COLUMNS,
     SCHEMA_VERSION,
     TOKEN_COLUMNS,

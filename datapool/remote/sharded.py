@@ -45,15 +45,10 @@ from typing import Any, Final, Generic, Protocol, TypeVar, cast
 from ray import ObjectRef
 from ray.exceptions import ActorUnavailableError
 
-from stepwell.datapool.actor import (
-    DEFAULT_NAME,
-    Available,
-    DataPoolHandle,
-    unavailable,
-)
-from stepwell.datapool.channel import N_OLDEST_OPEN
-from stepwell.datapool.client import FULL_S, SLICE_S, DataPoolClient, Results
 from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.core.channel import N_OLDEST_OPEN
+from stepwell.datapool.core.pool import Credit, check_lease_request
+from stepwell.datapool.core.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     DataPoolError,
     InvalidRequestError,
@@ -63,14 +58,19 @@ from stepwell.datapool.errors import (
     UnknownLeaseError,
     UnknownTrajectoryError,
 )
-from stepwell.datapool.events import Event, Events
-from stepwell.datapool.incarnation import Known, KnownPool
-from stepwell.datapool.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from stepwell.datapool.outbox import RESTART_S, call, received
-from stepwell.datapool.pool import Credit, check_lease_request
-from stepwell.datapool.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.inspect.events import Event, Events
+from stepwell.datapool.inspect.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.remote.actor import (
+    DEFAULT_NAME,
+    Available,
+    DataPoolHandle,
+    unavailable,
+)
+from stepwell.datapool.remote.client import FULL_S, SLICE_S, DataPoolClient, Results
+from stepwell.datapool.remote.incarnation import Known, KnownPool
+from stepwell.datapool.remote.outbox import RESTART_S, call, received
+from stepwell.datapool.remote.shards import DOWN_S, find_shards, shard_of
 from stepwell.datapool.selection import DryRun, Marks
-from stepwell.datapool.shards import DOWN_S, find_shards, shard_of
 from stepwell.datapool.types import TRAIN, Lease, Step
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""Trajectories in files: export, import, deletion."""

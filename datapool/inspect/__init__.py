@@ -1,0 +1,1 @@
+"""Reading what the pool holds and what happened in it."""

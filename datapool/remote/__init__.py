@@ -1,0 +1,1 @@
+"""The pool in a process of its own, and the way to it."""

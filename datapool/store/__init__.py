@@ -1,0 +1,1 @@
+"""The pool's memory across restarts."""
