@@ -10,8 +10,8 @@ gets them, so that a restart knows of each lease whether the checkpoint it loads
 does not matter whether `settle` was reached after that checkpoint was written.
 
 Owns: which rollout has which groups, the file, the thread that an event loop runs in. Does not own:
-the leases (`datapool/remote/lease_keeper.py`), what a group becomes (`backends/slime_samples.py`), when
-slime saves (`slime_rollout.py`).
+the leases (`datapool/remote/lease_keeper.py`), what a group becomes (`backends/slime_samples.py`),
+when slime saves (`slime_rollout.py`).
 """
 
 from __future__ import annotations
