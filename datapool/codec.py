@@ -8,38 +8,123 @@ from the rest, so that the rollouts of a group share one copy of their common pr
     step 1            └── base 0 ──┴ new ids ── response ── log-probs ── extra
     step 2                             └── base 1 ── …
 
-`PackedStep` is a plain tuple underneath and its payload one buffer: a batch of them crosses Ray,
-is stored and is journaled without a Python object per token. `extra` is what no index looks at
-(metadata, version spans, multi-modal data, …), pickled.
+    payload  header (6 × uint32) │ new prompt ids, response ids: int32 │ log-probs: float32 │ extra
 
-Owns the format. Does not decide which step is whose base, nor where the bytes are kept.
+A step names the tokens that it is relative to by their CRC-32, too: a pool that holds other ones
+asks for it whole, whatever was lost or refused on the way.
+
+A `PackedStep` is one object with one buffer wherever it is: on its way, in the pool, in a lease.
+`extra` is what no index looks at (metadata, version spans, multi-modal data, …), as msgpack; arrays
+in it are `.npy` bytes. Nothing is ever pickled.
+
+Owns the layout. Does not decide which step is whose base, nor where the bytes are kept.
 """
 
 from __future__ import annotations
 
-import pickle
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import fields
+from struct import Struct
+from typing import Any, NamedTuple, get_args
+from zlib import crc32
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.datapool.errors import InvalidStepError
-from stepwell.datapool.types import Group, Lease, LogProbs, Step, TokenIds, Trajectory, VersionSpan
-
-_PUT: tuple[Callable[[Step, Any], None], ...] = tuple(
-    vars(Step)[f.name].__set__ for f in fields(Step)
+from stepwell.datapool.errors import DataPoolError, InvalidStepError
+from stepwell.datapool.types import (
+    FinishReason,
+    Group,
+    Lease,
+    LogProbs,
+    Step,
+    TokenIds,
+    Trajectory,
+    VersionSpan,
 )
-"""Setters of a Step's slots, in the order of its fields."""
+
+_HEADER = Struct("<6I")
 
 
-class PackedStep(NamedTuple):
-    """A step on its way. Counts are in tokens."""
+class Header(NamedTuple):
+    """What a payload begins with. Counts are in tokens."""
 
-    trajectory_uid: str
-    prompt_uid: str
+    n_prompt: int
+    n_new: int
+    """Prompt tokens after the base's; 0 without a base."""
+    n_response: int
+    flags: int
+    crc: int
+    """CRC-32 of prompt and response."""
+    base_crc: int
+    """That of the base; 0 without one."""
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_prompt + self.n_response
+
+    @property
+    def has_log_probs(self) -> bool:
+        return bool(self.flags & _LOG_PROBS)
+
+
+_LOG_PROBS, _MORE, _REASON_SHIFT = 1, 2, 2
+_REASONS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
+_ARRAY = 1
+"""Extension type of msgpack."""
+
+
+# -- values of no fixed type -------------------------------------------------------------------
+
+
+def _to_msgpack(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if type(value) is not np.ndarray or value.dtype.hasobject:
+            raise TypeError(f"an array of {value.dtype} ({type(value).__name__})")
+        buffer = io.BytesIO()
+        np.save(buffer, value, allow_pickle=False)
+        return msgspec.msgpack.Ext(_ARRAY, buffer.getvalue())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, DataPoolError):
+        return [type(value).__name__, str(value)]  # `ops.Refusal`
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__} is not supported")
+
+
+def _from_msgpack(code: int, data: memoryview) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"unknown extension type {code}")
+    return np.load(io.BytesIO(data), allow_pickle=False)
+
+
+encoder = msgspec.msgpack.Encoder(enc_hook=_to_msgpack)
+
+
+def decoder(what: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Reads a value of this type, which `encoder` wrote."""
+    return msgspec.msgpack.Decoder(what, ext_hook=_from_msgpack, dec_hook=_to_array)
+
+
+def _to_array(wanted: Any, value: Any) -> Any:
+    """A column of a row, which is its array already."""
+    if isinstance(value, np.ndarray):
+        return value
+    raise NotImplementedError(f"{wanted} from {type(value).__name__}")
+
+
+_extra_decoder = decoder(list[Any])
+
+
+# -- a step ------------------------------------------------------------------------------------
+
+
+class PackedStep(msgspec.Struct, array_like=True, gc=False):
+    """A step without its uids, which its trajectory has."""
+
     step_index: int
     policy_version: int
     reward: float | None
@@ -47,129 +132,94 @@ class PackedStep(NamedTuple):
     parent_index: int | None
     base: int | None
     """`step_index` of the step whose tokens the prompt begins with; None: `prompt` is whole."""
-    n_prompt: int
-    n_new: int
-    """Prompt tokens after the base's; 0 without a base."""
-    n_response: int
-    has_log_probs: bool
     prompt: bytes | None
     """The whole prompt, int32; None with a base."""
-    payload: bytes
-    """New prompt ids and response ids, int32; log-probs, float32; extra."""
+    payload: bytes | None
+    """See the module; None: only the journal has it, in `row`."""
+    row: int = 0
+    """Of the journal."""
+
+    @property
+    def header(self) -> Header:
+        """Raises ValueError if the payload is on disk."""
+        if self.payload is None:
+            raise ValueError(f"step {self.step_index}: its payload is on disk; load it")
+        return Header._make(_HEADER.unpack_from(self.payload))
 
     @property
     def tokens(self) -> bytes:
         """The new prompt ids and the response ids."""
-        return self.payload[: 4 * (self.n_new + self.n_response)]
+        header = self.header
+        end = _HEADER.size + 4 * (header.n_new + header.n_response)
+        return b"" if self.payload is None else self.payload[_HEADER.size : end]
 
 
-class StoredStep:
-    """A `PackedStep` in the pool: without the uids, which its record has, and perhaps on disk."""
+class Tokens(NamedTuple):
+    """What a step may be packed relative to."""
 
-    __slots__ = (
-        "base",
-        "has_log_probs",
-        "is_last",
-        "n_new",
-        "n_prompt",
-        "n_response",
-        "parent_index",
-        "payload",
-        "policy_version",
-        "prompt",
-        "reward",
-        "row",
-        "spilled_bytes",
-    )
-
-    def __init__(self, packed: PackedStep, prompt: bytes | None) -> None:
-        self.policy_version = packed.policy_version
-        self.reward = packed.reward
-        self.is_last = packed.is_last
-        self.parent_index = packed.parent_index
-        self.base = packed.base
-        self.n_prompt = packed.n_prompt
-        self.n_new = packed.n_new
-        self.n_response = packed.n_response
-        self.has_log_probs = packed.has_log_probs
-        self.prompt = prompt
-        self.payload: bytes | None = packed.payload
-        """None: only the journal has it, in `row`."""
-        self.spilled_bytes = 0
-        """Its length, if it is not in memory."""
-        self.row = 0
-
-    @property
-    def n_bytes(self) -> int:
-        """Of the payload, wherever it is."""
-        return self.spilled_bytes if self.payload is None else len(self.payload)
-
-    def spill(self) -> None:
-        """Leave the payload to the journal."""
-        self.spilled_bytes = self.n_bytes
-        self.payload = None
-
-    @property
-    def n_tokens(self) -> int:
-        return self.n_prompt + self.n_response
-
-    def packed(self, trajectory_uid: str, prompt_uid: str, index: int) -> PackedStep:
-        """As it came in. The payload must be in memory."""
-        if self.payload is None:
-            raise ValueError(f"step {trajectory_uid!r}[{index}]: its payload is on disk; load it")
-        return PackedStep(
-            trajectory_uid,
-            prompt_uid,
-            index,
-            self.policy_version,
-            self.reward,
-            self.is_last,
-            self.parent_index,
-            self.base,
-            self.n_prompt,
-            self.n_new,
-            self.n_response,
-            self.has_log_probs,
-            self.prompt,
-            self.payload,
-        )
+    step_index: int
+    prompt: bytes
+    response: bytes
+    crc: int
+    """Of both together."""
 
 
-def pack(step: Step, base: int | None = None, *base_tokens: bytes | None) -> PackedStep:
-    """`step` as bytes; relative to step `base` if its prompt really begins with that one's tokens,
-    given in one piece or several."""
+def pack(step: Step, base: Tokens | None = None) -> PackedStep:
+    """`step` as bytes; relative to `base` if its prompt really begins with those tokens.
+
+    Raises:
+        InvalidStepError: metadata, multi_modal_data or routed_experts hold what cannot be carried.
+    """
     prompt = as_bytes(step.prompt_ids)
-    shared = 0
-    for part in base_tokens:
-        if part is None or not prompt.startswith(part, shared):
-            shared = 0
-            break
-        shared += len(part)
-    new, whole = (prompt[shared:], None) if shared else (b"", prompt)
+    response = as_bytes(step.response_ids)
+    new, base_crc = b"", 0
+    if base is not None:
+        middle = len(base.prompt)
+        if prompt.startswith(base.response, middle) and prompt.startswith(base.prompt):
+            new, base_crc = prompt[middle + len(base.response) :], base.crc
+        else:
+            base = None
+    crc = crc32(response, crc32(prompt) if base is None else crc32(new, base_crc))
     log_probs = step.rollout_log_probs
+    more = step.version_spans or step.multi_modal_data is not None
+    more = more or step.routed_experts is not None
+    flags = (
+        (_LOG_PROBS if log_probs is not None else 0)
+        | (_MORE if more else 0)
+        | _REASONS.index(step.finish_reason) << _REASON_SHIFT
+    )
+    n_tokens = len(prompt) // 4, len(new) // 4, len(response) // 4
     payload = b"".join(
         (
+            _HEADER.pack(*n_tokens, flags, crc, base_crc),
             new,
-            as_bytes(step.response_ids),
+            response,
             b"" if log_probs is None else as_bytes(log_probs),
-            _pack_extra(step),
+            _pack_extra(step, more),
         )
     )
     return PackedStep(
-        step.trajectory_uid,
-        step.prompt_uid,
         step.step_index,
         step.policy_version,
         step.reward,
         step.is_last,
         step.parent_index,
-        base if shared else None,
-        len(prompt) // 4,
-        len(new) // 4,
-        len(step.response_ids),
-        log_probs is not None,
-        whole,
+        None if base is None else base.step_index,
+        prompt if base is None else None,
         payload,
+    )
+
+
+def relative(step: PackedStep, base: int, base_header: Header) -> PackedStep:
+    """A step with a whole prompt, relative to step `base`, with whose tokens it begins."""
+    payload, prompt, header = step.payload or b"", step.prompt or b"", step.header
+    new = prompt[4 * base_header.n_tokens :]
+    changed = header._replace(n_new=len(new) // 4, base_crc=base_header.crc)
+    return msgspec.structs.replace(
+        step,
+        base=base,
+        prompt=None,
+        payload=b"".join((_HEADER.pack(*changed), new, payload[_HEADER.size :])),
     )
 
 
@@ -179,34 +229,89 @@ def as_bytes(column: npt.NDArray[Any]) -> bytes:
     return base if isinstance(base, bytes) and len(base) == column.nbytes else column.tobytes()
 
 
-def _pack_extra(step: Step) -> bytes:
-    extra = (
-        step.metadata,
-        step.finish_reason,
-        tuple((s.version, s.start, s.end) for s in step.version_spans),
-        step.multi_modal_data,
-        step.routed_experts,
-    )
+def _pack_extra(step: Step, more: object) -> bytes:
+    extra: list[Any] = [step.metadata]
+    if more:
+        spans = [(s.version, s.start, s.end) for s in step.version_spans]
+        extra += (spans, step.multi_modal_data, step.routed_experts)
     try:
-        return pickle.dumps(extra, protocol=5)
-    except (pickle.PicklingError, TypeError, AttributeError) as e:
+        return encoder.encode(extra)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidStepError(
             f"step {step.trajectory_uid!r}[{step.step_index}]: metadata, multi_modal_data or "
-            f"routed_experts cannot be pickled ({e}); pass plain values and arrays"
+            f"routed_experts cannot be carried ({e}); pass JSON values, bytes or NumPy arrays"
         ) from e
 
 
-def unpack(steps: Sequence[PackedStep]) -> list[Step]:
-    """The steps of one trajectory, exactly as they were submitted, in the order given.
+# -- trajectories, groups, leases --------------------------------------------------------------
+
+
+class PackedTrajectory(msgspec.Struct, array_like=True, gc=False):
+    """`Trajectory` before its steps are unpacked; or some steps of one on their way to the pool."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    steps: list[PackedStep]
+    metadata: dict[str, Any] = {}
+    attempt: int = 0
+
+    def unpack(self) -> Trajectory:
+        return Trajectory(
+            self.trajectory_uid, self.prompt_uid, tuple(unpack(self)), self.metadata, self.attempt
+        )
+
+
+class PackedGroup(msgspec.Struct, array_like=True, gc=False):
+    """`Group` before its steps are unpacked."""
+
+    prompt_uid: str
+    trajectories: list[PackedTrajectory]
+    n_rollouts: int | None
+    metadata: dict[str, Any]
+    delivery: int
+
+    def unpack(self) -> Group:
+        return Group(
+            self.prompt_uid,
+            tuple(t.unpack() for t in self.trajectories),
+            self.n_rollouts,
+            self.metadata,
+            self.delivery,
+        )
+
+
+class PackedLease(msgspec.Struct, array_like=True, tag=True, gc=False):
+    """`Lease` as the pool hands it out."""
+
+    lease_id: str
+    channel: str
+    groups: list[PackedGroup]
+    expires_at: float
+
+    def unpack(self) -> Lease:
+        return Lease(
+            self.lease_id, self.channel, tuple(g.unpack() for g in self.groups), self.expires_at
+        )
+
+
+def unpack(trajectory: PackedTrajectory) -> list[Step]:
+    """The steps of a trajectory, exactly as they were submitted, in the order given.
 
     Every base must be among them. Prompts of one chain are views of one array.
     """
+    steps = trajectory.steps
     by_index = {packed.step_index: packed for packed in steps}
     tokens: dict[int, TokenIds] = {}
     for index in sorted(by_index, reverse=True):
         if index not in tokens:
             _lay_out(by_index[index], by_index, tokens)
-    return [_unpack(packed, tokens[packed.step_index]) for packed in steps]
+    uids = trajectory.trajectory_uid, trajectory.prompt_uid
+    return [_unpack(packed, tokens[packed.step_index], *uids) for packed in steps]
+
+
+def chain_tokens(chain: Sequence[PackedStep]) -> bytes:
+    """Prompt and response of the first step of a chain: a step, its base, and so on to a root."""
+    return b"".join((chain[-1].prompt or b"", *(p.tokens for p in reversed(chain))))
 
 
 def _lay_out(
@@ -216,57 +321,45 @@ def _lay_out(
     chain = [leaf]
     while (base := chain[-1].base) is not None:
         chain.append(by_index[base])
-    parts = [packed.tokens for packed in chain]
-    parts.append(chain[-1].prompt or b"")
-    parts.reverse()
-    array = np.frombuffer(b"".join(parts), np.int32)
+    array = np.frombuffer(chain_tokens(chain), np.int32)
     for packed in chain:
         if packed.step_index not in tokens:
-            tokens[packed.step_index] = array[: packed.n_prompt + packed.n_response]
+            tokens[packed.step_index] = array[: packed.header.n_tokens]
 
 
-def _unpack(packed: PackedStep, tokens: TokenIds) -> Step:
-    (
-        trajectory_uid,
-        prompt_uid,
-        step_index,
-        policy_version,
-        reward,
-        is_last,
-        parent_index,
-        _,
-        n_prompt,
-        n_new,
-        n_response,
-        has_log_probs,
-        _,
-        payload,
-    ) = packed
-    offset = 4 * (n_new + n_response)
+def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str) -> Step:
+    payload = packed.payload or b""
+    n_prompt, n_new, n_response, flags, _, _ = _HEADER.unpack_from(payload)
+    offset = _HEADER.size + 4 * (n_new + n_response)
     log_probs = None
-    if has_log_probs:
+    if flags & _LOG_PROBS:
         log_probs = np.frombuffer(payload, np.float32, n_response, offset)
         offset += 4 * n_response
-    metadata, finish_reason, spans, multi_modal_data, routed_experts = pickle.loads(
-        payload[offset:]
-    )
+    metadata, *more = _extra_decoder.decode(memoryview(payload)[offset:])
+    spans, multi_modal_data, routed_experts = more or ((), None, None)
     return _restore(
         tokens[:n_prompt],
         tokens[n_prompt:],
-        reward,
+        packed.reward,
         trajectory_uid,
         prompt_uid,
-        step_index,
-        policy_version,
-        is_last,
+        packed.step_index,
+        packed.policy_version,
+        packed.is_last,
         metadata,
         log_probs,
-        finish_reason,
-        parent_index,
+        _REASONS[flags >> _REASON_SHIFT],
+        packed.parent_index,
         tuple(VersionSpan(*span) for span in spans) if spans else (),
         multi_modal_data,
         routed_experts,
     )
+
+
+_PUT: tuple[Callable[[Step, Any], None], ...] = tuple(
+    vars(Step)[f.name].__set__ for f in fields(Step)
+)
+"""Setters of a Step's slots, in the order of its fields."""
 
 
 def _restore(
@@ -307,102 +400,12 @@ def _restore(
     return step
 
 
-class PackedTrajectory(NamedTuple):
-    """`Trajectory` before its steps are unpacked."""
-
-    trajectory_uid: str
-    prompt_uid: str
-    steps: Sequence[PackedStep]
-    metadata: dict[str, Any]
-    attempt: int
-
-    def unpack(self) -> Trajectory:
-        return Trajectory(
-            self.trajectory_uid,
-            self.prompt_uid,
-            tuple(unpack(self.steps)),
-            dict(self.metadata),
-            self.attempt,
-        )
-
-
-class PackedGroup(NamedTuple):
-    """`Group` before its steps are unpacked."""
-
-    prompt_uid: str
-    trajectories: Sequence[PackedTrajectory]
-    n_rollouts: int | None
-    metadata: dict[str, Any]
-    delivery: int
-
-    def unpack(self) -> Group:
-        return Group(
-            self.prompt_uid,
-            tuple(t.unpack() for t in self.trajectories),
-            self.n_rollouts,
-            dict(self.metadata),
-            self.delivery,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLease:
-    """`Lease` as the pool hands it out. Pickled here, it arrives as a `Lease`."""
-
-    lease_id: str
-    channel: str
-    groups: tuple[PackedGroup, ...]
-    expires_at: float
-
-    def unpack(self) -> Lease:
-        return Lease(
-            self.lease_id, self.channel, tuple(g.unpack() for g in self.groups), self.expires_at
-        )
-
-    def split(self, parts: int) -> tuple[PackedLease, ...]:
-        """`parts` leases of the same id, each with some of the groups, in order."""
-        edges = [len(self.groups) * i // parts for i in range(parts + 1)]
-        return tuple(replace(self, groups=self.groups[start:end]) for start, end in pairwise(edges))
-
-    def steps(self) -> PackedSteps:
-        """Its steps alone."""
-        return PackedSteps([t for g in self.groups for t in g.trajectories])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        groups = [(*g[:1], [_flat(t) for t in g.trajectories], *g[2:]) for g in self.groups]
-        return _unpack_lease, (self.lease_id, self.channel, groups, self.expires_at)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSteps:
-    """Whole trajectories as steps. Pickled here, they arrive as a `list[Step]`."""
-
-    trajectories: Sequence[PackedTrajectory]
-
-    def unpack(self) -> list[Step]:
-        return [step for t in self.trajectories for step in unpack(t.steps)]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack_steps, ([_flat(t) for t in self.trajectories],)
-
-
-_Flat: TypeAlias = tuple[Any, ...]
-"""A named tuple as a plain one: Python pickles those several times faster."""
-
-
-def _flat(trajectory: PackedTrajectory) -> _Flat:
-    return (*trajectory[:2], [tuple(step) for step in trajectory.steps], *trajectory[3:])
-
-
-def _named(flat: _Flat) -> PackedTrajectory:
-    steps = list(map(PackedStep._make, flat[2]))
-    return PackedTrajectory._make((*flat[:2], steps, *flat[3:]))
-
-
-def _unpack_lease(lease_id: str, channel: str, groups: Iterable[_Flat], expires_at: float) -> Lease:
-    packed = tuple(PackedGroup(g[0], list(map(_named, g[1])), *g[2:]) for g in groups)
-    return PackedLease(lease_id, channel, packed, expires_at).unpack()
-
-
-def _unpack_steps(trajectories: Iterable[_Flat]) -> list[Step]:
-    return PackedSteps(list(map(_named, trajectories))).unpack()
+def in_trajectories(steps: Iterable[tuple[str, str, PackedStep]]) -> list[PackedTrajectory]:
+    """(trajectory_uid, prompt_uid, step), in order; neighbours of one trajectory together."""
+    found: list[PackedTrajectory] = []
+    for trajectory_uid, prompt_uid, packed in steps:
+        last = found[-1] if found else None
+        if last is None or (last.trajectory_uid, last.prompt_uid) != (trajectory_uid, prompt_uid):
+            found.append(PackedTrajectory(trajectory_uid, prompt_uid, []))
+        found[-1].steps.append(packed)
+    return found

@@ -1,0 +1,473 @@
+"""Every change of a pool as one frozen record.
+
+    client ──op──► socket ──op──► DataPool.apply(op, now) ──op──► journal ──op──► replay
+
+The same record is what a client makes, what travels, what the state machine applies and what the
+journal keeps. A change is validated where it is made, so a bad argument is an error of its caller
+before anything is sent. `Op[R]` is answered with an `R`.
+
+To add an operation: a class here (its docstring says what it does and what it raises), a method of
+`core/` that applies it, and, if callers want it by name, a method of `remote/client.py`.
+
+Owns names, arguments and their limits. Does not own what an operation does to groups (`core/`), how
+it travels (`remote/wire.py`), the layout of a step (`codec.py`), nor what changes nothing
+(`questions.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec.structs import force_setattr
+
+from stepwell.datapool import errors
+from stepwell.datapool.codec import PackedLease, PackedTrajectory, unpack
+from stepwell.datapool.errors import DataPoolError, InvalidRequestError
+from stepwell.datapool.selection import UNMARKED, Marks
+from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, is_reward
+
+R = TypeVar("R")
+
+SubmitOutcome: TypeAlias = Literal["accepted", "duplicate", "late"]
+"""What became of a submitted step: stored; known already (a no-op); or too late to be served."""
+TrajectoryOutcome: TypeAlias = Literal["complete", "aborted", "late"]
+"""What became of a trajectory; "late": the pool had closed it before the producer did."""
+Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
+"""Why `LeaseBatch` gave no lease: too few groups in its time, or too few and no more to come."""
+Route: TypeAlias = Literal["group", "trajectory", "lease", "all"]
+
+
+# -- answers -----------------------------------------------------------------------------------
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """A `DataPoolError` on its way."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: DataPoolError) -> Refusal:
+        return cls(type(error).__name__, str(error))
+
+    def error(self) -> DataPoolError:
+        found = getattr(errors, self.kind, DataPoolError)
+        error: DataPoolError = found(self.message)
+        return error
+
+
+class Resumed(msgspec.Struct, frozen=True, array_like=True):
+    """A trajectory as a producer finds it that goes on with it."""
+
+    outcome: SubmitOutcome
+    """As of `OpenTrajectory`."""
+    channel: str
+    """Where it is."""
+    packed: PackedTrajectory | None = None
+    """An open one, with its steps so far; None: it is closed."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.packed is not None
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps so far of an open trajectory, by `step_index`. Unpacked anew each time."""
+        return [] if self.packed is None else unpack(self.packed)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Of an open trajectory."""
+        return {} if self.packed is None else self.packed.metadata
+
+
+class Deleted(msgspec.Struct, frozen=True, array_like=True):
+    """What `Delete` did."""
+
+    trajectories: tuple[str, ...] = ()
+    """Gone, with all of their groups."""
+    leased: tuple[str, ...] = ()
+    """Of groups that a consumer has: nobody else gets them, and they go at its ack or nack."""
+    more: bool = False
+    """Others are left: call it again."""
+
+    def __add__(self, later: Deleted) -> Deleted:
+        leased = dict.fromkeys(self.leased + later.leased)
+        return Deleted(self.trajectories + later.trajectories, tuple(leased), later.more)
+
+
+# -- operations --------------------------------------------------------------------------------
+
+
+class Op(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
+    """Something asked of the pool, answered with an `R`."""
+
+    route: ClassVar[Route] = "all"
+    """Which shards of a pool are asked: that of the op's group, of its trajectory or of its lease,
+    or all."""
+
+
+class Change(Op[R], Generic[R], frozen=True, array_like=True):
+    """An operation that may be made twice without harm; answered once it is durable."""
+
+
+class OpenGroup(Change[SubmitOutcome], frozen=True, array_like=True):
+    """Declare a group before its rollouts start. "duplicate" if it is so declared already.
+
+    Raises:
+        PoolFullError: no admission credit; try again after a lease or a drop.
+        GroupConflictError, GroupClosedError: the prompt_uid is taken.
+        ChannelShutDownError: no more groups.
+    """
+
+    route: ClassVar[Route] = "group"
+    prompt_uid: str
+    n_rollouts: int
+    min_rollouts: int = 1
+    deadline_s: float | None = None
+    metadata: dict[str, Any] = {}
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        check_uid("prompt_uid", self.prompt_uid)
+        check_int("n_rollouts", self.n_rollouts, 1)
+        check_int("min_rollouts", self.min_rollouts, 1)
+        if self.min_rollouts > self.n_rollouts:
+            raise InvalidRequestError(
+                f"min_rollouts is {self.min_rollouts} but n_rollouts is {self.n_rollouts}; "
+                "a group cannot need more trajectories than it asks for"
+            )
+        check_seconds("deadline_s", self.deadline_s)
+        _common(self)
+
+
+class OpenTrajectory(Change[SubmitOutcome], frozen=True, array_like=True):
+    """Register a trajectory before its first step. Again: metadata is merged, "duplicate".
+
+    Raises:
+        TrajectoryConflictError: the uid belongs to another prompt.
+        PoolFullError: the channel blocks, and the trajectory would begin a new group.
+    """
+
+    route: ClassVar[Route] = "group"
+    trajectory_uid: str
+    prompt_uid: str
+    attempt: int = 0
+    metadata: dict[str, Any] = {}
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        check_uid("trajectory_uid", self.trajectory_uid)
+        check_uid("prompt_uid", self.prompt_uid)
+        check_int("attempt", self.attempt, 0)
+        _common(self)
+
+
+class ResumeTrajectory(Change[Resumed], frozen=True, array_like=True):
+    """`OpenTrajectory` for a producer that may go on with what another one began.
+
+    Raises:
+        TrajectoryConflictError: the uid belongs to another prompt.
+        JournalError: a payload cannot be read back.
+    """
+
+    route: ClassVar[Route] = "group"
+    trajectory_uid: str
+    prompt_uid: str
+    attempt: int = 0
+    metadata: dict[str, Any] = {}
+    channel: str = TRAIN
+    elsewhere: bool = False
+    """If another channel knows the trajectory and `channel` does not, or it is open only there,
+    that one is meant."""
+
+    def __post_init__(self) -> None:
+        check_uid("trajectory_uid", self.trajectory_uid)
+        check_uid("prompt_uid", self.prompt_uid)
+        check_int("attempt", self.attempt, 0)
+        _common(self)
+
+
+class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like=True):
+    """Store steps, in order; each one's outcome or refusal (StepConflictError, StepIndexError,
+    TrajectoryConflictError, InvalidStepError; UnknownBaseError: send it whole; PoolFullError: the
+    channel blocks, and the step would begin a new group)."""
+
+    route: ClassVar[Route] = "group"
+    trajectories: list[PackedTrajectory]
+    """Steps of each, in order. A trajectory may come several times. Without metadata."""
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        check_uid("channel", self.channel)
+
+
+class CompleteTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
+    """Close a trajectory with what has arrived; `reward` is added to its last step's own.
+    "complete"; "aborted" if it has no step; "late" if its group went on without it.
+
+    Raises:
+        UnknownTrajectoryError: never seen in this channel.
+        TrajectoryClosedError: aborted before, or completed with another reward.
+    """
+
+    route: ClassVar[Route] = "trajectory"
+    trajectory_uid: str
+    reward: float | None = None
+    metadata: dict[str, Any] = {}
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        if self.reward is not None:
+            force_setattr(self, "reward", _reward(self.trajectory_uid, self.reward))
+        _common(self)
+
+
+class AbortTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
+    """Close a trajectory without serving it. With `will_retry` its rollout is not used up.
+    "aborted", or "late" if its group went on without it.
+
+    Raises:
+        UnknownTrajectoryError: never seen in this channel.
+        TrajectoryClosedError: completed before, or aborted for good and now `will_retry`.
+    """
+
+    route: ClassVar[Route] = "trajectory"
+    trajectory_uid: str
+    reason: str
+    will_retry: bool = False
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        check_uid("reason", self.reason)
+        check_uid("channel", self.channel)
+
+
+class DropGroup(Change[None], frozen=True, array_like=True):
+    """Take an open or ready group out of the pool. Dropping twice is a no-op.
+
+    Raises:
+        UnknownGroupError, GroupClosedError: never seen; acked, or leased at the moment.
+    """
+
+    route: ClassVar[Route] = "group"
+    prompt_uid: str
+    reason: str
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        check_uid("reason", self.reason)
+        check_uid("channel", self.channel)
+
+
+class SetReward(Change[SubmitOutcome], frozen=True, array_like=True):
+    """Set the outcome reward of a trajectory, or one step's own, until its group is leased.
+    "accepted", or "late" if it was leased, or will not be served.
+
+    Raises:
+        UnknownTrajectoryError, StepIndexError: no such trajectory, no such step.
+    """
+
+    route: ClassVar[Route] = "trajectory"
+    trajectory_uid: str
+    reward: float
+    step_index: int | None = None
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "reward", _reward(self.trajectory_uid, self.reward))
+        if self.step_index is not None:
+            check_int("step_index", self.step_index, 0)
+        check_uid("channel", self.channel)
+
+
+class Mark(Change[Marks], frozen=True, array_like=True):
+    """What people say of a group or of one trajectory: `trainable`, `quality`, `tags`, `note`.
+    Those given replace the ones before, None clears; answered with all. `selection/` obeys them.
+
+    Raises:
+        UnknownGroupError, UnknownTrajectoryError: never seen.
+        GroupClosedError, TrajectoryClosedError: served or dropped already.
+    """
+
+    prompt_uid: str | None = None
+    trajectory_uid: str | None = None
+    marks: dict[str, Any] = {}
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        if (self.prompt_uid is None) == (self.trajectory_uid is None):
+            raise InvalidRequestError(
+                f"prompt_uid is {self.prompt_uid!r} and trajectory_uid is "
+                f"{self.trajectory_uid!r}; pass one of them: what is to be marked"
+            )
+        named = {k: list(v) if isinstance(v, set | frozenset) else v for k, v in self.marks.items()}
+        UNMARKED.merged(named)  # refuses what is malformed
+        force_setattr(self, "marks", named)
+        check_uid("channel", self.channel)
+
+
+class Delete(Change[Deleted], frozen=True, array_like=True):
+    """Take the data of one trajectory, or all that is marked with `tag`, out of every channel: each
+    goes with its group, uncounted for training. What is unknown, or gone, is no error."""
+
+    trajectory_uid: str | None = None
+    tag: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.trajectory_uid is None) == (self.tag is None):
+            raise InvalidRequestError(
+                f"trajectory_uid is {self.trajectory_uid!r} and tag is {self.tag!r}; pass one of "
+                "them: what is to be deleted"
+            )
+        if self.tag is None:
+            check_uid("trajectory_uid", self.trajectory_uid)
+        else:
+            check_uid("tag", self.tag)
+
+
+class AdvanceVersion(Change[None], frozen=True, array_like=True):
+    """Generation uses policy `version` from now on: gives credit for the groups of one version more
+    (`max_ahead_versions`), and ages those that wait (`max_staleness`)."""
+
+    version: int
+    channel: str = TRAIN
+
+    def __post_init__(self) -> None:
+        check_int("version", self.version, 0)
+        check_uid("channel", self.channel)
+
+
+class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
+    """The `batch_size` groups that are first in the channel's order, once there are as many.
+
+    Consumers that ask for the same `n_rollouts` are served first come, first served. A call that
+    is repeated with its `request_id` gets the lease that it was given before.
+
+    Raises:
+        SelectionError: the channel's batch filter failed.
+        JournalError: the lease could not be made durable; its groups are ready again.
+    """
+
+    n_rollouts: int | None = None
+    """How many complete trajectories an undeclared group needs (None: the channel's); declared
+    groups have their own number."""
+    channel: str = TRAIN
+    batch_size: int = 1
+    lease_s: float | None = None
+    """None: the channel's."""
+    request_id: str | None = None
+    at_most: bool = False
+    """With fewer groups than `batch_size`, if there is one at all: a part of a batch that several
+    shards fill."""
+    timeout_s: float | None = 0.0
+    """To wait for the groups; None: for ever."""
+
+    def __post_init__(self) -> None:
+        if self.n_rollouts is not None:
+            check_int("n_rollouts", self.n_rollouts, 1)
+        check_int("batch_size", self.batch_size, 1)
+        check_seconds("lease_s", self.lease_s)
+        check_uid("channel", self.channel)
+
+
+class Ack(Change[None], frozen=True, array_like=True):
+    """The groups are consumed for good. Acking twice is a no-op.
+
+    Raises:
+        UnknownLeaseError, LeaseExpiredError, LeaseClosedError
+    """
+
+    route: ClassVar[Route] = "lease"
+    lease_id: str
+
+
+class Nack(Change[None], frozen=True, array_like=True):
+    """The groups go back, first in order, to be delivered again. Twice is a no-op. Raises as
+    `Ack`."""
+
+    route: ClassVar[Route] = "lease"
+    lease_id: str
+    reason: str = ""
+
+
+class Renew(Change[float], frozen=True, array_like=True):
+    """Hold the lease for `lease_s` (None: the channel's) from now; the new `expires_at`. Raises as
+    `Ack`."""
+
+    route: ClassVar[Route] = "lease"
+    lease_id: str
+    lease_s: float | None = None
+
+    def __post_init__(self) -> None:
+        check_seconds("lease_s", self.lease_s)
+
+
+class ReleaseRequest(Change[None], frozen=True, array_like=True):
+    """Nack the lease that the `LeaseBatch` of this id was given, if it was."""
+
+    request_id: str
+    reason: str
+
+
+class ReleaseLeases(Change[int], frozen=True, array_like=True):
+    """Nack every lease of the channel; how many. For the only consumer, when it starts over: what
+    it was working on is forgotten, and should not wait for its leases to expire."""
+
+    channel: str = TRAIN
+    reason: str = "released"
+
+
+class Shutdown(Change[None], frozen=True, array_like=True):
+    """No group is opened any more (None: in any channel). The rest still works, so that what is in
+    flight can be finished, served and acked. Waiting consumers are answered "shut_down"."""
+
+    channel: str | None = None
+
+
+CHANGES: tuple[type[Change[Any]], ...] = (
+    *(OpenGroup, OpenTrajectory, ResumeTrajectory, SubmitSteps, CompleteTrajectory),
+    *(AbortTrajectory, DropGroup, SetReward, Mark, Delete, AdvanceVersion),
+    *(LeaseBatch, Ack, Nack, Renew, ReleaseRequest, ReleaseLeases, Shutdown),
+)
+
+
+# -- arguments ---------------------------------------------------------------------------------
+
+
+def check_uid(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{name} is {value!r}; pass a non-empty string")
+
+
+def check_int(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidRequestError(f"{name} is {value!r}; pass an integer >= {least}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise InvalidRequestError(f"{name} is {value!r}; pass seconds > 0, or None for the default")
+
+
+def _common(op: Any) -> None:
+    """The channel, and metadata that the caller cannot change any more."""
+    check_uid("channel", op.channel)
+    metadata = op.metadata
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise InvalidRequestError(f"metadata is {metadata!r:.80}; pass a mapping or None")
+    force_setattr(op, "metadata", dict(metadata or {}))
+
+
+def _reward(trajectory_uid: str, value: object) -> float:
+    if not is_reward(value):
+        raise InvalidRequestError(
+            f"trajectory {trajectory_uid!r}: reward is {value!r}; "
+            f"pass a number within ±{MAX_REWARD:g}, or None if not scored"
+        )
+    return float(value)

@@ -1,0 +1,165 @@
+"""What can be asked of a pool without changing it: one frozen record each, as in `ops.py`.
+
+Some wait: for news, for groups, for credit. Waiting holds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.inspect.events import KINDS, Events
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.ops import Op, check_int
+from stepwell.datapool.selection import DryRun
+from stepwell.datapool.types import TRAIN
+
+R = TypeVar("R")
+
+
+class Available(NamedTuple):
+    """What a shard has for a consumer."""
+
+    n_groups: int
+    shut_down: bool
+
+
+class Credit(NamedTuple):
+    """What a channel has of that which a new group needs."""
+
+    used: dict[str, tuple[int, int]]
+    """Limit by name: how much of it is used, and what it is."""
+    is_known: bool
+    """The group asked about is in the channel, and needs no credit."""
+    shut_down: bool
+
+    def is_freer(self, before: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether less of a limit is used than before, or more is allowed."""
+        return any(
+            name in before and (used < before[name][0] or limit > before[name][1])
+            for name, (used, limit) in self.used.items()
+        )
+
+
+class GetStatistics(Op[dict[str, Any]], frozen=True, array_like=True):
+    """Counts of one channel, or `{channel: counts}`; see docs/design/datapool.md for the keys.
+
+    At every moment, per channel::
+
+        groups.submitted       = open + ready + leased + acked + dropped
+        trajectories.submitted = open + complete + acked + dropped + aborted
+        steps.submitted        = accepted + duplicate + late + conflict + rejected
+        steps.accepted         = stored + acked + dropped
+    """
+
+    channel: str | None = None
+
+
+class Describe(Op[dict[str, Any]], frozen=True, array_like=True):
+    """A shard: process, durability, memory and journal."""
+
+
+class DryRunOf(Op[DryRun], frozen=True, array_like=True):
+    """What a fetch would be given, with this selection (None: the channel's own), out of what is
+    ready now; and why. Looks at every ready group.
+
+    Raises:
+        SelectionError: as the selection itself.
+    """
+
+    selection: dict[str, Any] | None = None
+    """Fields of a `SelectionConfig`."""
+    channel: str = TRAIN
+    batch_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("batch_size", self.batch_size, 1)
+        if self.selection is not None:
+            SelectionConfig(**self.selection)
+
+
+class _Listing(Op[R], Generic[R], frozen=True, array_like=True):
+    channel: str = TRAIN
+    cursor: str | None = None
+    limit: int = 100
+    filters: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class ListGroups(_Listing[Page[GroupRow]], frozen=True, array_like=True):
+    """Live groups in the order they were opened in; filters and errors: `inspect/listing.py`."""
+
+
+class ListTrajectories(_Listing[Page[TrajectoryRow]], frozen=True, array_like=True):
+    """Trajectories of live groups; filters and errors: `inspect/listing.py`."""
+
+
+class ListSteps(_Listing[Page[StepRow]], frozen=True, array_like=True):
+    """Stored steps; filters and errors: `inspect/listing.py`."""
+
+    include_tokens: bool = False
+
+
+class ReadTrajectories(_Listing[ExportedPage], frozen=True, array_like=True):
+    """Whole trajectories with their tokens; filters and errors: `inspect/listing.py`."""
+
+
+class GetEvents(Op[Events], frozen=True, array_like=True):
+    """What happened after `cursor`, waiting up to `timeout_s` for the first.
+
+    Raises:
+        InvalidRequestError: not a cursor, or an unknown kind.
+    """
+
+    cursor: str | None = None
+    channel: str | None = None
+    kinds: tuple[str, ...] | None = None
+    limit: int = 1000
+    timeout_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.kinds or ()) - set(KINDS):
+            raise InvalidRequestError(
+                f"kinds holds {sorted(unknown)}; there are {', '.join(KINDS)}"
+            )
+
+
+class WaitForRoom(Op[None], frozen=True, array_like=True):
+    """Answered once a step of a new group would be admitted.
+
+    Raises:
+        PoolFullError: the channel still blocks after `timeout_s`.
+    """
+
+    channel: str = TRAIN
+    timeout_s: float = 0.0
+
+
+class WaitAvailable(Op[Available], frozen=True, array_like=True):
+    """How many ready groups a consumer asking for `n_rollouts` could have at most (those that are
+    stale or that a filter objects to are dropped when somebody takes them), once it is more than
+    `more_than`, the channel is shut down, or `timeout_s` is over."""
+
+    n_rollouts: int | None = None
+    channel: str = TRAIN
+    more_than: int = -1
+    timeout_s: float = 0.0
+
+
+class WaitCredit(Op[Credit], frozen=True, array_like=True):
+    """How much of each limit that `OpenGroup` waits for is used, once it is freer than `before`,
+    the channel is shut down, or `timeout_s` is over."""
+
+    prompt_uid: str | None = None
+    channel: str = TRAIN
+    before: dict[str, tuple[int, int]] | None = None
+    timeout_s: float = 0.0
+
+
+QUESTIONS: tuple[type[Op[Any]], ...] = (
+    *(GetStatistics, Describe, DryRunOf, ListGroups, ListTrajectories, ListSteps),
+    *(ReadTrajectories, GetEvents, WaitForRoom, WaitAvailable, WaitCredit),
+)
