@@ -363,8 +363,6 @@ class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
     at_most: bool = False
     """With fewer groups than `batch_size`, if there is one at all: a part of a batch that several
     shards fill."""
-    timeout_s: float | None = 0.0
-    """To wait for the groups; None: for ever."""
 
     def __post_init__(self) -> None:
         if self.n_rollouts is not None:

@@ -1,6 +1,7 @@
 """What can be asked of a pool without changing it: one frozen record each, as in `ops.py`.
 
-Some wait: for news, for groups, for credit. Waiting holds nothing.
+Those whose docstring says "once" may be waited for: the time to wait is the call's, not the
+question's. Waiting holds nothing.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class ReadTrajectories(_Listing[ExportedPage], frozen=True, array_like=True):
 
 
 class GetEvents(Op[Events], frozen=True, array_like=True):
-    """What happened after `cursor`, waiting up to `timeout_s` for the first.
+    """What happened after `cursor`, once something has.
 
     Raises:
         InvalidRequestError: not a cursor, or an unknown kind.
@@ -118,7 +119,6 @@ class GetEvents(Op[Events], frozen=True, array_like=True):
     channel: str | None = None
     kinds: tuple[str, ...] | None = None
     limit: int = 1000
-    timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
         if unknown := set(self.kinds or ()) - set(KINDS):
@@ -131,32 +131,29 @@ class WaitForRoom(Op[None], frozen=True, array_like=True):
     """Answered once a step of a new group would be admitted.
 
     Raises:
-        PoolFullError: the channel still blocks after `timeout_s`.
+        PoolFullError: the channel still blocks.
     """
 
     channel: str = TRAIN
-    timeout_s: float = 0.0
 
 
 class WaitAvailable(Op[Available], frozen=True, array_like=True):
     """How many ready groups a consumer asking for `n_rollouts` could have at most (those that are
     stale or that a filter objects to are dropped when somebody takes them), once it is more than
-    `more_than`, the channel is shut down, or `timeout_s` is over."""
+    `more_than`, or the channel is shut down."""
 
     n_rollouts: int | None = None
     channel: str = TRAIN
     more_than: int = -1
-    timeout_s: float = 0.0
 
 
 class WaitCredit(Op[Credit], frozen=True, array_like=True):
     """How much of each limit that `OpenGroup` waits for is used, once it is freer than `before`,
-    the channel is shut down, or `timeout_s` is over."""
+    or the channel is shut down."""
 
     prompt_uid: str | None = None
     channel: str = TRAIN
     before: dict[str, tuple[int, int]] | None = None
-    timeout_s: float = 0.0
 
 
 QUESTIONS: tuple[type[Op[Any]], ...] = (
