@@ -17,7 +17,7 @@ it travels (`remote/wire.py`), the layout of a step (`codec.py`), nor what chang
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -141,7 +141,7 @@ class OpenGroup(Change[SubmitOutcome], frozen=True, array_like=True):
                 "a group cannot need more trajectories than it asks for"
             )
         check_seconds("deadline_s", self.deadline_s)
-        _common(self)
+        check_uid("channel", self.channel)
 
 
 class OpenTrajectory(Change[SubmitOutcome], frozen=True, array_like=True):
@@ -163,7 +163,7 @@ class OpenTrajectory(Change[SubmitOutcome], frozen=True, array_like=True):
         check_uid("trajectory_uid", self.trajectory_uid)
         check_uid("prompt_uid", self.prompt_uid)
         check_int("attempt", self.attempt, 0)
-        _common(self)
+        check_uid("channel", self.channel)
 
 
 class ResumeTrajectory(Change[Resumed], frozen=True, array_like=True):
@@ -188,7 +188,7 @@ class ResumeTrajectory(Change[Resumed], frozen=True, array_like=True):
         check_uid("trajectory_uid", self.trajectory_uid)
         check_uid("prompt_uid", self.prompt_uid)
         check_int("attempt", self.attempt, 0)
-        _common(self)
+        check_uid("channel", self.channel)
 
 
 class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like=True):
@@ -223,7 +223,7 @@ class CompleteTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True
     def __post_init__(self) -> None:
         if self.reward is not None:
             force_setattr(self, "reward", _reward(self.trajectory_uid, self.reward))
-        _common(self)
+        check_uid("channel", self.channel)
 
 
 class AbortTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
@@ -433,6 +433,19 @@ CHANGES: tuple[type[Change[Any]], ...] = (
 )
 
 
+def outcomes_or_raise(results: Sequence[SubmitOutcome | Refusal]) -> list[SubmitOutcome]:
+    """The outcomes of a batch, or its first refusal raised."""
+    refused = [result for result in results if isinstance(result, Refusal)]
+    if not refused:
+        return [result for result in results if not isinstance(result, Refusal)]
+    first = refused[0].error()
+    if len(results) == 1:
+        raise first
+    raise type(first)(
+        f"{first} ({len(refused)} of {len(results)} steps refused; the others are applied)"
+    )
+
+
 # -- arguments ---------------------------------------------------------------------------------
 
 
@@ -453,13 +466,11 @@ def check_seconds(name: str, value: object) -> None:
         raise InvalidRequestError(f"{name} is {value!r}; pass seconds > 0, or None for the default")
 
 
-def _common(op: Any) -> None:
-    """The channel, and metadata that the caller cannot change any more."""
-    check_uid("channel", op.channel)
-    metadata = op.metadata
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise InvalidRequestError(f"metadata is {metadata!r:.80}; pass a mapping or None")
-    force_setattr(op, "metadata", dict(metadata or {}))
+def metadata_of(value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of the caller's metadata."""
+    if value is not None and not isinstance(value, Mapping):
+        raise InvalidRequestError(f"metadata is {value!r:.80}; pass a mapping or None")
+    return dict(value or {})
 
 
 def _reward(trajectory_uid: str, value: object) -> float:

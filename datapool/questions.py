@@ -83,28 +83,28 @@ class DryRunOf(Op[DryRun], frozen=True, array_like=True):
             SelectionConfig(**self.selection)
 
 
-class _Listing(Op[R], Generic[R], frozen=True, array_like=True):
+class Listing(Op[R], Generic[R], frozen=True, array_like=True):
     channel: str = TRAIN
     cursor: str | None = None
     limit: int = 100
     filters: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class ListGroups(_Listing[Page[GroupRow]], frozen=True, array_like=True):
+class ListGroups(Listing[Page[GroupRow]], frozen=True, array_like=True):
     """Live groups in the order they were opened in; filters and errors: `inspect/listing.py`."""
 
 
-class ListTrajectories(_Listing[Page[TrajectoryRow]], frozen=True, array_like=True):
+class ListTrajectories(Listing[Page[TrajectoryRow]], frozen=True, array_like=True):
     """Trajectories of live groups; filters and errors: `inspect/listing.py`."""
 
 
-class ListSteps(_Listing[Page[StepRow]], frozen=True, array_like=True):
+class ListSteps(Listing[Page[StepRow]], frozen=True, array_like=True):
     """Stored steps; filters and errors: `inspect/listing.py`."""
 
     include_tokens: bool = False
 
 
-class ReadTrajectories(_Listing[ExportedPage], frozen=True, array_like=True):
+class ReadTrajectories(Listing[ExportedPage], frozen=True, array_like=True):
     """Whole trajectories with their tokens; filters and errors: `inspect/listing.py`."""
 
 

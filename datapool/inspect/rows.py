@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from stepwell.datapool.codec import PackedTrajectory
 from stepwell.datapool.files.rows import ExportedTrajectory
@@ -110,15 +110,16 @@ class StepRow:
     rollout_log_probs: LogProbs | None = None
 
 
-class ExportedPage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ExportedPage:
     """`Page[ExportedTrajectory]` on its way: packed, so that it is unpacked where it is used."""
 
-    heads: tuple[ExportedTrajectory, ...]
+    items: tuple[ExportedTrajectory, ...]
     """Each without its steps."""
     packed: tuple[PackedTrajectory, ...]
     cursor: str | None
 
     def unpack(self) -> Iterator[ExportedTrajectory]:
         """One by one."""
-        for head, packed in zip(self.heads, self.packed, strict=True):
+        for head, packed in zip(self.items, self.packed, strict=True):
             yield replace(head, trajectory=packed.unpack())

@@ -1,17 +1,15 @@
-"""The typed async handle of the DataPool: what gateway, rollouts and trainer hold.
+"""The DataPool as its users have it: typed methods, whatever the number of shards and wherever they
+are.
 
-Same methods as `DataPoolActor`. It adds to a bare Ray handle: errors arrive as themselves, with a
-one-line message; a pool that restarts is waited for, and asked again; and what producers send at
-the same time travels together, in order, as bytes::
-
-    open_trajectory ─────┐                        ┌─► its own outcome or error
-    submit_step(s) ──────┼─► one call in flight ──┼─► …
-    complete_trajectory ─┘   (the next one fills  └─►
-                              while it is away)
+    await client.submit_step(step) ──► SubmitSteps ──► `fanout.py`: which shard ──► `link.py`
 
 A step is acknowledged once the pool applied it and its journal has it. Every call may be repeated
-without harm (a second submit is a duplicate, a lease request carries an id), so calls that were on
-their way when the pool's process died are. Not thread-safe: one client per event loop.
+without harm, so calls that were on their way when a pool's process died are made again. What is
+called without waiting takes effect in the order it was called, as far as it is about one group.
+Not thread-safe: one client per event loop.
+
+What each call does and raises is said where the operation is (`ops.py`, `questions.py`); here is
+what a user types.
 """
 
 from __future__ import annotations
@@ -21,62 +19,130 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
-from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.core.pool import outcomes_or_raise
-from stepwell.datapool.core.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.codec import (
+    PackedLease,
+    PackedStep,
+    in_trajectories,
+)
+from stepwell.datapool.config import PoolConfig, SelectionConfig
 from stepwell.datapool.errors import (
-    DataPoolError,
     InvalidStepError,
     JournalFullError,
     PoolFullError,
 )
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.inspect.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from stepwell.datapool.remote.actor import (
-    APPLY_STEPS,
-    DataPoolHandle,
-    Unserved,
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.ops import (
+    AbortTrajectory,
+    AdvanceVersion,
+    CompleteTrajectory,
+    Delete,
+    Deleted,
+    DropGroup,
+    LeaseBatch,
+    Mark,
+    Op,
+    OpenGroup,
+    OpenTrajectory,
+    R,
+    Refusal,
+    ReleaseLeases,
+    Resumed,
+    ResumeTrajectory,
+    SetReward,
+    Shutdown,
+    SubmitOutcome,
+    SubmitSteps,
+    TrajectoryOutcome,
+    metadata_of,
+    outcomes_or_raise,
 )
-from stepwell.datapool.remote.incarnation import Known, KnownPool
-from stepwell.datapool.remote.line import Line
-from stepwell.datapool.remote.outbox import PART_BYTES, Outbox, begin, call
+from stepwell.datapool.questions import (
+    Describe,
+    DryRunOf,
+    GetEvents,
+    GetStatistics,
+    ListGroups,
+    ListSteps,
+    ListTrajectories,
+    ReadTrajectories,
+    WaitForRoom,
+)
+from stepwell.datapool.remote.batches import Batches
+from stepwell.datapool.remote.credit import SLICE_S, CreditLines
+from stepwell.datapool.remote.fanout import Shards
+from stepwell.datapool.remote.link import LocalPort, Port
+from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.tips import Tips
 from stepwell.datapool.selection import DryRun, Marks
-from stepwell.datapool.types import TRAIN, Group, Lease, Step
+from stepwell.datapool.types import TRAIN, Lease, Step
 
 log = logging.getLogger(__name__)
 
-SLICE_S = 10.0
 FULL_S = 5.0
 """Between two tries to lease from a pool whose disk is full."""
-MAX_PARTS = 16
-
-Results: TypeAlias = list[SubmitOutcome | DataPoolError]
+Results: TypeAlias = list[SubmitOutcome | Refusal]
 
 
 class DataPoolClient:
-    """Async access to the pool of `start_data_pool`. Cheap to make; pickles as its actor handle and
-    the pool that it met.
+    """A pool, to be called. `connect(name)` gives one for a pool of a cluster, `local` one for a
+    pool of this process.
 
     Args:
-        actor: handle of a `DataPoolActor`.
-        met: the pool that this client follows, if it knows; any other one is refused
-            (`PoolReplacedError`), and an earlier opening of its journal.
+        ports: the ways to its shards, in their order.
     """
 
-    def __init__(self, actor: DataPoolHandle, met: Known = None) -> None:
-        self.actor = actor
-        self._pool = KnownPool(actor, met)
-        self._line = Line(self._pool)
-        self._outbox = Outbox(self._pool, self._line)
-        self._group_bytes: dict[str, int] = {}
-        """How large the groups of a channel are on their way here, roughly."""
+    def __init__(self, ports: Sequence[Port]) -> None:
+        self._shards = Shards(ports)
+        self._batches = Batches(self._shards)
+        self._credit = CreditLines(self._shards)
+        self._tips = Tips()
+        self._background: set[asyncio.Task[Any]] = set()
 
-    def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Any, ...]]:
-        return (type(self), (self.actor, self._pool.met))
+    def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Sequence[Port]]]:
+        return (type(self), (self._shards.ports,))
+
+    @property
+    def ports(self) -> Sequence[Port]:
+        """The ways to its shards."""
+        return self._shards.ports
+
+    async def close(self) -> None:
+        """Hang up. A later call connects again."""
+        await self._settled()
+        for port in self.ports:
+            port.close()
+
+    @classmethod
+    @asynccontextmanager
+    async def local(
+        cls, config: PoolConfig | None = None, folder: Path | None = None
+    ) -> AsyncIterator[DataPoolClient]:
+        """A pool in this process, without Ray, on this event loop: for tests, and for programs that
+        need no other process to see it. With the journal of `folder`, or none.
+
+        Raises:
+            JournalError, ReplayError: the journal cannot be opened.
+        """
+        service = PoolService(config, folder)
+        try:
+            yield cls([LocalPort(service)])
+        finally:
+            service.close()
+
+    async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
+        """What the pool answers to any operation.
+
+        Raises:
+            DataPoolError: its refusal.
+            PoolUnavailableError: the pool is gone, or does not come back in time.
+        """
+        return await self._shards.call(op, timeout_s)
 
     # -- producers ---------------------------------------------------------------------------
 
@@ -90,24 +156,11 @@ class DataPoolClient:
         channel: str = TRAIN,
         timeout_s: float | None = None,
     ) -> SubmitOutcome:
-        """`DataPoolActor.open_group`: waits up to `timeout_s` (None: for ever) for credit."""
-        wait = _Wait(timeout_s)
-        while True:
-            try:
-                outcome: SubmitOutcome = await call(
-                    self._pool.open_group,
-                    prompt_uid,
-                    n_rollouts,
-                    deadline_s,
-                    min_rollouts,
-                    metadata,
-                    channel,
-                    wait.next_slice(),
-                )
-                return outcome
-            except PoolFullError:
-                if wait.is_over():
-                    raise
+        """Declare a group (`ops.OpenGroup`). Waits up to `timeout_s` (None: for ever) for
+        credit."""
+        known = metadata_of(metadata)
+        op = OpenGroup(prompt_uid, n_rollouts, min_rollouts, deadline_s, known, channel)
+        return await self._credit.open_group(op, timeout_s)
 
     async def open_trajectory(
         self,
@@ -118,22 +171,11 @@ class DataPoolClient:
         channel: str = TRAIN,
         timeout_s: float | None = None,
     ) -> SubmitOutcome:
-        """`DataPool.open_trajectory`: waits up to `timeout_s` (None: for ever) for room."""
-        wait = _Wait(timeout_s)
-        while True:
-            try:
-                outcome: SubmitOutcome = await self._outbox.send(
-                    "open_trajectory",
-                    trajectory_uid,
-                    prompt_uid,
-                    attempt,
-                    metadata,
-                    channel,
-                    subjects=[trajectory_uid],
-                )
-                return outcome
-            except PoolFullError:
-                await self._wait_for_room(channel, wait)
+        """Register a trajectory (`ops.OpenTrajectory`). Waits up to `timeout_s` (None: for ever)
+        for room."""
+        known = metadata_of(metadata)
+        op = OpenTrajectory(trajectory_uid, prompt_uid, attempt, known, channel)
+        return await self._with_room(op, channel, timeout_s)
 
     async def resume_trajectory(
         self,
@@ -145,65 +187,98 @@ class DataPoolClient:
         elsewhere: bool = False,
         timeout_s: float | None = None,
     ) -> Resumed:
-        """`DataPool.resume_trajectory`: opened, or found open with its steps, in one trip. Waits
-        up to `timeout_s` (None: for ever) for room."""
-        wait = _Wait(timeout_s)
-        while True:
-            try:
-                resumed: Resumed = await self._outbox.send(
-                    "resume_trajectory",
-                    *(trajectory_uid, prompt_uid, attempt, metadata, channel, elsewhere),
-                    subjects=[trajectory_uid],
-                )
-                return resumed
-            except PoolFullError:
-                await self._wait_for_room(channel, wait)
+        """Open a trajectory, or find it with its steps (`ops.ResumeTrajectory`). Waits as
+        `open_trajectory`."""
+        known = metadata_of(metadata)
+        op = ResumeTrajectory(trajectory_uid, prompt_uid, attempt, known, channel, elsewhere)
+        return await self._with_room(op, channel, timeout_s)
 
     async def submit_step(
         self, step: Step, channel: str = TRAIN, timeout_s: float | None = None
     ) -> SubmitOutcome:
-        """`DataPool.submit_step`: waits up to `timeout_s` (None: for ever) for room."""
+        """Store one step, as `submit_steps`."""
         return (await self.submit_steps([step], channel, timeout_s))[0]
 
     async def submit_steps(
         self, steps: Sequence[Step], channel: str = TRAIN, timeout_s: float | None = None
     ) -> list[SubmitOutcome]:
-        """`DataPool.submit_steps`: waits up to `timeout_s` (None: for ever) for room."""
+        """Store steps, in order; one outcome each. Waits up to `timeout_s` (None: for ever) for
+        room.
+
+        Raises:
+            StepConflictError, StepIndexError, TrajectoryConflictError, InvalidStepError: the first
+                refusal, after every other step was applied.
+            PoolFullError: the channel blocks, and a step would begin a new group.
+        """
         for step in steps:
             if not isinstance(step, Step):
                 raise InvalidStepError(
                     f"got {step!r:.80} of type {type(step).__name__}; pass datapool.Step"
                 )
-        return outcomes_or_raise(await self._submit(steps, channel, timeout_s))
-
-    async def _submit(
-        self, steps: Sequence[Step], channel: str, timeout_s: float | None
-    ) -> Results:
-        """Each step's outcome or refusal."""
         if not steps:
             return []
         wait = _Wait(timeout_s)
-        results = await self._apply_steps(steps, channel)
-        while blocked := [i for i, r in enumerate(results) if isinstance(r, PoolFullError)]:
+        results = await self._submit(steps, channel)
+        while blocked := [i for i, r in enumerate(results) if _is(r, "PoolFullError")]:
             # The channel blocks: steps of new groups wait here, in their producer.
             try:
                 await self._wait_for_room(channel, wait)
             except PoolFullError:
-                return results
-            answers = await self._apply_steps([steps[i] for i in blocked], channel)
-            for i, answer in zip(blocked, answers, strict=True):
-                results[i] = answer
+                break
+            again = await self._submit([steps[i] for i in blocked], channel)
+            for i, result in zip(blocked, again, strict=True):
+                results[i] = result
+        return outcomes_or_raise(results)
+
+    async def _submit(self, steps: Sequence[Step], channel: str) -> Results:
+        """Each step's outcome or refusal. Steps go relative to those sent before them; once more,
+        whole, if the pool does not hold those."""
+        results: list[Any] = [None] * len(steps)
+        sent = self._pack(steps, channel, range(len(steps)), results)
+        await self._send(sent, channel, results)
+        unknown = [i for i, *_ in sent if _is(results[i], "UnknownBaseError")]
+        if unknown:
+            self._tips.clear()
+            await self._send(self._pack(steps, channel, unknown, results), channel, results)
         return results
 
-    async def _apply_steps(self, steps: Sequence[Step], channel: str) -> Results:
-        results: Results = await self._outbox.send(
-            APPLY_STEPS,
-            steps,
-            channel,
-            subjects=(step.trajectory_uid for step in steps),
-            n_steps=len(steps),
+    def _pack(
+        self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]
+    ) -> list[tuple[int, Step, PackedStep]]:
+        packed: list[tuple[int, Step, PackedStep]] = []
+        for i in which:
+            try:
+                packed.append((i, steps[i], self._tips.pack(steps[i], channel)))
+            except InvalidStepError as e:
+                results[i] = Refusal.of(e)
+        return packed
+
+    async def _send(
+        self, sent: list[tuple[int, Step, PackedStep]], channel: str, results: list[Any]
+    ) -> None:
+        if not sent:
+            return
+        ordered = self._shards.by_home(sent)
+        answers = await self._shards.submit(
+            {
+                home: SubmitSteps(
+                    in_trajectories((s.trajectory_uid, s.prompt_uid, p) for _, s, p in part),
+                    channel,
+                )
+                for home, part in ordered.items()
+            }
         )
-        return results
+        for home, part in ordered.items():
+            for (i, *_), answer in zip(part, answers[home], strict=True):
+                results[i] = answer
+
+    async def _with_room(self, op: Op[R], channel: str, timeout_s: float | None) -> R:
+        wait = _Wait(timeout_s)
+        while True:
+            try:
+                return await self._shards.call(op)
+            except PoolFullError:
+                await self._wait_for_room(channel, wait)
 
     async def _wait_for_room(self, channel: str, wait: _Wait) -> None:
         """
@@ -212,7 +287,7 @@ class DataPoolClient:
         """
         while True:
             try:
-                await call(self._pool.wait_for_room, channel, wait.next_slice())
+                await self._shards.any(WaitForRoom(channel), wait.next_slice())
                 return
             except PoolFullError:
                 if wait.is_over():
@@ -225,40 +300,55 @@ class DataPoolClient:
         metadata: Mapping[str, Any] | None = None,
         channel: str = TRAIN,
     ) -> TrajectoryOutcome:
-        """`DataPool.complete_trajectory`."""
-        outcome: TrajectoryOutcome = await self._outbox.send(
-            "complete_trajectory",
-            trajectory_uid,
-            reward,
-            metadata,
-            channel,
-            subjects=[trajectory_uid],
-        )
-        return outcome
+        """Close a trajectory with its outcome reward (`ops.CompleteTrajectory`)."""
+        self._tips.end(trajectory_uid, channel)
+        known = metadata_of(metadata)
+        return await self.call(CompleteTrajectory(trajectory_uid, reward, known, channel))
 
     async def abort_trajectory(
-        self,
-        trajectory_uid: str,
-        reason: str,
-        will_retry: bool = False,
-        channel: str = TRAIN,
+        self, trajectory_uid: str, reason: str, will_retry: bool = False, channel: str = TRAIN
     ) -> TrajectoryOutcome:
-        """`DataPool.abort_trajectory`."""
-        outcome: TrajectoryOutcome = await self._outbox.send(
-            "abort_trajectory",
-            trajectory_uid,
-            reason,
-            will_retry,
-            channel,
-            subjects=[trajectory_uid],
-        )
-        return outcome
+        """Close a trajectory without serving it (`ops.AbortTrajectory`)."""
+        self._tips.end(trajectory_uid, channel)
+        return await self.call(AbortTrajectory(trajectory_uid, reason, will_retry, channel))
 
     async def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN) -> None:
-        """`DataPool.drop_group`."""
-        await call(self._pool.drop_group, prompt_uid, reason, channel)
+        """Take an open or ready group out (`ops.DropGroup`)."""
+        await self.call(DropGroup(prompt_uid, reason, channel))
 
     # -- consumers ---------------------------------------------------------------------------
+
+    async def lease_batch(
+        self,
+        n_rollouts: int | None = None,
+        channel: str = TRAIN,
+        batch_size: int = 1,
+        timeout_s: float | None = 0,
+        lease_s: float | None = None,
+    ) -> Lease | None:
+        """The next `batch_size` ready groups (`ops.LeaseBatch`). Waits up to `timeout_s` (None: for
+        ever). None once that is over, or as soon as the channel is shut down without enough groups.
+
+        A pool whose disk is full leases nothing; it is waited for as for groups.
+
+        Raises:
+            JournalFullError: the disk is still full after `timeout_s`.
+        """
+        wait = _Wait(timeout_s)
+        op = LeaseBatch(n_rollouts, channel, batch_size, lease_s, uuid.uuid4().hex)
+        while True:
+            try:
+                answer = await self._batches.lease(op, wait.next_slice())
+            except JournalFullError as e:
+                if wait.is_over():
+                    raise
+                log.warning("no lease yet: %s", e)
+                await asyncio.sleep(min(FULL_S, wait.left()))
+                continue
+            if isinstance(answer, PackedLease):
+                return answer.unpack()
+            if answer == "shut_down" or wait.is_over():
+                return None
 
     async def fetch_batch(
         self,
@@ -276,89 +366,32 @@ class DataPoolClient:
         lease = await self.lease_batch(n_rollouts, channel, batch_size, timeout_s)
         if lease is None:
             return None
-        self._outbox.post("ack", lease.lease_id, subjects=[lease.lease_id])
+        task = asyncio.create_task(self.ack(lease.lease_id))
+        self._background.add(task)
+        task.add_done_callback(self._acked)
         return lease.steps
 
-    async def lease_batch(
-        self,
-        n_rollouts: int | None = None,
-        channel: str = TRAIN,
-        batch_size: int = 1,
-        timeout_s: float | None = 0,
-        lease_s: float | None = None,
-    ) -> Lease | None:
-        """`DataPoolActor.lease_batch`: waits up to `timeout_s` (None: for ever). None once that is
-        over, or as soon as the channel is shut down without enough groups.
-
-        A pool whose disk is full leases nothing; it is waited for as for groups.
-
-        Raises:
-            JournalFullError: the disk is still full after `timeout_s`.
-        """
-        wait = _Wait(timeout_s)
-        request_id = uuid.uuid4().hex
-        while True:
-            try:
-                answer = await self._lease(
-                    n_rollouts, channel, batch_size, wait.next_slice(), lease_s, request_id
-                )
-            except JournalFullError as e:
-                if wait.is_over():
-                    raise
-                log.warning("no lease yet: %s", e)
-                await asyncio.sleep(min(FULL_S, wait.left()))
-                continue
-            if isinstance(answer, Lease):
-                return answer
-            if answer == "shut_down" or wait.is_over():
-                return None
-
-    async def _lease(
-        self,
-        n_rollouts: int | None,
-        channel: str,
-        batch_size: int,
-        *rest: Any,
-        ask: Callable[..., Awaitable[Any]] = call,
-    ) -> Lease | Unserved:
-        """One answer of `DataPoolActor.lease_batch`; through Ray in as many parts as the last lease
-        of the channel makes seem right."""
-        arguments = (n_rollouts, channel, batch_size, *rest)
-        answer: Lease | Unserved
-        if ask is call and self._line.connection() is not None:
-            answer = await begin(self._line, self._pool, "lease_batch", *arguments).answer()
-            return answer
-        n_bytes = self._group_bytes.get(channel, 0) * batch_size
-        n_parts = min(batch_size, MAX_PARTS, 1 + n_bytes // PART_BYTES)
-        if n_parts == 1:
-            answer = await ask(self._pool.lease_batch, *arguments)
-        else:
-            method = self._pool.lease_parts.options(num_returns=n_parts)
-            parts = await ask(method, n_parts, *arguments)
-            answer = parts[0]
-            if isinstance(answer, Lease):
-                answer = replace(answer, groups=tuple(g for p in parts for g in p.groups))
-        if isinstance(answer, Lease):
-            self._group_bytes[channel] = _n_bytes(answer.groups[0])
-        return answer
+    def _acked(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the ack of a fetched batch failed: %s", error)
 
     async def ack(self, lease_id: str) -> None:
-        """`DataPool.ack`."""
-        await self._outbox.send("ack", lease_id, subjects=[lease_id])
+        """The groups are consumed for good (`ops.Ack`): in every shard that the lease is from,
+        whatever becomes of the others."""
+        await self._batches.ack(lease_id)
 
     async def nack(self, lease_id: str, reason: str = "") -> None:
-        """`DataPool.nack`."""
-        await self._outbox.send("nack", lease_id, reason, subjects=[lease_id])
+        """The groups go back, to be delivered again (`ops.Nack`)."""
+        await self._batches.nack(lease_id, reason)
 
     async def renew(self, lease_id: str, lease_s: float | None = None) -> float:
-        """`DataPool.renew`."""
-        expires_at: float = await call(self._pool.renew, lease_id, lease_s)
-        return expires_at
+        """Hold a lease for longer (`ops.Renew`); when it expires."""
+        return await self._batches.renew(lease_id, lease_s)
 
     async def release_leases(self, channel: str = TRAIN, reason: str = "released") -> int:
-        """`DataPool.release_leases`."""
-        n: int = await call(self._pool.release_leases, channel, reason)
-        return n
+        """Give every lease of the channel back (`ops.ReleaseLeases`); how many."""
+        return sum(await self._shards.all(ReleaseLeases(channel, reason)))
 
     # -- people and sources ------------------------------------------------------------------
 
@@ -369,11 +402,8 @@ class DataPoolClient:
         step_index: int | None = None,
         channel: str = TRAIN,
     ) -> SubmitOutcome:
-        """`DataPool.set_reward`."""
-        outcome: SubmitOutcome = await call(
-            self._pool.set_reward, trajectory_uid, reward, step_index, channel
-        )
-        return outcome
+        """Score a trajectory, or one step, until its group is leased (`ops.SetReward`)."""
+        return await self.call(SetReward(trajectory_uid, reward, step_index, channel))
 
     async def mark(
         self,
@@ -382,21 +412,24 @@ class DataPoolClient:
         channel: str = TRAIN,
         **marks: Any,
     ) -> Marks:
-        """`DataPool.mark`."""
-        result: Marks = await call(self._pool.mark, prompt_uid, trajectory_uid, channel, marks)
-        return result
+        """What people say of a group or trajectory (`ops.Mark`)."""
+        return await self.call(Mark(prompt_uid, trajectory_uid, marks, channel))
 
     async def delete(self, trajectory_uid: str | None = None, tag: str | None = None) -> Deleted:
-        """`DataPool.delete` of all there is. Erased from the journal's files within seconds."""
-        await self._outbox.settled()
+        """Delete data (`ops.Delete`), all there is. Erased from the journal's files within
+        seconds."""
+        await self._settled()
         found = Deleted(more=True)
         while found.more:
-            found += await call(self._pool.delete, trajectory_uid, tag)
+            answers = await self._shards.all(Delete(trajectory_uid, tag))
+            more = any(answer.more for answer in answers)
+            found = sum(answers, found)
+            found = Deleted(found.trajectories, found.leased, more)
         return found
 
     async def advance_version(self, version: int, channel: str = TRAIN) -> None:
-        """`DataPool.advance_version`."""
-        await call(self._pool.advance_version, version, channel)
+        """Generation uses policy `version` from now on (`ops.AdvanceVersion`)."""
+        await self._shards.all(AdvanceVersion(version, channel))
 
     async def dry_run(
         self,
@@ -404,9 +437,11 @@ class DataPoolClient:
         channel: str = TRAIN,
         batch_size: int = 1,
     ) -> DryRun:
-        """`DataPool.dry_run`."""
-        result: DryRun = await call(self._pool.dry_run, selection, channel, batch_size)
-        return result
+        """What a fetch would be given (`questions.DryRunOf`); of several shards one after the
+        other: a fetch gets its part of the first ones of each."""
+        rules = None if selection is None else selection.model_dump()
+        runs = await self._shards.all(DryRunOf(rules, channel, batch_size))
+        return DryRun(batch_size, tuple(d for run in runs for d in run.decisions))
 
     async def get_events(
         self,
@@ -416,12 +451,13 @@ class DataPoolClient:
         limit: int = 1000,
         timeout_s: float = 0,
     ) -> Events:
-        """`DataPoolActor.get_events`: what happened after `cursor`, waiting for the first."""
+        """What happened after `cursor` (`questions.GetEvents`), waiting up to `timeout_s` for the
+        first. Of several shards by time; one that is down is left out until it is back."""
         wait = _Wait(timeout_s)
+        named = None if kinds is None else tuple(kinds)
         while True:
-            page: Events = await call(
-                self._pool.get_events, cursor, channel, kinds, limit, wait.next_slice()
-            )
+            op = GetEvents(cursor, channel, named, limit)
+            page = await self._shards.events(op, wait.next_slice())
             if page.events or wait.is_over():
                 return page
 
@@ -430,18 +466,14 @@ class DataPoolClient:
     async def list_groups(
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> Page[GroupRow]:
-        """`DataPool.list_groups`."""
-        page: Page[GroupRow] = await call(self._pool.list_groups, channel, cursor, limit, filters)
-        return page
+        """Live groups; filters and errors: `inspect/listing.py`. Shard by shard."""
+        return await self._shards.page(ListGroups(channel, cursor, limit, filters))
 
     async def list_trajectories(
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> Page[TrajectoryRow]:
-        """`DataPool.list_trajectories`."""
-        page: Page[TrajectoryRow] = await call(
-            self._pool.list_trajectories, channel, cursor, limit, filters
-        )
-        return page
+        """Trajectories of live groups, as `list_groups`."""
+        return await self._shards.page(ListTrajectories(channel, cursor, limit, filters))
 
     async def list_steps(
         self,
@@ -451,53 +483,47 @@ class DataPoolClient:
         include_tokens: bool = False,
         **filters: Any,
     ) -> Page[StepRow]:
-        """`DataPool.list_steps`."""
-        page: Page[StepRow] = await call(
-            self._pool.list_steps, channel, cursor, limit, include_tokens, filters
-        )
-        return page
+        """Stored steps, as `list_groups`."""
+        return await self._shards.page(ListSteps(channel, cursor, limit, filters, include_tokens))
 
     async def read_trajectories(
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> ExportedPage:
-        """`DataPool.read_trajectories`: a page of whole trajectories, as they are exported."""
-        page: ExportedPage = await call(
-            self._pool.read_trajectories, channel, cursor, limit, filters
-        )
-        return page
+        """Whole trajectories, as they are exported, as `list_groups`."""
+        return await self._shards.page(ReadTrajectories(channel, cursor, limit, filters))
 
     # -- end and statistics ------------------------------------------------------------------
 
     async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
-        """`DataPool.get_statistics`."""
-        await self._outbox.settled()
-        stats: dict[str, Any] = await call(self._pool.get_statistics, channel)
-        return stats
+        """Counts (`questions.GetStatistics`) of the whole pool. Of a shard that is down, what it
+        answered last; `shards` says which those are."""
+        await self._settled()
+        return await self._shards.statistics(GetStatistics(channel))
 
     async def describe(self) -> dict[str, Any]:
-        """`DataPoolActor.describe`."""
-        described: dict[str, Any] = await call(self._pool.describe)
-        return described
+        """The pool's process, durability, memory and journal; of several shards, `shards`."""
+        return await self._shards.describe(Describe())
 
     async def shutdown(self, channel: str | None = None) -> None:
-        """`DataPoolActor.shutdown`: wakes up whoever waits. The actor itself goes on."""
-        await self._outbox.settled()
-        await call(self._pool.shutdown, channel)
+        """No group is opened any more (`ops.Shutdown`)."""
+        await self._settled()
+        await self._shards.all(Shutdown(channel))
+
+    async def _settled(self) -> None:
+        """Return once every ack that nobody waited for has its answer."""
+        while self._background:
+            await asyncio.wait(self._background)
 
 
-def _n_bytes(group: Group) -> int:
-    """Roughly what a group takes on its way: each trajectory's tokens once, and the log-probs."""
-    return sum(
-        4 * t.steps[-1].n_tokens + sum(4 * len(s.response_ids) + 160 for s in t.steps)
-        for t in group.trajectories
-    )
+def _is(result: object, kind: str) -> bool:
+    return isinstance(result, Refusal) and result.kind == kind
 
 
 class _Wait:
     """A long wait, asked for in slices.
 
-    Ray does not tell an actor that a caller's process died. Its waiter would stand in the queue
-    until its timeout and then be served; asked for in slices, it is gone within one.
+    A pool is not told that a caller's machine died. Its waiter would stand in the queue until its
+    timeout and then be served; asked for in slices, it is gone within one.
     """
 
     def __init__(self, timeout_s: float | None) -> None:

@@ -4,8 +4,8 @@ is taken for it.
     journal            (pool, generation); each opening counts one generation more
     cluster            the last one of each actor, in Ray's key-value store: an actor that is
                        restarted and finds no journal, another one or an older copy does not start
-    every client       the last one that it met; its calls say so, and a pool that is another one,
-                       or of a lower generation, refuses them
+    every client       the last one that it met; its connections say so, and a pool that is another
+                       one, or of a lower generation, refuses them
 
 Pool and actor are apart: a run that is resumed opens the same journal, so the same pool, with
 another actor. Without a journal there is nothing to name: that pool begins empty with every start,
@@ -14,22 +14,16 @@ as `durability: none` says. Does not keep a former process from writing; the jou
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import logging
 import os
 import socket
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import ray
-from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from stepwell.datapool.errors import PoolReplacedError
-
-logger = logging.getLogger(__name__)
 
 STATE = "generation"
 """Its name among the journal's states."""
@@ -114,55 +108,3 @@ def _key() -> bytes | None:
         return None
     actor_id = ray.get_runtime_context().get_actor_id()
     return None if actor_id is None else actor_id.encode()
-
-
-class KnownPool:
-    """A pool's actor as one client knows it: a handle whose calls say which pool they mean."""
-
-    def __init__(self, actor: Any, met: Known = None) -> None:
-        self.met = met
-        self._actor = actor
-        self._greeting: asyncio.Task[Any] | None = None
-
-    def __getattr__(self, name: str) -> _Method:
-        return _Method(self, getattr(self._actor, name))
-
-    async def greet(self) -> tuple[str, str]:
-        """Learn which pool this is, and its `DataPoolActor.open_line`.
-
-        Raises:
-            PoolReplacedError: not the one that was met before.
-        """
-        node, line, incarnation = await self._actor.open_line.remote()
-        if incarnation is not None:
-            if self.met is not None:
-                incarnation.check_follows(self.met)
-            self.met = incarnation
-        return node, line
-
-    def greet_later(self) -> None:
-        """The same, after a restart; what calls need not wait for."""
-
-        async def greet() -> None:
-            # The next call meets the same error, and has somebody to tell.
-            with contextlib.suppress(RayError, PoolReplacedError):
-                await self.greet()
-
-        if self._greeting is None or self._greeting.done():
-            self._greeting = asyncio.ensure_future(greet())
-
-
-class _Method:
-    """`remote` and `options` as of a Ray handle's method."""
-
-    __slots__ = ("_method", "pool")
-
-    def __init__(self, pool: KnownPool, method: Any) -> None:
-        self.pool = pool
-        self._method = method
-
-    def remote(self, *arguments: Any) -> Any:
-        return self._method.remote(*arguments, known=self.pool.met)
-
-    def options(self, **options: Any) -> _Method:
-        return _Method(self.pool, self._method.options(**options))

@@ -1,0 +1,365 @@
+"""Where the pool's actors live, and how they are started and found.
+
+    crc32(prompt_uid) % N ──► shard k ──► actor `name`, `name/1`, …   journal_dir/shard-k
+
+A shard is a `DataPoolActor` like any other and knows nothing of the rest. So a shard that dies
+takes its own groups out of reach until Ray has restarted it, and nothing else. `client.py` makes
+one pool of them; with one shard all of this is the plain actor.
+"""
+
+from __future__ import annotations
+
+import atexit
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from stepwell.datapool.config import ChannelConfig, PoolConfig
+from stepwell.datapool.errors import (
+    DataPoolError,
+    InvalidRequestError,
+    JournalError,
+    PoolUnavailableError,
+)
+from stepwell.datapool.process import numbered_log
+from stepwell.datapool.remote.actor import N_WAITING, SHARDS_FILE, WAITING, DataPoolActor
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.incarnation import Known
+from stepwell.datapool.remote.link import RESTART_S, Link
+from stepwell.datapool.remote.wire import Door
+from stepwell.datapool.store.journal import ACKED_NAME
+
+DEFAULT_NAME = "data_pool"
+STARTED = "started"
+DOWN_S: Final = 0.1
+"""Between two tries to reach a shard that is down."""
+
+DataPoolHandle: TypeAlias = Any
+"""A Ray handle of `DataPoolActor`. Any, because Ray types a handle's methods as Never."""
+
+
+def share(config: PoolConfig) -> PoolConfig:
+    """The configuration of one shard of this pool.
+
+    It gets its part, rounded up, of what bounds memory or drops groups; of what makes producers
+    wait it gets the whole, which the client holds all shards to together.
+    """
+
+    def part(limit: int | None) -> int | None:
+        return None if limit is None else -(-limit // config.shards)
+
+    def channel(limits: ChannelConfig) -> ChannelConfig:
+        if limits.overflow == "block":
+            return limits
+        parts = {name: part(getattr(limits, name)) for name in ("max_queue_size", "max_bytes")}
+        return limits.model_copy(update=parts)
+
+    return config.model_copy(
+        update={
+            "default": channel(config.default),
+            "channels": {name: channel(limits) for name, limits in config.channels.items()},
+            "memory_limit_bytes": part(config.memory_limit_bytes),
+        }
+    )
+
+
+def start_data_pool(
+    config: PoolConfig | None = None,
+    name: str = DEFAULT_NAME,
+    namespace: str | None = None,
+    **options: Any,
+) -> DataPoolHandle:
+    """`start_shards` of a pool of one shard; its actor.
+
+    Raises:
+        PoolUnavailableError: it cannot start; the message says why (a journal that is damaged, or
+            that another pool has open, …).
+    """
+    config = config or PoolConfig()
+    if config.shards > 1:
+        raise InvalidRequestError(
+            f"pool.shards is {config.shards}, and start_data_pool starts one actor; use "
+            "start_shards, and connect(name)"
+        )
+    (handle,) = start_shards(config, name, namespace, **options)
+    return handle
+
+
+def start_shards(
+    config: PoolConfig | None = None,
+    name: str = DEFAULT_NAME,
+    namespace: str | None = None,
+    log_dir: Path | None = None,
+    **options: Any,
+) -> list[DataPoolHandle]:
+    """Start `config.shards` actors and wait until they answer. Needs an initialised Ray.
+
+    They live as long as somebody holds these handles, or a client made of them (`client_of`).
+
+    Args:
+        name, namespace: `connect` finds all of them by this name. The actors are
+            `name`, `name/1`, `name/2`, ….
+        log_dir: what the actors log goes to `pool.log`, or `pool_0.log`, …, there, too.
+        options: further Ray actor options. By default several shards are spread over the nodes,
+            and each stays on its node. `journal_dir` must then be storage that every node sees, or
+            the nodes must be the same ones whenever a pool is started from it.
+
+    Raises:
+        PoolUnavailableError: one cannot start; the message says why. None is left running.
+        JournalError: `journal_dir` holds what another number of shards wrote.
+
+    Once all shards were up, a later start refuses a shard whose journal is gone.
+    """
+    config = config or PoolConfig()
+    n = config.shards
+    root = _journal_folder(config)
+    has_journals = n > 1 and root is not None and _have_started(root)
+    if n > 1:
+        config = share(config)
+        if root is None:
+            options.setdefault("scheduling_strategy", "SPREAD")
+    handles: dict[int, DataPoolHandle] = {}
+    try:
+        # The first one last: who finds it finds the others.
+        for k in reversed(range(n)):
+            folder, actor_name = _folder(root, k, n), _actor_name(name, k)
+            log_file = numbered_log(log_dir, "pool", k, n)
+            handles[k] = _create_actor(
+                config, folder, k, actor_name, namespace, has_journals, log_file, **options
+            )
+        for k in range(n):
+            try:
+                ray.get(handles[k].__ray_ready__.remote())
+            except RayActorError as e:
+                gone = unavailable(e)
+                raise (PoolUnavailableError(f"shard {k} of {n}: {gone}") if n > 1 else gone) from e
+        if n > 1 and root is not None:
+            with suppress(OSError):  # a full disk: the next start notes it
+                _note_started(root, n)
+    except BaseException:  # whatever it was: no shard is left running
+        for handle in handles.values():
+            ray.kill(handle)
+        raise
+    return [handles[k] for k in range(n)]
+
+
+def find_shards(name: str, namespace: str | None) -> list[DataPoolHandle]:
+    """The actors of the pool that was started under this name. Blocks for a call.
+
+    Raises:
+        PoolUnavailableError: there is none, or one of them is gone.
+    """
+    where = "this namespace" if namespace is None else f"namespace {namespace!r}"
+    try:
+        first = ray.get_actor(name, namespace)
+    except ValueError as e:
+        raise PoolUnavailableError(
+            f"no DataPool named {name!r} in {where}; start one with start_data_pool(name=…)"
+        ) from e
+    # Asked, and not found out by looking for names: a shard that is missing must be missed.
+    n = _number_of_shards(first)
+    handles = [first]
+    for k in range(1, n):
+        try:
+            handles.append(ray.get_actor(_actor_name(name, k), namespace))
+        except ValueError as e:
+            raise PoolUnavailableError(
+                f"shard {k} of {n} of the DataPool {name!r} is gone from {where}; "
+                "end the others and start the pool again"
+            ) from e
+    return handles
+
+
+def _number_of_shards(first: DataPoolHandle) -> int:
+    give_up = time.monotonic() + RESTART_S
+    while True:
+        try:
+            n: int = ray.get(first.door.remote(_here())).n_shards
+            return n
+        except ActorUnavailableError as e:
+            if time.monotonic() > give_up:
+                raise unavailable(e) from e
+            time.sleep(DOWN_S)
+        except RayActorError as e:
+            raise unavailable(e) from e
+
+
+def _actor_name(name: str, k: int) -> str:
+    return f"{name}/{k}" if k else name
+
+
+def _folder(root: Path | None, k: int, n: int) -> Path | None:
+    return root if root is None or n == 1 else root / f"shard-{k}"
+
+
+def _create_actor(
+    config: PoolConfig,
+    folder: Path | None,
+    shard: int,
+    name: str,
+    namespace: str | None,
+    has_journal: bool = False,
+    log_file: Path | None = None,
+    **options: Any,
+) -> DataPoolHandle:
+    """The handle of a new actor, which need not be up yet.
+
+    With a journal it stays on one node, because a restart elsewhere would not find its journal:
+    the first shard here, the others on the next nodes. Only if the node is gone Ray tries others,
+    which may see the folder, too.
+    """
+    if folder is not None and "scheduling_strategy" not in options:
+        nodes = _nodes()
+        node = nodes[shard % len(nodes)]
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+        # Ray puts an actor that needs nothing on a random node, whatever its affinity.
+        options.setdefault("memory", 1)
+    settings: dict[str, Any] = {
+        "name": name,
+        "namespace": namespace,
+        "max_restarts": -1,
+        "concurrency_groups": {WAITING: N_WAITING},
+        "num_cpus": 0,
+        **options,
+    }
+    # Any: Ray's own types do not cover `.options`.
+    actor_class: Any = ray.remote(DataPoolActor)
+    return actor_class.options(**settings).remote(config, folder, shard, has_journal, log_file)
+
+
+class ShardLink(Link):
+    """The way to one shard. Pickles as its handle and the pool that it met."""
+
+    def __init__(self, handle: DataPoolHandle, met: Known = None) -> None:
+        super().__init__(met)
+        self.handle = handle
+
+    def __reduce__(self) -> tuple[type[ShardLink], tuple[DataPoolHandle, Known]]:
+        return (type(self), (self.handle, self.met))
+
+    async def find(self) -> tuple[Door, str]:
+        here = _here()
+        try:
+            return await self.handle.door.remote(here), here
+        except ActorUnavailableError as e:
+            raise ConnectionError(str(e).strip().splitlines()[0]) from e
+        except RayActorError as e:
+            raise unavailable(e) from e
+        except RayTaskError as e:
+            if isinstance(e.cause, DataPoolError):
+                raise e.cause from None
+            raise
+
+
+def _here() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+def _nodes() -> list[str]:
+    """Ids of the nodes that are up, this one first, the others by address."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
+    return [node["NodeID"] for node in nodes]
+
+
+def _journal_folder(config: PoolConfig) -> Path | None:
+    """Where the journal is; the same for every restart of the actor.
+
+    Raises:
+        JournalError: it holds what another number of shards wrote.
+    """
+    if config.durability == "none":
+        return None
+    if config.journal_dir is not None:
+        folder = config.journal_dir.absolute()
+        _check_shards(folder, config.shards)
+        return folder
+    folder = Path(tempfile.mkdtemp(prefix="stepwell-pool-"))
+    # The pool goes with this process, unless it is detached; then so does its memory.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _check_shards(folder: Path, n_shards: int) -> None:
+    """A group lives in the shard that its prompt_uid and the number of shards name: with another
+    number it would be looked for elsewhere."""
+    note = folder / SHARDS_FILE
+    try:
+        if note.exists():
+            before = next(iter(note.read_text().split()), "unknown")
+        elif (folder / ACKED_NAME).exists():
+            before = "1"
+        else:
+            before = str(n_shards)
+            if n_shards > 1:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _write_note(folder, before)
+    except OSError as e:
+        raise JournalError(
+            f"{folder}: the number of shards cannot be read or written there ({e}); set "
+            "pool.journal_dir to a folder that can be written"
+        ) from e
+    if before != str(n_shards):
+        raise JournalError(
+            f"pool.shards is {n_shards}, but {folder} was written by {before} "
+            f"shard(s); start with pool.shards={before}, or export, and import into a pool "
+            "with another journal_dir"
+        )
+
+
+def _have_started(folder: Path) -> bool:
+    """Whether all shards of `folder` have a journal since an earlier start."""
+    note = folder / SHARDS_FILE
+    return note.exists() and STARTED in note.read_text().split()
+
+
+def _note_started(folder: Path, n_shards: int) -> None:
+    """From now on a shard without a journal has lost it."""
+    if not _have_started(folder):
+        _write_note(folder, f"{n_shards} {STARTED}")
+
+
+def _write_note(folder: Path, text: str) -> None:
+    note = folder / SHARDS_FILE
+    draft = note.with_suffix(".new")  # a full disk, or a kill, leaves no empty note
+    draft.write_text(f"{text}\n")
+    draft.replace(note)
+
+
+def unavailable(error: RayActorError) -> PoolUnavailableError:
+    """Ray's error as ours, in one line."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if "creation task" in lines[0]:
+        # It says why in the last line of a traceback. Names of our own exceptions say no more.
+        reason = re.sub(r"^stepwell\.\S+: ", "", lines[-1])
+        return PoolUnavailableError(f"the DataPool did not start: {reason}")
+    return PoolUnavailableError(
+        f"the DataPool cannot be reached ({lines[0]}); "
+        "what was not acknowledged may be submitted again"
+    )
+
+
+def client_of(actors: Sequence[DataPoolHandle]) -> DataPoolClient:
+    """A client of the pool that `start_shards` started."""
+    return DataPoolClient(list(map(ShardLink, actors)))
+
+
+def connect(name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
+    """A client of the pool that was started under this name, whatever its number of shards.
+    Blocks for a call.
+
+    Raises:
+        PoolUnavailableError: there is none, or one of its shards is gone.
+    """
+    return client_of(find_shards(name, namespace))

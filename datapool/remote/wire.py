@@ -1,0 +1,387 @@
+"""Operations between processes: frames over one connection, answered in any order.
+
+Ray says where a pool is, whether it lives, and starts it again; what is asked of it and answered
+goes past Ray, over a Unix socket on the same machine and TCP between machines::
+
+    client                                        pool
+      │ ◄──────────── challenge: 32 bytes ────────── │
+      │ ── HMAC of it with the secret, pool met ───► │   another pool than the one met: refused
+      │ ◄───────── which pool this is ────────────── │
+      │ ── number, operation, seconds to wait ─────► │   applied in the order of arrival
+      │ ── number, operation, seconds ─────────────► │
+      │ ◄──────── number, answer or error ────────── │   once it is durable
+      │ ── number, nothing ────────────────────────► │   its caller left
+
+A frame is a length (4 bytes) and msgpack; nothing is pickled, so a peer can send data and no code.
+The secret comes through Ray. The Unix socket's name is abstract on Linux, so that nothing is left
+of a killed process; elsewhere it is a path in a folder of this user's. TCP listens once somebody on
+another machine asks for it.
+
+Does not own: what an operation means (`ops.py`), when an answer is due (`service.py`), what becomes
+of calls whose connection broke (`link.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
+
+import msgspec
+
+from stepwell.datapool.codec import decoder, encoder
+from stepwell.datapool.errors import (
+    DataPoolError,
+    InvalidRequestError,
+    PoolReplacedError,
+    PoolUnavailableError,
+)
+from stepwell.datapool.ops import CHANGES, Op, Refusal
+from stepwell.datapool.questions import QUESTIONS
+from stepwell.datapool.remote.incarnation import Incarnation, Known
+from stepwell.datapool.remote.service import PoolService
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_LENGTH = struct.Struct("<I")
+MAX_FRAME = 1 << 31
+HELLO_S = 10.0
+"""How long a peer may take to say who it is."""
+MAX_HELLO = 4096
+"""Bytes of a peer that has not said so yet."""
+
+Request: TypeAlias = tuple[int, Any, float | None]
+
+
+class Hello(msgspec.Struct, array_like=True):
+    """What a client says first."""
+
+    proof: bytes
+    met: Incarnation | None
+
+
+class Door(NamedTuple):
+    """Where a pool is reached."""
+
+    node: str
+    """Of the cluster."""
+    n_shards: int
+    """Of the pool, of which this is one."""
+    unix: str
+    tcp: tuple[str, int] | None
+    secret: bytes
+
+
+class Sent(msgspec.Struct, array_like=True):
+    """An answer, or a refusal, on its way."""
+
+    number: int
+    is_value: bool
+    answer: msgspec.Raw
+
+    def to(self, op: Op[R]) -> R:
+        """The answer to `op`; its refusal is raised."""
+        if not self.is_value:
+            raise _refusal.decode(self.answer).error()
+        known = _answers.get(type(op))
+        if known is None:
+            (answer,) = next(filter(None, map(get_args, type(op).__orig_bases__)))  # type: ignore[attr-defined]
+            known = _answers[type(op)] = decoder(answer)
+        answered: R = known.decode(self.answer)
+        return answered
+
+
+_requests = decoder(tuple[int, Union[CHANGES + QUESTIONS] | None, float | None])  # type: ignore[operator]  # noqa: UP007
+_hello = decoder(Hello)
+_welcome = decoder(Incarnation | Refusal | None)
+_sent = decoder(Sent)
+_refusal = decoder(Refusal)
+_answers: dict[type[Op[Any]], msgspec.msgpack.Decoder[Any]] = {}
+
+
+def frame(content: Any) -> bytes:
+    data = encoder.encode(content)
+    if len(data) >= MAX_FRAME:
+        raise InvalidRequestError(
+            f"a message of {len(data)} bytes is longer than {MAX_FRAME}; send fewer steps at once"
+        )
+    return _LENGTH.pack(len(data)) + data
+
+
+class _Frames(asyncio.Protocol):
+    """Bytes into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._longest = MAX_HELLO
+        self.transport: Any = None  # uvloop's is no asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        while len(buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, at)
+            if length > self._longest:
+                self._hang_up(f"a frame of {length} bytes")
+                return
+            end = at + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            try:
+                self.received(bytes(buffer[at + _LENGTH.size : end]))
+            except (msgspec.DecodeError, UnicodeDecodeError) as e:
+                self._hang_up(str(e))
+                return
+            at = end
+        del buffer[:at]
+        self.all_received()
+
+    def _hang_up(self, why: str) -> None:
+        log.warning("a peer of the DataPool sent what is none of its messages (%s)", why)
+        self._buffer.clear()
+        self.transport.abort()
+
+    def received(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def all_received(self) -> None:
+        """What came together is through."""
+
+
+# -- the pool's side ---------------------------------------------------------------------------
+
+
+class Server:
+    """Serves a pool, on the loop that `listen` was called on, until the process ends."""
+
+    def __init__(self, service: PoolService, node: str = "") -> None:
+        self._service = service
+        self._secret = secrets.token_bytes(32)
+        self._door = Door(node, service.n_shards, "", None, self._secret)
+        self._servers: list[asyncio.Server] = []
+        self._lock = asyncio.Lock()
+
+    async def door(self, tcp_host: str | None = None) -> Door:
+        """Where this pool is reached; by TCP, too, if the address of this machine is given."""
+        loop = asyncio.get_running_loop()
+        async with self._lock:
+            if not self._door.unix:
+                name = _socket_name()
+                self._servers.append(await loop.create_unix_server(self._connected, name))
+                self._door = self._door._replace(unix=name)
+            if tcp_host is not None and self._door.tcp is None:
+                server = await loop.create_server(self._connected, tcp_host, 0)
+                self._servers.append(server)
+                port = server.sockets[0].getsockname()[1]
+                self._door = self._door._replace(tcp=(tcp_host, port))
+        return self._door
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    def _connected(self) -> _Served:
+        return _Served(self._service, self._secret)
+
+
+def _socket_name() -> str:
+    if sys.platform == "linux":
+        return f"\0stepwell-pool-{uuid.uuid4().hex}"
+    return str(Path(tempfile.mkdtemp(prefix="stepwell-")) / "pool")
+
+
+class _Served(_Frames):
+    """One client's connection."""
+
+    def __init__(self, service: PoolService, secret: bytes) -> None:
+        super().__init__()
+        self._service = service
+        self._challenge = secrets.token_bytes(32)
+        self._proof = hmac.digest(secret, self._challenge, "sha256")
+        self._is_known = False
+        self._waiting: dict[int, asyncio.Task[None]] = {}
+        self._applied: list[tuple[int, Op[Any], Any]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.transport.write(frame(self._challenge))
+        asyncio.get_running_loop().call_later(HELLO_S, self._check_known)
+
+    def _check_known(self) -> None:
+        if not self._is_known:
+            self.transport.abort()
+
+    def received(self, data: bytes) -> None:
+        if not self._is_known:
+            self._greet(_hello.decode(data))
+            return
+        number, op, timeout_s = _requests.decode(data)
+        if op is None:  # its caller left, so must what waits for it here
+            if (task := self._waiting.get(number)) is not None:
+                task.cancel()
+        elif timeout_s == 0 or not self._service.can_wait(op):
+            self._applied.append((number, op, self._service.try_(op)))
+        else:
+            self._waiting[number] = asyncio.create_task(self._wait(number, op, timeout_s))
+
+    def all_received(self) -> None:
+        """One write for all that came together, once it is durable."""
+        if self._applied:
+            applied, self._applied = self._applied, []
+            task = asyncio.create_task(self._answer(applied))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _greet(self, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.proof, self._proof):
+            log.warning("somebody without the secret was refused")
+            self.transport.abort()
+            return
+        here = self._service.incarnation
+        welcome: Incarnation | Refusal | None = here
+        if here is not None and hello.met is not None:
+            try:
+                here.check_follows(hello.met)
+            except PoolReplacedError as e:
+                welcome = Refusal.of(e)
+        self.transport.write(frame(welcome))
+        self._is_known = not isinstance(welcome, Refusal)
+        self._longest = MAX_FRAME
+
+    async def _answer(self, applied: list[tuple[int, Op[Any], Any]]) -> None:
+        answers = await self._service.settle([(op, answer) for _, op, answer in applied])
+        self._send([(number, a) for (number, *_), a in zip(applied, answers, strict=True)])
+
+    async def _wait(self, number: int, op: Op[Any], timeout_s: float | None) -> None:
+        answer: Any
+        try:
+            answer = await self._service.call(op, timeout_s)
+        except asyncio.CancelledError:
+            answer = PoolUnavailableError("its caller left")  # who need not be told, but counts
+        except Exception as e:  # noqa: BLE001 - whatever it is, its caller is told
+            answer = e
+        del self._waiting[number]
+        self._send([(number, answer)])
+
+    def _send(self, answers: list[tuple[int, Any]]) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(b"".join(_answer_frame(*each) for each in answers))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for task in tuple(self._waiting.values()):
+            task.cancel()
+
+
+def _answer_frame(number: int, answer: Any) -> bytes:
+    try:
+        if isinstance(answer, DataPoolError):
+            return frame((number, False, Refusal.of(answer)))
+        if isinstance(answer, Exception):  # a foreign one, as it is: in somebody's selection
+            return frame((number, False, Refusal(type(answer).__name__, repr(answer))))
+        return frame((number, True, answer))
+    except (TypeError, ValueError, OverflowError, DataPoolError) as e:
+        return frame((number, False, Refusal("DataPoolError", f"the answer cannot travel: {e}")))
+
+
+# -- the client's side -------------------------------------------------------------------------
+
+
+class Connection(_Frames):
+    """A client's connection, once `connect` has returned it.
+
+    Args:
+        answered: takes the answer of each call.
+        lost: is called when the connection ends.
+    """
+
+    def __init__(
+        self, answered: Callable[[Sent], None], lost: Callable[[Connection], None]
+    ) -> None:
+        super().__init__()
+        self.is_up = False
+        self._answered = answered
+        self._lost = lost
+        self._hello: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def greet(self, secret: bytes, met: Known) -> Known:
+        """Say who we are; which pool is at the other end.
+
+        Raises:
+            PoolReplacedError: not the one that was met.
+            ConnectionError: it hung up.
+        """
+        challenge = msgspec.msgpack.decode(await self._next(), type=bytes)
+        self.transport.write(frame(Hello(hmac.digest(secret, challenge, "sha256"), met)))
+        welcome = _welcome.decode(await self._next())
+        if isinstance(welcome, Refusal):
+            self.transport.close()
+            raise welcome.error()
+        self.is_up = True
+        self._longest = MAX_FRAME
+        known: Known = welcome
+        return known
+
+    async def _next(self) -> bytes:
+        data = await self._hello
+        self._hello = asyncio.get_running_loop().create_future()
+        return data
+
+    def received(self, data: bytes) -> None:
+        if self.is_up:
+            self._answered(_sent.decode(data))
+        else:
+            self._hello.set_result(data)
+
+    def send(self, requests: list[Request]) -> None:
+        self.transport.write(b"".join(map(frame, requests)))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        was_up, self.is_up = self.is_up, False
+        if not self._hello.done():
+            self._hello.set_exception(ConnectionResetError("the pool hung up"))
+            self._hello.exception()
+        if was_up:
+            self._lost(self)
+
+
+async def connect(door: Door, here: str, make: Callable[[], Connection]) -> Connection:
+    """A connection to the pool behind `door`, not greeted yet; by its Unix socket if `here` is the
+    pool's node.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    loop = asyncio.get_running_loop()
+    if door.node == here:
+        peer = socket.socket(socket.AF_UNIX)
+        try:
+            peer.setblocking(False)
+            await loop.sock_connect(peer, door.unix)  # uvloop's own takes paths only
+            _, connection = await loop.create_unix_connection(make, sock=peer)
+        except BaseException:  # also a cancellation: nobody else knows of the socket yet
+            peer.close()
+            raise
+        return connection
+    if door.tcp is None:
+        raise ConnectionError(
+            f"the DataPool on node {door.node} does not listen for {os.uname()[1]}"
+        )
+    _, connection = await loop.create_connection(make, *door.tcp)
+    return connection
