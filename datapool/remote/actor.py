@@ -101,7 +101,9 @@ class DataPoolActor:
     def door(self, from_node: str) -> Door:
         """Where clients on that node of the cluster reach this pool."""
         is_here = from_node == ray.get_runtime_context().get_node_id()
-        return self._run(self._server.door(None if is_here else ray.util.get_node_ip_address()))
+        tcp_host = None if is_here else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        door: Door = self._run(self._server.door(tcp_host))
+        return door
 
     # -- the documented calls of a bare handle ---------------------------------------------------
 
@@ -125,7 +127,8 @@ class DataPoolActor:
                     f"got {step!r:.80} of type {type(step).__name__}; pass datapool.Step"
                 )
         packed = in_trajectories((s.trajectory_uid, s.prompt_uid, pack(s)) for s in steps)
-        return outcomes_or_raise(self._call(SubmitSteps(packed, channel)))
+        results = self._call(SubmitSteps(packed, channel))
+        return outcomes_or_raise(results)
 
     def complete_trajectory(
         self,
@@ -139,7 +142,7 @@ class DataPoolActor:
             CompleteTrajectory(trajectory_uid, reward, metadata_of(metadata), channel)
         )
 
-    @ray.method(concurrency_group=WAITING)  # type: ignore[no-untyped-call]
+    @ray.method(concurrency_group=WAITING)
     def fetch_batch(
         self,
         n_rollouts: int | None = None,
@@ -164,7 +167,8 @@ class DataPoolActor:
     # -- inside ----------------------------------------------------------------------------------
 
     def _call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        return self._run(self._service.call(op, timeout_s))
+        answer: R = self._run(self._service.call(op, timeout_s))
+        return answer
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -20,6 +20,7 @@ import heapq
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeVar
 from zlib import crc32
@@ -143,7 +144,9 @@ class Shards:
             except TrajectoryConflictError as e:
                 refused[i] = e
         kept = [t for i, t in enumerate(op.trajectories) if i not in refused]
-        answers = iter(await self.ports[home].call(replace(op, trajectories=kept)) if kept else ())
+        rest: SubmitSteps = replace(op, trajectories=kept)
+        answered = await self.ports[home].call(rest)
+        answers = iter(answered)
         results: list[SubmitOutcome | Refusal] = []
         for i, t in enumerate(op.trajectories):
             if i in refused:
@@ -220,7 +223,8 @@ class Shards:
         """The answers of all shards; None of one that is down. One that is silent for `ANSWER_S`
         counts as down, and is not waited for again, until it has answered."""
         if self.n == 1:
-            return [await self.ports[0].call(op, timeout_s)]
+            only: R = await self.ports[0].call(op, timeout_s)
+            return [only]
         tasks = {
             k: self.later(port.call(op, timeout_s, once=True))
             for k, port in enumerate(self.ports)
@@ -231,8 +235,11 @@ class Shards:
         for k, task in tasks.items():
             if not task.done():
                 self._silent.add(k)
-                task.add_done_callback(lambda _, k=k: self._silent.discard(k))
+                task.add_done_callback(partial(self._heard, k))
         return [if_there(tasks.get(k)) for k in range(self.n)]
+
+    def _heard(self, k: int, _: asyncio.Task[Any]) -> None:
+        self._silent.discard(k)
 
     def later(self, work: Awaitable[T]) -> asyncio.Task[T]:
         """Let it run to its end, also if nobody waits for it any more."""
@@ -329,10 +336,13 @@ class Shards:
         answers = await self.each(op)
         down = [k for k, stats in enumerate(answers) if stats is None]
         for k in down:
-            answers[k] = self._statistics.get((k, op.channel)) or await self.ports[k].call(op)
+            before = self._statistics.get((k, op.channel))
+            if before is None:
+                before = await self.ports[k].call(op)
+            answers[k] = before
         found = [stats for stats in answers if stats is not None]
         self._statistics |= {(k, op.channel): stats for k, stats in enumerate(found)}
-        shards = {"total": self._n, "down": down}
+        shards = {"total": self.n, "down": down}
         if op.channel is not None:
             return merged(found) | {"shards": shards}
         names = dict.fromkeys(name for stats in found for name in stats)
@@ -346,7 +356,7 @@ class Shards:
             return await self.ports[0].call(op)
         answers = await self.each(op)
         return {
-            "n_shards": self._n,
+            "n_shards": self.n,
             "shards": [answer or {"shard": k, "down": True} for k, answer in enumerate(answers)],
         }
 

@@ -46,7 +46,6 @@ class Port(Protocol):
     """A way to one shard."""
 
     met: Known
-    is_up: bool
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
         """The answer to `op`, waited for up to `timeout_s` where it waits (None: for ever).
@@ -69,7 +68,6 @@ class LocalPort:
     def __init__(self, service: PoolService) -> None:
         self.service = service
         self.met = service.incarnation
-        self.is_up = True
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
         return await self.service.call(op, timeout_s)

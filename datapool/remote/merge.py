@@ -24,13 +24,13 @@ _MERGE: Final[dict[str, Callable[[list[Any]], Any]]] = {
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Statistics of one channel: counts are added, of the rest `_MERGE` says what."""
-    merged: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part[key] for part in parts if key in part]
         if key in _MERGE:
-            merged[key] = _MERGE[key](values)
+            result[key] = _MERGE[key](values)
         elif isinstance(values[0], Mapping):
-            merged[key] = merged(values)
+            result[key] = merged(values)
         else:
-            merged[key] = sum(values)
-    return merged
+            result[key] = sum(values)
+    return result

@@ -208,7 +208,8 @@ class PoolService:
                 return self._ended(e)
         try:
             if isinstance(op, LeaseBatch) and self._stands_behind(op):
-                return self._pool.unserved(op)  # type: ignore[return-value]
+                closed = self._pool.is_shut_down(op.channel)
+                return "shut_down" if closed else "nothing_yet"  # type: ignore[return-value]
             return self._apply(op)
         except Exception as e:  # noqa: BLE001 - a foreign one too (a selection): its caller is told
             return e

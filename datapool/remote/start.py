@@ -352,7 +352,7 @@ def unavailable(error: RayActorError) -> PoolUnavailableError:
 
 def client_of(actors: Sequence[DataPoolHandle]) -> DataPoolClient:
     """A client of the pool that `start_shards` started."""
-    return DataPoolClient(list(map(ShardLink, actors)))
+    return DataPoolClient([ShardLink(actor) for actor in actors])
 
 
 def connect(name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:

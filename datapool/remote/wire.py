@@ -27,10 +27,10 @@ import asyncio
 import hmac
 import logging
 import os
+import platform
 import secrets
 import socket
 import struct
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -103,7 +103,8 @@ class Sent(msgspec.Struct, array_like=True):
         return answered
 
 
-_requests = decoder(tuple[int, Union[CHANGES + QUESTIONS] | None, float | None])  # type: ignore[operator]  # noqa: UP007
+_AnyOp: Any = Union[CHANGES + QUESTIONS]  # noqa: UP007 - a union of what a table lists
+_requests = decoder(tuple[int, _AnyOp | None, float | None])
 _hello = decoder(Hello)
 _welcome = decoder(Incarnation | Refusal | None)
 _sent = decoder(Sent)
@@ -201,7 +202,7 @@ class Server:
 
 
 def _socket_name() -> str:
-    if sys.platform == "linux":
+    if platform.system() == "Linux":
         return f"\0stepwell-pool-{uuid.uuid4().hex}"
     return str(Path(tempfile.mkdtemp(prefix="stepwell-")) / "pool")
 
