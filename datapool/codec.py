@@ -23,8 +23,7 @@ Owns the layout. Does not decide which step is whose base, nor where the bytes a
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
 from struct import Struct
 from typing import Any, NamedTuple, get_args
 from zlib import crc32
@@ -38,11 +37,11 @@ from stepwell.datapool.types import (
     FinishReason,
     Group,
     Lease,
-    LogProbs,
     Step,
     TokenIds,
     Trajectory,
     VersionSpan,
+    trusted_step,
 )
 
 _HEADER = Struct("<6I")
@@ -337,7 +336,7 @@ def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_ui
         offset += 4 * n_response
     metadata, *more = _extra_decoder.decode(memoryview(payload)[offset:])
     spans, multi_modal_data, routed_experts = more or ((), None, None)
-    return _restore(
+    return trusted_step(
         tokens[:n_prompt],
         tokens[n_prompt:],
         packed.reward,
@@ -354,50 +353,6 @@ def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_ui
         multi_modal_data,
         routed_experts,
     )
-
-
-_PUT: tuple[Callable[[Step, Any], None], ...] = tuple(
-    vars(Step)[f.name].__set__ for f in fields(Step)
-)
-"""Setters of a Step's slots, in the order of its fields."""
-
-
-def _restore(
-    prompt_ids: TokenIds,
-    response_ids: TokenIds,
-    reward: float | None,
-    trajectory_uid: str,
-    prompt_uid: str,
-    step_index: int,
-    policy_version: int,
-    is_last: bool,
-    metadata: dict[str, Any],
-    rollout_log_probs: LogProbs | None,
-    finish_reason: Any,
-    parent_index: int | None,
-    version_spans: tuple[VersionSpan, ...],
-    multi_modal_data: Any,
-    routed_experts: Any,
-) -> Step:
-    """A Step of these fields. Not through `__init__`: it was validated when it was made, and
-    nothing has changed since. One call for each, because a loop takes twice as long."""
-    step = object.__new__(Step)
-    _PUT[0](step, prompt_ids)
-    _PUT[1](step, response_ids)
-    _PUT[2](step, reward)
-    _PUT[3](step, trajectory_uid)
-    _PUT[4](step, prompt_uid)
-    _PUT[5](step, step_index)
-    _PUT[6](step, policy_version)
-    _PUT[7](step, is_last)
-    _PUT[8](step, metadata)
-    _PUT[9](step, rollout_log_probs)
-    _PUT[10](step, finish_reason)
-    _PUT[11](step, parent_index)
-    _PUT[12](step, version_spans)
-    _PUT[13](step, multi_modal_data)
-    _PUT[14](step, routed_experts)
-    return step
 
 
 def in_trajectories(steps: Iterable[tuple[str, str, PackedStep]]) -> list[PackedTrajectory]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
@@ -293,6 +293,26 @@ class Step:
     def __hash__(self) -> int:
         return hash((self.trajectory_uid, self.step_index))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        log_probs = self.rollout_log_probs
+        return _unpickled, (
+            self.prompt_ids.tobytes(),
+            self.response_ids.tobytes(),
+            None if log_probs is None else log_probs.tobytes(),
+            self.reward,
+            self.trajectory_uid,
+            self.prompt_uid,
+            self.step_index,
+            self.policy_version,
+            self.is_last,
+            self.metadata,
+            self.finish_reason,
+            self.parent_index,
+            self.version_spans,
+            self.multi_modal_data,
+            self.routed_experts,
+        )
+
     @property
     def n_tokens(self) -> int:
         """Prompt plus response tokens."""
@@ -303,6 +323,62 @@ class Step:
         """Temperature the log-probs were taken at; greedy (0) scores at 1, as SGLang does."""
         params = self.metadata.get("sampling_params") or {}
         return float(params.get("temperature") or 1.0)
+
+
+_PUT: tuple[Callable[[Step, Any], None], ...] = tuple(
+    vars(Step)[f.name].__set__ for f in fields(Step)
+)
+"""Setters of a Step's slots, in the order of its fields."""
+
+
+def trusted_step(
+    prompt_ids: TokenIds,
+    response_ids: TokenIds,
+    reward: float | None,
+    trajectory_uid: str,
+    prompt_uid: str,
+    step_index: int,
+    policy_version: int,
+    is_last: bool,
+    metadata: dict[str, Any],
+    rollout_log_probs: LogProbs | None,
+    finish_reason: Any,
+    parent_index: int | None,
+    version_spans: tuple[VersionSpan, ...],
+    multi_modal_data: Any,
+    routed_experts: Any,
+) -> Step:
+    """A Step of these fields. Not through `__init__`: it was validated when it was made, and
+    nothing has changed since. One call for each, because a loop takes twice as long."""
+    step = object.__new__(Step)
+    _PUT[0](step, prompt_ids)
+    _PUT[1](step, response_ids)
+    _PUT[2](step, reward)
+    _PUT[3](step, trajectory_uid)
+    _PUT[4](step, prompt_uid)
+    _PUT[5](step, step_index)
+    _PUT[6](step, policy_version)
+    _PUT[7](step, is_last)
+    _PUT[8](step, metadata)
+    _PUT[9](step, rollout_log_probs)
+    _PUT[10](step, finish_reason)
+    _PUT[11](step, parent_index)
+    _PUT[12](step, version_spans)
+    _PUT[13](step, multi_modal_data)
+    _PUT[14](step, routed_experts)
+    return step
+
+
+def _unpickled(prompt: bytes, response: bytes, log_probs: bytes | None, *fields: Any) -> Step:
+    """A Step out of its columns' bytes: three times as fast as NumPy pickles them."""
+    reward, trajectory_uid, prompt_uid, index, version, is_last, metadata, *rest = fields
+    return trusted_step(
+        np.frombuffer(prompt, np.int32),
+        np.frombuffer(response, np.int32),
+        *(reward, trajectory_uid, prompt_uid, index, version, is_last, metadata),
+        None if log_probs is None else np.frombuffer(log_probs, np.float32),
+        *rest,
+    )
 
 
 @dataclass(frozen=True, slots=True)

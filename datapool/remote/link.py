@@ -227,7 +227,7 @@ class Link(ABC):
             self._fail(call, PoolUnavailableError("the DataPool went away meanwhile"))
         for call in self._unanswered.values():
             call.sent = False
-        if self._connecting is None:
+        if self._unanswered and self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
 
     async def _connect(self) -> None:
