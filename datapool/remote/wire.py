@@ -72,6 +72,13 @@ class Hello(msgspec.Struct, array_like=True):
     met: Incarnation | None
 
 
+class Welcome(msgspec.Struct, array_like=True):
+    """What the pool answers."""
+
+    here: Incarnation | None
+    refusal: Refusal | None = None
+
+
 class Door(NamedTuple):
     """Where a pool is reached."""
 
@@ -106,7 +113,7 @@ class Sent(msgspec.Struct, array_like=True):
 _AnyOp: Any = Union[CHANGES + QUESTIONS]  # noqa: UP007 - a union of what a table lists
 _requests = decoder(tuple[int, _AnyOp | None, float | None])
 _hello = decoder(Hello)
-_welcome = decoder(Incarnation | Refusal | None)
+_welcome = decoder(Welcome)
 _sent = decoder(Sent)
 _refusal = decoder(Refusal)
 _answers: dict[type[Op[Any]], msgspec.msgpack.Decoder[Any]] = {}
@@ -255,15 +262,14 @@ class _Served(_Frames):
             log.warning("somebody without the secret was refused")
             self.transport.abort()
             return
-        here = self._service.incarnation
-        welcome: Incarnation | Refusal | None = here
-        if here is not None and hello.met is not None:
+        welcome = Welcome(self._service.incarnation)
+        if welcome.here is not None and hello.met is not None:
             try:
-                here.check_follows(hello.met)
+                welcome.here.check_follows(hello.met)
             except PoolReplacedError as e:
-                welcome = Refusal.of(e)
+                welcome.refusal = Refusal.of(e)
         self.transport.write(frame(welcome))
-        self._is_known = not isinstance(welcome, Refusal)
+        self._is_known = welcome.refusal is None
         self._longest = MAX_FRAME
 
     async def _answer(self, applied: list[tuple[int, Op[Any], Any]]) -> None:
@@ -330,14 +336,13 @@ class Connection(_Frames):
         """
         challenge = msgspec.msgpack.decode(await self._next(), type=bytes)
         self.transport.write(frame(Hello(hmac.digest(secret, challenge, "sha256"), met)))
-        welcome = _welcome.decode(await self._next())
-        if isinstance(welcome, Refusal):
+        welcome: Welcome = _welcome.decode(await self._next())
+        if welcome.refusal is not None:
             self.transport.close()
-            raise welcome.error()
+            raise welcome.refusal.error()
         self.is_up = True
         self._longest = MAX_FRAME
-        known: Known = welcome
-        return known
+        return welcome.here
 
     async def _next(self) -> bytes:
         data = await self._hello
