@@ -72,12 +72,14 @@ from stepwell.datapool.selection import (
     STALE,
     UNSCORED,
     Drop,
+    DryRun,
     GroupInfo,
     Hold,
     Marks,
     Selection,
     TrajectoryInfo,
     Verdict,
+    dry_run,
 )
 
 NO_STEPS = "no_steps"
@@ -91,6 +93,9 @@ REWARD_WAIT: Final = "reward_wait"
 RETENTION: Final = "retention"
 Timer: TypeAlias = Literal["deadline", "idle", "reward_wait", "retention"]
 """What a group is due for at some time; the first two and the last are reasons of a drop, too."""
+AWAITS_REWARDS: Final = Hold(UNSCORED)
+"""What a group is that lacks rewards which may still come; a filter's equal verdict is another
+object, and for good."""
 TOO_FEW_ROLLOUTS = "too_few_rollouts"
 MAX_QUEUE_SIZE = "max_queue_size"
 MAX_BYTES = "max_bytes"
@@ -221,27 +226,29 @@ class Channel:
         self._settle(group)
         return "accepted"
 
-    def _no_credit(self) -> str | None:
-        """Why `open_group` has to wait; None if it would be admitted now."""
+    def _no_credit(self, freed: int = 0) -> str | None:
+        """Why `open_group` has to wait; None if it would be admitted now, or once so many more
+        groups are dropped."""
         limit = self.config.max_outstanding_groups
-        if limit is not None and len(self._open) + self.n_ready - len(self._held) >= limit:
+        if limit is not None and len(self._open) + self.n_ready - len(self._held) - freed >= limit:
             return f"holds max_outstanding_groups={limit} open and ready groups"
         ahead, per_version = self.config.max_ahead_versions, self.config.groups_per_version
         if ahead is not None and per_version is not None:
             versions = self.version - (self.first_version or 0) + 1 + ahead
-            if self.counts.groups.submitted - self.counts.groups.dropped >= versions * per_version:
+            started = self.counts.groups.submitted - self.counts.groups.dropped - freed
+            if started >= versions * per_version:
                 return (
                     f"has started all groups that policy version {self.version} allows "
                     f"(max_ahead_versions={ahead}, groups_per_version={per_version})"
                 )
-        return self._no_room()
+        return self._no_room(freed)
 
-    def _no_room(self) -> str | None:
+    def _no_room(self, freed: int = 0) -> str | None:
         """Why no group can begin at all, opened or with a first step; None if one can."""
         config = self.config
         if config.overflow != "block":
             return None
-        if config.max_queue_size is not None and self.n_ready >= config.max_queue_size:
+        if config.max_queue_size is not None and self.n_ready - freed >= config.max_queue_size:
             return f"holds max_queue_size={config.max_queue_size} ready groups and blocks"
         if config.max_bytes is not None and self.memory_bytes >= config.max_bytes:
             return f"holds {self.memory_bytes} bytes, max_bytes={config.max_bytes}, and blocks"
@@ -616,32 +623,19 @@ class Channel:
     def choose(self, n_rollouts: int | None, batch_size: int) -> list[str]:
         """The groups that a consumer gets next, if there are `batch_size` of them; else none.
         Drops those on the way that are too old or that a filter objects to."""
-        n_wanted = n_rollouts or self.config.n_rollouts
         self._drop_stale()
-        filtered = self.config.selection.batch_filter is not None
-        n_seen = max(batch_size, self.config.selection.window) if filtered else batch_size
-        while self._order.count(n_wanted) >= batch_size:
-            if n_wanted != self.config.n_rollouts:
-                self._judge_first(n_wanted, n_seen)
-            seen = self._order.first(n_wanted, n_seen)
-            if not filtered:
-                return seen if len(seen) == batch_size else []
-            choice = self.selection.choose(
-                [self.info(self.prompt_groups[uid]) for uid in seen],
-                batch_size,
-                more_may_come=self.more_may_come,
-            )
-            for prompt_uid, reason in choice.drop.items():
-                self._drop(self.prompt_groups[prompt_uid], reason)
-            if choice.serve or not choice.drop:
-                return list(choice.serve)
-            # Others came into the window.
-        return []
+        ready = _Ready(self, n_rollouts or self.config.n_rollouts)
+        return list(self.selection.next_batch(ready, batch_size))
 
-    @property
-    def more_may_come(self) -> bool:
-        """Whether another group may still become ready."""
-        return bool(self._open) or not (self.shut_down or self._no_credit())
+    def more_may_come(self, n_dropped: int = 0) -> bool:
+        """Whether another group may still become ready, or could after so many drops."""
+        return bool(self._open) or not (self.shut_down or self._no_credit(n_dropped))
+
+    def first(self, n_wanted: int, limit: int) -> list[str]:
+        """The groups that a consumer who asks for `n_wanted` gets next, at most `limit`."""
+        if n_wanted != self.config.n_rollouts:
+            self._judge_first(n_wanted, limit)
+        return self._order.first(n_wanted, limit)
 
     def _judge_first(self, n_wanted: int, n_seen: int) -> None:
         """Judge undeclared groups that are ready for this consumer only."""
@@ -900,16 +894,14 @@ class Channel:
         if self.replaying or (self.selection.is_trivial and not group.is_marked and not waits):
             return True
         uid = group.prompt_uid
-        try:
-            info = self.info(group)
-            verdict = self.selection.judge(info)
-            if self.config.reward_wait_s is not None:
-                verdict = self._await_rewards(group, info, verdict, self.config.reward_wait_s)
-            # Equal keys stand by readiness for the very n that a consumer asks for.
-            key = 0.0 if self.config.selection.order == "fifo" else self.selection.key(info)
-        except SelectionError as e:
-            # Somebody's function failed; whoever submitted a step cannot help that.
-            verdict, key = Hold(f"selection: {e}"), 0.0
+        verdict, key = self.verdict(self.info(group), self.selection)
+        if verdict is not AWAITS_REWARDS:
+            self._stop_timers(group, REWARD_WAIT)
+        elif uid in self._ready and self.config.reward_wait_s is not None:
+            if group.reward_due is None:
+                group.reward_due = self.now + self.config.reward_wait_s
+                self._write(group, "wait", uid, group.reward_due)
+            self.timers.set((REWARD_WAIT, uid), group.reward_due)
         if isinstance(verdict, Drop):
             self._drop(group, verdict.reason)
             return False
@@ -922,28 +914,36 @@ class Channel:
             return False
         self._order.release(uid)
         self._held.pop(uid, None)
-        self._order.rekey(uid, key)
+        # Equal keys stand by readiness for the very n that a consumer asks for.
+        self._order.rekey(uid, 0.0 if self.config.selection.order == "fifo" else key)
         return True
 
-    def _await_rewards(
-        self, group: GroupRecord, info: GroupInfo, verdict: Verdict | None, seconds: float
-    ) -> Verdict | None:
-        """The verdict on a group that may lack rewards: held for some time from its readiness."""
-        served, refusal = self.selection.gate(info)
-        if refusal or isinstance(verdict, Drop) or served.is_scored or group.frozen:
-            self._stop_timers(group, REWARD_WAIT)
-            return verdict
-        if group.prompt_uid in self._ready:
-            if group.reward_due is None:
-                group.reward_due = self.now + seconds
-                self._write(group, "wait", group.prompt_uid, group.reward_due)
-            if group.reward_due == -math.inf:
-                return Drop(UNSCORED) if verdict == Hold(UNSCORED) else verdict
-            self.timers.set((REWARD_WAIT, group.prompt_uid), group.reward_due)
-        return Hold(UNSCORED)
+    def verdict(self, info: GroupInfo, rules: Selection) -> tuple[Verdict | None, float]:
+        """What these rules say of a ready group, and its key in the order. Changes nothing."""
+        try:
+            verdict, key = rules.judge(info), rules.key(info)
+        except SelectionError as e:
+            # Somebody's function failed; whoever submitted a step cannot help that.
+            return Hold(f"selection: {e}"), 0.0
+        group = self.prompt_groups[info.prompt_uid]
+        served, refusal = rules.gate(info)
+        settled = refusal or isinstance(verdict, Drop) or served.is_scored or group.frozen
+        if settled or self.config.reward_wait_s is None:
+            return verdict, key
+        if info.prompt_uid in self._ready and group.reward_due == -math.inf:
+            return Drop(UNSCORED) if verdict == AWAITS_REWARDS else verdict, key
+        return AWAITS_REWARDS, key
 
-    def awaits_rewards(self, group: GroupRecord) -> bool:
-        return (REWARD_WAIT, group.prompt_uid) in self.timers
+    def dry_run(self, rules: Selection, batch_size: int) -> DryRun:
+        """What a lease of `batch_size` groups would be given out of what is ready now."""
+
+        def judge(info: GroupInfo) -> tuple[Verdict | None, float]:
+            verdict, key = self.verdict(info, rules)
+            stale = self.is_stale(self.prompt_groups[info.prompt_uid])
+            return Drop(STALE) if stale else verdict, key
+
+        infos = map(self.info, self._ready.values())
+        return dry_run(rules, infos, batch_size, judge=judge, more_may_come=self.more_may_come)
 
     def _judge_again(self, group: GroupRecord) -> None:
         """Its marks, rewards or trajectories changed."""
@@ -1328,6 +1328,29 @@ class Channel:
         self._closed_rows.append(row)
         if self.log is not None and len(self._closed_rows) > self._remembered_uids:
             self.log.delete([self._closed_rows.popleft()])
+
+
+class _Ready:
+    """What a consumer that asks for `n_rollouts` can be served from."""
+
+    def __init__(self, channel: Channel, n_rollouts: int) -> None:
+        self._channel = channel
+        self._n_rollouts = n_rollouts
+
+    def __len__(self) -> int:
+        return self._channel.n_available(self._n_rollouts)
+
+    def first(self, limit: int) -> list[str]:
+        return self._channel.first(self._n_rollouts, limit)
+
+    def info(self, prompt_uid: str) -> GroupInfo:
+        return self._channel.info(self._channel.prompt_groups[prompt_uid])
+
+    def drop(self, prompt_uid: str, reason: str) -> None:
+        self._channel.drop_group(prompt_uid, reason)
+
+    def more_may_come(self) -> bool:
+        return self._channel.more_may_come()
 
 
 def _unknown_base(step: PackedStep) -> UnknownBaseError:

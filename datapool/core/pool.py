@@ -49,7 +49,7 @@ from stepwell.datapool.inspect.listing import (
     list_trajectories,
     read_trajectories,
 )
-from stepwell.datapool.selection import DryRun, Marks, dry_run
+from stepwell.datapool.selection import DryRun, Marks, Selection
 from stepwell.datapool.types import MAX_REWARD, TRAIN, VAL, Lease, Step, is_reward
 
 DAY_S = 86_400.0
@@ -342,7 +342,7 @@ class DataPool:
         **marks: Any,
     ) -> Marks:
         """What people say of a group or of one trajectory: `trainable`, `quality`, `tags`, `note`.
-        Those given replace the ones before, None clears; returns all. `selection.py` obeys them.
+        Those given replace the ones before, None clears; returns all. `selection` obeys them.
 
         Raises:
             UnknownGroupError, UnknownTrajectoryError: never seen.
@@ -571,17 +571,11 @@ class DataPool:
         is ready now; and why. Changes nothing. Looks at every ready group.
 
         Raises:
-            SelectionError: as the selection itself.
+            SelectionError: a name of the selection is wrong, or its batch filter failed.
         """
         source = self._at(channel, now)
-        return dry_run(
-            source.selection if selection is None else selection,
-            [source.info(group) for group in source.ready_groups()],
-            batch_size,
-            more_may_come=source.more_may_come,
-            stale={g.prompt_uid for g in source.ready_groups() if source.is_stale(g)},
-            unscored={g.prompt_uid for g in source.ready_groups() if source.awaits_rewards(g)},
-        )
+        rules = source.selection if selection is None else Selection(selection)
+        return source.dry_run(rules, batch_size)
 
     # -- reading -----------------------------------------------------------------------------
 
