@@ -39,16 +39,13 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.inspect.events import EventLog
 from stepwell.datapool.inspect.listing import (
-    ExportedPage,
-    GroupRow,
-    Page,
-    StepRow,
-    TrajectoryRow,
     list_groups,
     list_steps,
+    list_steps_with_tokens,
     list_trajectories,
     read_trajectories,
 )
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.selection import DryRun, Marks, Selection
 from stepwell.datapool.types import MAX_REWARD, TRAIN, VAL, Lease, Step, is_reward
 
@@ -588,7 +585,7 @@ class DataPool:
         now: float,
         **filters: Any,
     ) -> Page[GroupRow]:
-        """Live groups in the order they were opened in; filters and errors: `listing.py`."""
+        """Live groups in the order they were opened in; filters: `inspect/listing.py`."""
         return list_groups(self._known(channel, now), self.epoch, cursor, limit, filters)
 
     def list_trajectories(
@@ -600,7 +597,7 @@ class DataPool:
         now: float,
         **filters: Any,
     ) -> Page[TrajectoryRow]:
-        """Trajectories of live groups; filters and errors: `listing.py`."""
+        """Trajectories of live groups; filters and errors: `inspect/listing.py`."""
         return list_trajectories(self._known(channel, now), self.epoch, cursor, limit, filters)
 
     def list_steps(
@@ -613,9 +610,9 @@ class DataPool:
         now: float,
         **filters: Any,
     ) -> Page[StepRow]:
-        """Stored steps; filters and errors: `listing.py`."""
-        source = self._known(channel, now)
-        return list_steps(source, self.epoch, cursor, limit, filters, include_tokens)
+        """Stored steps; filters and errors: `inspect/listing.py`."""
+        listing = list_steps_with_tokens if include_tokens else list_steps
+        return listing(self._known(channel, now), self.epoch, cursor, limit, filters)
 
     def read_trajectories(
         self,
@@ -626,7 +623,7 @@ class DataPool:
         now: float,
         **filters: Any,
     ) -> ExportedPage:
-        """Whole trajectories with their tokens; filters and errors: `listing.py`."""
+        """Whole trajectories with their tokens; filters and errors: `inspect/listing.py`."""
         return read_trajectories(self._known(channel, now), self.epoch, cursor, limit, filters)
 
     # -- memory and the log ------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """What is in a channel, page by page: rows for people to read, whole trajectories for an export.
 
-    cursor ──► group 17, its 3rd trajectory, step 5 ──► items that match … ──► next cursor
-
 A page walks the channel's live groups in the order they were opened in, from its cursor, and looks
 at a bounded number of them, whatever the filters are. So a page may be empty and still have a
 cursor; only a page without one is the last. `prompt_uid` and `trajectory_uid` go straight to what
@@ -11,606 +9,179 @@ here (`get_events`, `get_statistics` tell of them).
 
 A page costs what it looks at, and what lies before its cursor inside one group or trajectory.
 
-Owns rows, filters and cursors. Changes nothing, and makes no channel.
+Owns the walk and what can be filtered. Does not own cursors and costs (`paging.py`), nor rows
+(`rows.py`). Changes nothing, and makes no channel.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from functools import partial
 from itertools import islice
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
-import numpy as np
-
-from stepwell.datapool.codec import PackedStep, PackedTrajectory, StoredStep
+from stepwell.datapool.codec import PackedTrajectory
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
-from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.files.rows import ExportedTrajectory
-from stepwell.datapool.selection import UNMARKED, GroupInfo, Marks, TrajectoryInfo
-from stepwell.datapool.types import FinishReason, LogProbs, TokenIds, Trajectory, VersionSpan
+from stepwell.datapool.inspect.paging import FLAG, INTEGER, NUMBER, TEXT, Filters, Pager, some_of
+from stepwell.datapool.inspect.payloads import read_extra, read_tokens
+from stepwell.datapool.inspect.rows import (
+    ExportedPage,
+    GroupRow,
+    GroupState,
+    Page,
+    StepRow,
+    TrajectoryRow,
+    TrajectoryState,
+)
+from stepwell.datapool.selection import UNMARKED
+from stepwell.datapool.types import FinishReason, Trajectory, VersionSpan
 
-GroupState: TypeAlias = Literal["open", "ready", "held", "leased"]
-TrajectoryState: TypeAlias = Literal["open", "complete", "aborted"]
-
-MAX_LIMIT: Final = 1000
-LOOKS_PER_ITEM: Final = 10
-MIN_LOOKS: Final = 1000
-STEPS_PER_LOOK: Final = 16
-"""Steps summed up for a row that cost as much as looking at one more item."""
-BYTES_PER_LOOK: Final = 1 << 14
-"""The same for payload bytes, which may have to be read from the disk."""
 PAGE_BYTES: Final = 8 << 20
 """Payload bytes of an export's page."""
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True)
-class Page(Generic[T]):
-    """Some of the items, in order."""
-
-    items: tuple[T, ...]
-    cursor: str | None
-    """Where the next page begins; None: there is nothing more."""
-
-
-# -- rows --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRow:
-    """A live group. Rewards and versions are those of its complete trajectories."""
-
-    prompt_uid: str
-    state: GroupState
-    reason: str | None
-    """Why it is open, or held."""
-    n_rollouts: int | None
-    """What it was declared with; None if it was not."""
-    n_complete: int
-    n_running: int
-    n_aborted: int
-    n_steps: int
-    """Stored steps, those of running trajectories too."""
-    n_tokens: int
-    """Their prompts and responses, each counted in full."""
-    reward_mean: float | None
-    reward_std: float | None
-    oldest_version: int | None
-    newest_version: int | None
-    opened_at: float
-    """Pool clock, seconds."""
-    deadline: float | None
-    """Pool clock, seconds."""
-    delivery: int
-    """1 until it was delivered once and came back."""
-    metadata: dict[str, Any]
-    marks: Marks
+_EVERYWHERE: Final[Filters] = {
+    "tag": TEXT,  # of a group's own marks; of a trajectory or step, also of its group's
+    "trainable": FLAG,  # False: marked so, in the same places; True: not
+    "min_reward": NUMBER,  # a group's mean, a trajectory's sum, a step's own as served
+    "max_reward": NUMBER,
+    "min_version": INTEGER,  # all of an item's steps lie in the range; a group's complete ones
+    "max_version": INTEGER,
+}
+_GROUP_FILTERS: Final[Filters] = {
+    "state": some_of(GroupState),
+    "prompt_uid": TEXT,
+    "min_age_s": NUMBER,
+    **_EVERYWHERE,
+}
+_TRAJECTORY_FILTERS: Final[Filters] = {
+    "state": some_of(TrajectoryState),
+    "group_state": some_of(GroupState),
+    "prompt_uid": TEXT,
+    "trajectory_uid": TEXT,
+    "reason": TEXT,  # of an abort
+    "scored": FLAG,
+    **_EVERYWHERE,
+}
+_STEP_FILTERS: Final[Filters] = {
+    "state": some_of(TrajectoryState),  # of its trajectory
+    "group_state": some_of(GroupState),
+    "prompt_uid": TEXT,
+    "trajectory_uid": TEXT,
+    "step_index": INTEGER,
+    "finish_reason": some_of(FinishReason),
+    "scored": FLAG,
+    **_EVERYWHERE,
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryRow:
-    """A trajectory of a live group."""
+class Listing(Generic[T]):
+    """Pages of one kind of item.
 
-    trajectory_uid: str
-    prompt_uid: str
-    state: TrajectoryState
+    Args:
+        items: those that pass the pager's filters, from its cursor on.
+    """
+
+    def __init__(
+        self, kind: str, filters: Filters, items: Callable[[Channel, Pager], Iterator[T]]
+    ) -> None:
+        self._kind = kind
+        self._filters = filters
+        self._items = items
+
+    def __call__(
+        self,
+        channel: Channel | None,
+        epoch: str,
+        cursor: str | None,
+        limit: int,
+        filters: Mapping[str, Any],
+    ) -> Page[T]:
+        """A page of a channel (None: of one that does not exist).
+
+        Raises:
+            InvalidRequestError: as `Pager`.
+            JournalError: a payload cannot be read back.
+        """
+        pager = Pager(self._kind, self._filters, epoch, cursor, limit, filters)
+        items: list[T] = []
+        for item in () if channel is None else self._items(channel, pager):
+            items.append(item)
+            pager.count()
+        return Page(tuple(items), pager.cursor)
+
+
+# -- the walk ----------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    """A trajectory on the way."""
+
+    group: GroupRecord
     group_state: GroupState
-    reason: str | None
-    """Why it was aborted."""
-    reward: float | None
-    """Sum over its steps and the outcome; None if nothing is scored."""
-    n_steps: int
-    n_missing: int
-    """Steps that have not arrived, below the highest index that has."""
-    n_tokens: int
-    oldest_version: int | None
-    newest_version: int | None
-    attempt: int
-    metadata: dict[str, Any]
-    marks: Marks
-    """Its own; those of its group count for it too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """A stored step. Its reward and `is_last` are what it would be served with now."""
-
-    trajectory_uid: str
-    prompt_uid: str
-    step_index: int
-    state: TrajectoryState
-    """Of its trajectory."""
-    group_state: GroupState
-    policy_version: int
-    version_spans: tuple[VersionSpan, ...]
-    reward: float | None
-    is_last: bool
-    parent_index: int | None
-    n_prompt: int
-    n_response: int
-    has_log_probs: bool
-    finish_reason: FinishReason | None
-    metadata: dict[str, Any]
-    """Plain values and NumPy's; anything else is shown as `Opaque`."""
-    prompt_ids: TokenIds | None = None
-    """Tokens and log-probs only with `include_tokens`."""
-    response_ids: TokenIds | None = None
-    rollout_log_probs: LogProbs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """A value of a type that the pool does not load: it would import what producers use."""
-
-    type_name: str
-
-
-class ExportedPage(NamedTuple):
-    """`Page[ExportedTrajectory]` on its way: packed, so that it is unpacked where it is used."""
-
-    heads: tuple[ExportedTrajectory, ...]
-    """Each without its steps."""
-    steps: tuple[list[tuple[Any, ...]], ...]
-    """`PackedStep`s of each, as plain tuples, which Python pickles several times faster."""
-    cursor: str | None
-
-    def unpack(self) -> Iterator[ExportedTrajectory]:
-        """One by one."""
-        for head, steps in zip(self.heads, self.steps, strict=True):
-            t = head.trajectory
-            packed = PackedTrajectory(
-                t.trajectory_uid,
-                t.prompt_uid,
-                list(map(PackedStep._make, steps)),
-                t.metadata,
-                t.attempt,
-            )
-            yield replace(head, trajectory=packed.unpack())
-
-
-# -- filters -----------------------------------------------------------------------------------
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError("a non-empty string")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("True or False")
-    return value
-
-
-def _integer(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError("an integer >= 0")
-    return value
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
-        raise ValueError("a number")
-    return float(value)
-
-
-def _some_of(*known: str) -> Callable[[Any], frozenset[str]]:
-    def parse(value: Any) -> frozenset[str]:
-        chosen = {value} if isinstance(value, str) else value
-        if not isinstance(chosen, list | tuple | set | frozenset) or not {*chosen} <= {*known}:
-            raise ValueError(f"one or several of {', '.join(known)}")
-        return frozenset(chosen)
-
-    return parse
-
-
-_Parsers: TypeAlias = Mapping[str, Callable[[Any], Any]]
-
-_RANGES: Final[_Parsers] = {
-    "min_reward": _number,
-    "max_reward": _number,
-    "min_version": _integer,
-    "max_version": _integer,
-}
-_GROUP_FILTERS: Final[_Parsers] = {
-    "state": _some_of(*get_args(GroupState)),
-    "prompt_uid": _text,
-    "tag": _text,
-    "trainable": _flag,
-    "min_age_s": _number,
-    **_RANGES,
-}
-_TRAJECTORY_FILTERS: Final[_Parsers] = {
-    "state": _some_of(*get_args(TrajectoryState)),
-    "group_state": _some_of(*get_args(GroupState)),
-    "prompt_uid": _text,
-    "trajectory_uid": _text,
-    "reason": _text,
-    "tag": _text,
-    "trainable": _flag,
-    "scored": _flag,
-    **_RANGES,
-}
-_STEP_FILTERS: Final[_Parsers] = {
-    "state": _some_of(*get_args(TrajectoryState)),
-    "group_state": _some_of(*get_args(GroupState)),
-    "prompt_uid": _text,
-    "trajectory_uid": _text,
-    "step_index": _integer,
-    "tag": _text,
-    "trainable": _flag,
-    "scored": _flag,
-    "finish_reason": _some_of(*get_args(FinishReason)),
-    **_RANGES,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Filters:
-    """What an item must have to be listed; None: anything."""
-
-    state: frozenset[str] | None = None
-    group_state: frozenset[str] | None = None
-    prompt_uid: str | None = None
-    trajectory_uid: str | None = None
-    step_index: int | None = None
-    reason: str | None = None
-    tag: str | None = None
-    trainable: bool | None = None
-    scored: bool | None = None
-    finish_reason: frozenset[str] | None = None
-    min_age_s: float | None = None
-    min_reward: float | None = None
-    max_reward: float | None = None
-    min_version: int | None = None
-    max_version: int | None = None
-
-    def admit_marks(self, *marks: Marks) -> bool:
-        """Whether marks, of a trajectory those of its group too, are what is asked for."""
-        if self.tag is not None and not any(self.tag in m.tags for m in marks):
-            return False
-        refused = any(m.trainable is False for m in marks)
-        return self.trainable is None or self.trainable is not refused
-
-    def admit_reward(self, reward: float | None) -> bool:
-        if self.scored is not None and self.scored is (reward is None):
-            return False
-        if reward is None:
-            return self.min_reward is None and self.max_reward is None
-        return (self.min_reward is None or reward >= self.min_reward) and (
-            self.max_reward is None or reward <= self.max_reward
-        )
-
-    def admit_versions(self, oldest: int | None, newest: int | None) -> bool:
-        """All of an item must lie in the range."""
-        if oldest is None or newest is None:
-            return self.min_version is None and self.max_version is None
-        return (self.min_version is None or oldest >= self.min_version) and (
-            self.max_version is None or newest <= self.max_version
-        )
-
-
-def _filters(given: Mapping[str, Any], known: _Parsers) -> _Filters:
-    parsed: dict[str, Any] = {}
-    for name, value in given.items():
-        if name not in known:
-            near = get_close_matches(str(name), known, 1, 0.0)[0]
-            raise InvalidRequestError(
-                f"there is no filter {name!r} (did you mean {near!r}?); there are "
-                f"{', '.join(known)}"
-            )
-        try:
-            parsed[name] = None if value is None else known[name](value)
-        except ValueError as e:
-            raise InvalidRequestError(f"filter {name} is {value!r:.80}; pass {e}") from e
-    return _Filters(**parsed)
-
-
-# -- pages -------------------------------------------------------------------------------------
-
-
-class _Place(NamedTuple):
-    """The first thing that a page has not looked at."""
-
-    group: int
-    """`GroupRecord.number`"""
-    position: int = 0
-    """of the trajectory in its group"""
-    step: int = 0
-    """`step_index`"""
-
-
-class _Scan(Generic[T]):
-    """A page in the making.
-
-    Args:
-        kind: of the listing; a cursor of another one is refused.
-        epoch: of the pool; cursors of a pool that has lost its content are refused.
-    """
-
-    def __init__(self, kind: str, epoch: str, cursor: str | None, limit: int) -> None:
-        if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_LIMIT:
-            raise InvalidRequestError(
-                f"limit is {limit!r}; pass 1 to {MAX_LIMIT}, and go on with the page's cursor"
-            )
-        self._name = f"{kind}:{epoch}"
-        self._limit = limit
-        self._left: float = max(MIN_LOOKS, LOOKS_PER_ITEM * limit)
-        self._next: _Place | None = None
-        self.start = self._parse(kind, cursor)
-        self.items: list[T] = []
-
-    def _parse(self, kind: str, cursor: str | None) -> _Place:
-        if cursor is None:
-            return _Place(0)
-        name, *numbers = cursor.rsplit(":", 3) if isinstance(cursor, str) else [""]
-        if len(numbers) != 3 or not all(n.isascii() and n.isdigit() for n in numbers):
-            raise InvalidRequestError(
-                f"cursor is {cursor!r:.80}; pass one that the page before came with, or None"
-            )
-        if name != self._name:
-            what = "another listing" if not name.startswith(f"{kind}:") else "another pool"
-            raise InvalidRequestError(
-                f"cursor {cursor!r:.80} is of {what}, or of this one before it lost its content; "
-                "begin again with cursor=None"
-            )
-        return _Place(*map(int, numbers))
-
-    def spend(self, items: int = 0, steps: int = 0, n_bytes: int = 0) -> None:
-        self._left -= items + steps / STEPS_PER_LOOK + n_bytes / BYTES_PER_LOOK
-
-    def stop(self) -> None:
-        """The page is full."""
-        self._left = 0
-
-    def is_over(self, *place: int) -> bool:
-        """Whether the page ends before `place`, where the next one begins."""
-        if self._left > 0 and len(self.items) < self._limit:
-            return False
-        self._next = _Place(*place)
-        return True
-
-    @property
-    def cursor(self) -> str | None:
-        return None if self._next is None else f"{self._name}:{':'.join(map(str, self._next))}"
-
-    def page(self) -> Page[T]:
-        return Page(tuple(self.items), self.cursor)
-
-
-def list_groups(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
-) -> Page[GroupRow]:
-    """Live groups (None: of a channel that does not exist).
-
-    Args:
-        filters: `state` (one or several), `prompt_uid`, `tag`, `trainable` (False: marked so; True:
-            not), `min_age_s`; `min_reward`, `max_reward` of the mean; `min_version`,
-            `max_version`, between which all its complete trajectories lie.
-
-    Raises:
-        InvalidRequestError: an unknown filter, a malformed value, limit or cursor.
-    """
-    wanted = _filters(filters, _GROUP_FILTERS)
-    scan: _Scan[GroupRow] = _Scan("groups", epoch, cursor, limit)
-    if channel is None:
-        return scan.page()
-    for group in _groups(channel, scan, wanted):
-        if scan.is_over(group.number):
-            break
-        scan.spend(items=1)
-        if not wanted.admit_marks(group.marks):
-            continue
-        if wanted.min_age_s is not None and channel.now - group.opened_at < wanted.min_age_s:
-            continue
-        state, reason = _group_state(channel, group)
-        if wanted.state is not None and state not in wanted.state:
-            continue
-        row = _group_row(channel, group, state, reason)
-        scan.spend(items=len(group.trajectories), steps=row.n_steps)
-        if wanted.admit_reward(row.reward_mean) and wanted.admit_versions(
-            row.oldest_version, row.newest_version
-        ):
-            scan.items.append(row)
-    return scan.page()
-
-
-def list_trajectories(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
-) -> Page[TrajectoryRow]:
-    """Trajectories of live groups, group by group, in the order they were opened in.
-
-    Args:
-        filters: `state`, `group_state` (one or several), `prompt_uid`, `trajectory_uid`, `reason`
-            (of an abort), `tag`, `trainable` (its own or its group's), `scored`, `min_reward`,
-            `max_reward`; `min_version`, `max_version`, between which all its steps lie.
-
-    Raises:
-        InvalidRequestError: an unknown filter, a malformed value, limit or cursor.
-    """
-    wanted = _filters(filters, _TRAJECTORY_FILTERS)
-    scan: _Scan[TrajectoryRow] = _Scan("trajectories", epoch, cursor, limit)
-    if channel is None:
-        return scan.page()
-    for _, _, row in _trajectories(channel, scan, wanted):
-        scan.items.append(row)
-    return scan.page()
-
-
-def list_steps(
-    channel: Channel | None,
-    epoch: str,
-    cursor: str | None,
-    limit: int,
-    filters: Mapping[str, Any],
-    include_tokens: bool = False,
-) -> Page[StepRow]:
-    """Stored steps, trajectory by trajectory, by `step_index`.
-
-    Args:
-        filters: `state` (of the trajectory), `group_state` (one or several), `prompt_uid`,
-            `trajectory_uid`, `step_index`, `tag`, `trainable` (the trajectory's or its group's),
-            `scored`, `finish_reason` (one or several), `min_reward`, `max_reward`, `min_version`,
-            `max_version`.
-
-    Raises:
-        InvalidRequestError: an unknown filter, a malformed value, limit or cursor.
-        JournalError: a payload cannot be read back.
-    """
-    wanted = _filters(filters, _STEP_FILTERS)
-    scan: _Scan[StepRow] = _Scan("steps", epoch, cursor, limit)
-    if channel is None:
-        return scan.page()
-    for group, record, position, group_state in _records(channel, scan, wanted):
-        here = (group.number, position)
-        first = scan.start.step if scan.start[:2] == here else 0
-        for index in _indices(record, first, wanted.step_index):
-            if scan.is_over(*here, index):
-                return scan.page()
-            scan.spend(items=1)
-            stored, reward = record.steps[index], record.step_reward(index)
-            if index == record.max_index:
-                reward = record.last_reward()
-            version = stored.policy_version
-            if not wanted.admit_reward(reward) or not wanted.admit_versions(version, version):
-                continue
-            extra = _extra(stored, _payload(channel, stored))
-            scan.spend(n_bytes=stored.n_bytes)
-            if wanted.finish_reason is not None and extra[1] not in wanted.finish_reason:
-                continue
-            row = _step_row(record, index, reward, group_state, extra)
-            if include_tokens:
-                row, n_bytes = _with_tokens(channel, record, row)
-                scan.spend(n_bytes=n_bytes)
-            scan.items.append(row)
-    return scan.page()
-
-
-def read_trajectories(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
-) -> ExportedPage:
-    """Whole trajectories with their tokens, at most about 8 MiB at a time.
-
-    Complete ones as a consumer would get them. Of open ones the steps so far, with the rewards
-    that were set since; one for the whole trajectory stands in `outcome`. Of aborted ones only the
-    head, because the pool released their steps.
-
-    Args:
-        filters: as `list_trajectories`.
-
-    Raises:
-        InvalidRequestError: an unknown filter, a malformed value, limit or cursor.
-        JournalError: a payload cannot be read back.
-    """
-    wanted = _filters(filters, _TRAJECTORY_FILTERS)
-    scan: _Scan[tuple[ExportedTrajectory, list[tuple[Any, ...]]]] = _Scan(
-        "export", epoch, cursor, limit
-    )
-    if channel is None:
-        return ExportedPage((), (), None)
-    n_bytes = 0
-    for group, record, row in _trajectories(channel, scan, wanted):
-        steps = list(channel.packed(record).steps) if record.steps else []
-        if steps and row.state == "open":
-            # They came as if it were complete.
-            last = record.max_index
-            steps[-1] = steps[-1]._replace(
-                reward=record.step_reward(last), is_last=record.steps[last].is_last
-            )
-        scan.items.append((_head(channel, group, record, row), [tuple(step) for step in steps]))
-        n_bytes += sum(len(step.payload) + len(step.prompt or b"") for step in steps)
-        if n_bytes >= PAGE_BYTES:
-            scan.stop()
-    return ExportedPage(
-        tuple(head for head, _ in scan.items), tuple(s for _, s in scan.items), scan.cursor
-    )
-
-
-# -- inside: the walk --------------------------------------------------------------------------
-
-
-def _groups(channel: Channel, scan: _Scan[Any], wanted: _Filters) -> Iterator[GroupRecord]:
-    """Live groups from the scan's start, or the one that the filters name."""
-    prompt_uid = wanted.prompt_uid
-    if wanted.trajectory_uid is not None:
-        record = channel.trajectory_index.get(wanted.trajectory_uid)
+    record: TrajectoryRecord
+    position: int
+    """In its group."""
+
+
+def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, GroupState]]:
+    for group in _live_groups(channel, pager):
+        position = pager.start.position if group.number == pager.start.group else 0
+        if not pager.looks_at(group.number, position):
+            return
+        state = cast(GroupState, channel.state(group)[0])
+        if pager.admits(group_state=state):
+            yield group, state
+
+
+def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
+    """From the cursor on, or the one that the filters name."""
+    first, prompt_uid = pager.start.group, pager.wanted.get("prompt_uid")
+    if (trajectory_uid := pager.wanted.get("trajectory_uid")) is not None:
+        record = channel.trajectory_index.get(trajectory_uid)
         if record is None or prompt_uid not in (None, record.prompt_uid):
             return
         prompt_uid = record.prompt_uid
     if prompt_uid is None:
-        for number in channel.groups_by_number.irange(scan.start.group):
+        for number in channel.groups_by_number.irange(first):
             yield channel.groups_by_number[number]
-        return
-    group = channel.prompt_groups.get(prompt_uid)
-    if group is not None and group.number >= scan.start.group:
+    elif (group := channel.prompt_groups.get(prompt_uid)) and group.number >= first:
         yield group
 
 
-def _records(
-    channel: Channel, scan: _Scan[Any], wanted: _Filters
-) -> Iterator[tuple[GroupRecord, TrajectoryRecord, int, GroupState]]:
-    """Trajectories, as far as what is asked of them can be seen without their steps; and their
-    positions in their groups."""
-    for group in _groups(channel, scan, wanted):
-        here = scan.start.position if group.number == scan.start.group else 0
-        if scan.is_over(group.number, here):
-            return
-        scan.spend(items=1)
-        group_state, _ = _group_state(channel, group)
-        if wanted.group_state is not None and group_state not in wanted.group_state:
-            continue
-        if wanted.trajectory_uid is not None:
-            records = iter([group.trajectories[wanted.trajectory_uid]])
-        else:
-            records = islice(group.trajectories.values(), here, None)
-        for position, record in enumerate(records, start=here):
-            if scan.is_over(group.number, position):
+def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
+    """As far as what is asked of them can be seen without their steps."""
+    uid = pager.wanted.get("trajectory_uid")
+    for group, group_state in _groups(channel, pager):
+        first = pager.start.position if group.number == pager.start.group else 0
+        named = [group.trajectories[uid]] if uid is not None else None
+        records = named or islice(group.trajectories.values(), first, None)
+        for position, record in enumerate(records, start=first):
+            if not pager.looks_at(group.number, position):
                 return
-            scan.spend(items=1)
-            if wanted.state is not None and _state(record) not in wanted.state:
+            passes = pager.admits(state=_state(record), reason=_reason(record))
+            if passes and pager.admits_marks(record.marks, group.marks):
+                yield _Found(group, group_state, record, position)
+
+
+def _steps(channel: Channel, pager: Pager) -> Iterator[tuple[_Found, int]]:
+    """By `step_index`."""
+    only = pager.wanted.get("step_index")
+    for found in _trajectories(channel, pager):
+        here, stored = (found.group.number, found.position), found.record.steps
+        first = pager.start.step if pager.start[:2] == here else 0
+        for index in sorted(stored) if only is None else [only]:
+            if index < first or index not in stored:
                 continue
-            if wanted.reason is not None and wanted.reason != _reason(record):
-                continue
-            if wanted.admit_marks(record.marks, group.marks):
-                yield group, record, position, group_state
+            if not pager.looks_at(*here, index):
+                return
+            yield found, index
 
 
-def _trajectories(
-    channel: Channel, scan: _Scan[Any], wanted: _Filters
-) -> Iterator[tuple[GroupRecord, TrajectoryRecord, TrajectoryRow]]:
-    """Trajectories with all that is asked of them."""
-    for group, record, _, group_state in _records(channel, scan, wanted):
-        row = _trajectory_row(record, group_state)
-        scan.spend(steps=row.n_steps)
-        if wanted.admit_reward(row.reward) and wanted.admit_versions(
-            row.oldest_version, row.newest_version
-        ):
-            yield group, record, row
-
-
-def _indices(record: TrajectoryRecord, first: int, only: int | None) -> Iterator[int]:
-    """Indices of stored steps from `first` on, ascending."""
-    if only is not None:
-        return iter([only] if only >= first and only in record.steps else [])
-    if len(record.steps) == record.max_index + 1:
-        return iter(range(first, record.max_index + 1))
-    return iter(sorted(i for i in record.steps if i >= first))
-
-
-# -- inside: rows ------------------------------------------------------------------------------
-
-
-def _group_state(channel: Channel, group: GroupRecord) -> tuple[GroupState, str | None]:
-    state, reason = channel.state(group)
-    return cast(GroupState, state), reason
+# -- rows --------------------------------------------------------------------------------------
 
 
 def _state(record: TrajectoryRecord) -> TrajectoryState:
@@ -623,205 +194,173 @@ def _reason(record: TrajectoryRecord) -> str | None:
     return None if record.closing is None else record.closing.aborted
 
 
-def _group_row(
-    channel: Channel, group: GroupRecord, state: GroupState, reason: str | None
-) -> GroupRow:
-    complete = [
-        TrajectoryInfo(
-            trajectory_uid=record.trajectory_uid,
-            reward=record.reward(),
-            n_steps=len(record.steps),
-            n_tokens=0,
-            oldest_version=min(step.policy_version for step in record.steps.values()),
-            newest_version=max(step.policy_version for step in record.steps.values()),
+def _group_rows(channel: Channel, pager: Pager) -> Iterator[GroupRow]:
+    for group, state in _groups(channel, pager):
+        age_s = channel.now - group.opened_at
+        if not (pager.admits(state=state, age_s=age_s) and pager.admits_marks(group.marks)):
+            continue
+        info = channel.info(group)
+        steps = [step for record in group.trajectories.values() for step in record.steps.values()]
+        pager.spend(items=len(group.trajectories), steps=len(steps))
+        if not pager.admits_sums(info.reward_mean, info.oldest_version, info.newest_version):
+            continue
+        yield GroupRow(
+            prompt_uid=group.prompt_uid,
+            state=state,
+            reason=channel.describe(group)["why"] if state == "open" else channel.state(group)[1],
+            n_rollouts=None if group.terms is None else group.terms.n_rollouts,
+            n_complete=len(group.complete),
+            n_running=group.n_open,
+            n_aborted=group.n_aborted,
+            n_steps=len(steps),
+            n_tokens=sum(step.n_tokens for step in steps),
+            reward_mean=info.reward_mean,
+            reward_std=info.reward_std,
+            oldest_version=info.oldest_version,
+            newest_version=info.newest_version,
+            opened_at=group.opened_at,
+            deadline=group.deadline,
+            delivery=group.delivery,
+            metadata=dict(group.metadata),
+            marks=group.marks,
         )
-        for record in group.complete
-    ]
-    info = GroupInfo(
-        prompt_uid=group.prompt_uid,
-        channel=channel.name,
-        n_rollouts=None if group.terms is None else group.terms.n_rollouts,
-        trajectories=tuple(complete),
-        sequence=0,
-        opened_at=group.opened_at,
+
+
+def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[tuple[TrajectoryRow, _Found]]:
+    for found in _trajectories(channel, pager):
+        record = found.record
+        steps = record.steps.values()
+        pager.spend(steps=len(steps))
+        reward, versions = record.reward(), [step.policy_version for step in steps]
+        oldest, newest = min(versions, default=None), max(versions, default=None)
+        if not pager.admits_sums(reward, oldest, newest):
+            continue
+        row = TrajectoryRow(
+            trajectory_uid=record.trajectory_uid,
+            prompt_uid=record.prompt_uid,
+            state=_state(record),
+            group_state=found.group_state,
+            reason=_reason(record),
+            reward=reward,
+            n_steps=len(steps),
+            n_missing=record.max_index + 1 - len(steps) if steps else 0,
+            n_tokens=sum(step.n_tokens for step in steps),
+            oldest_version=oldest,
+            newest_version=newest,
+            attempt=record.attempt,
+            metadata=dict(record.metadata),
+            marks=record.marks,
+        )
+        yield row, found
+
+
+def _step_rows(channel: Channel, pager: Pager, include_tokens: bool = False) -> Iterator[StepRow]:
+    for found, index in _steps(channel, pager):
+        record = found.record
+        stored, is_last = record.steps[index], index == record.max_index
+        reward = record.last_reward() if is_last else record.step_reward(index)
+        version = stored.policy_version
+        if not pager.admits_sums(reward, version, version):
+            continue
+        extra, n_bytes = read_extra(channel, stored)
+        pager.spend(n_bytes=n_bytes)
+        if not pager.admits(finish_reason=extra.finish_reason):
+            continue
+        columns: dict[str, Any] = {}
+        if include_tokens:
+            tokens, n_bytes = read_tokens(channel, record, index)
+            pager.spend(n_bytes=n_bytes)
+            columns = tokens._asdict()
+        yield StepRow(
+            trajectory_uid=record.trajectory_uid,
+            prompt_uid=record.prompt_uid,
+            step_index=index,
+            state=_state(record),
+            group_state=found.group_state,
+            policy_version=version,
+            version_spans=tuple(VersionSpan(*span) for span in extra.version_spans),
+            reward=reward,
+            is_last=stored.is_last or (record.is_complete and is_last),
+            parent_index=stored.parent_index,
+            n_prompt=stored.n_prompt,
+            n_response=stored.n_response,
+            has_log_probs=stored.has_log_probs,
+            finish_reason=extra.finish_reason,
+            metadata=extra.metadata,
+            **columns,
+        )
+
+
+def _exported(
+    channel: Channel, pager: Pager
+) -> Iterator[tuple[ExportedTrajectory, PackedTrajectory]]:
+    n_bytes = 0
+    for row, found in _trajectory_rows(channel, pager):
+        packed = _packed(channel, found.record)
+        n_bytes += sum(len(step.payload) + len(step.prompt or b"") for step in packed.steps)
+        if n_bytes >= PAGE_BYTES:
+            pager.stop()
+        group, is_open = found.group, row.state == "open"
+        head = ExportedTrajectory(
+            trajectory=Trajectory(
+                row.trajectory_uid, row.prompt_uid, (), row.metadata, row.attempt
+            ),
+            channel=channel.name,
+            state=row.state,
+            reason=row.reason,
+            group_state=row.group_state,
+            outcome=found.record.outcome if is_open else None,
+            n_rollouts=None if group.terms is None else group.terms.n_rollouts,
+            marks=None if row.marks == UNMARKED else row.marks.as_dict(),
+            group_metadata=dict(group.metadata),
+            group_marks=None if group.marks == UNMARKED else group.marks.as_dict(),
+        )
+        yield head, packed
+
+
+def _packed(channel: Channel, record: TrajectoryRecord) -> PackedTrajectory:
+    if not record.steps:
+        uids = record.trajectory_uid, record.prompt_uid
+        return PackedTrajectory(*uids, [], dict(record.metadata), record.attempt)
+    packed = channel.packed(record)
+    if record.closing is not None:
+        return packed
+    # It came as if it were complete.
+    index = record.max_index
+    last = packed.steps[-1]._replace(
+        reward=record.step_reward(index), is_last=record.steps[index].is_last
     )
-    steps = [step for record in group.trajectories.values() for step in record.steps.values()]
-    return GroupRow(
-        prompt_uid=group.prompt_uid,
-        state=state,
-        reason=channel.describe(group)["why"] if state == "open" else reason,
-        n_rollouts=info.n_rollouts,
-        n_complete=len(complete),
-        n_running=group.n_open,
-        n_aborted=group.n_aborted,
-        n_steps=len(steps),
-        n_tokens=sum(step.n_tokens for step in steps),
-        reward_mean=info.reward_mean,
-        reward_std=info.reward_std,
-        oldest_version=info.oldest_version,
-        newest_version=info.newest_version,
-        opened_at=group.opened_at,
-        deadline=group.deadline,
-        delivery=group.delivery,
-        metadata=dict(group.metadata),
-        marks=group.marks,
-    )
+    return packed._replace(steps=[*packed.steps[:-1], last])
 
 
-def _trajectory_row(record: TrajectoryRecord, group_state: GroupState) -> TrajectoryRow:
-    versions = [step.policy_version for step in record.steps.values()]
-    return TrajectoryRow(
-        trajectory_uid=record.trajectory_uid,
-        prompt_uid=record.prompt_uid,
-        state=_state(record),
-        group_state=group_state,
-        reason=_reason(record),
-        reward=record.reward(),
-        n_steps=len(record.steps),
-        n_missing=record.max_index + 1 - len(record.steps) if record.steps else 0,
-        n_tokens=sum(step.n_tokens for step in record.steps.values()),
-        oldest_version=min(versions, default=None),
-        newest_version=max(versions, default=None),
-        attempt=record.attempt,
-        metadata=dict(record.metadata),
-        marks=record.marks,
-    )
+# -- the listings ------------------------------------------------------------------------------
+
+list_groups: Final = Listing("groups", _GROUP_FILTERS, _group_rows)
+"""In the order they were opened in."""
+list_trajectories: Final = Listing(
+    "trajectories",
+    _TRAJECTORY_FILTERS,
+    lambda channel, pager: (row for row, _ in _trajectory_rows(channel, pager)),
+)
+"""Group by group, in the order they were opened in."""
+list_steps: Final = Listing("steps", _STEP_FILTERS, _step_rows)
+"""Trajectory by trajectory, by `step_index`."""
+list_steps_with_tokens: Final = Listing(
+    "steps", _STEP_FILTERS, partial(_step_rows, include_tokens=True)
+)
+_list_exported: Final = Listing("export", _TRAJECTORY_FILTERS, _exported)
 
 
-def _step_row(
-    record: TrajectoryRecord,
-    index: int,
-    reward: float | None,
-    group_state: GroupState,
-    extra: _Extra,
-) -> StepRow:
-    stored = record.steps[index]
-    metadata, finish_reason, spans = extra
-    return StepRow(
-        trajectory_uid=record.trajectory_uid,
-        prompt_uid=record.prompt_uid,
-        step_index=index,
-        state=_state(record),
-        group_state=group_state,
-        policy_version=stored.policy_version,
-        version_spans=tuple(VersionSpan(*span) for span in spans),
-        reward=reward,
-        is_last=stored.is_last or (record.is_complete and index == record.max_index),
-        parent_index=stored.parent_index,
-        n_prompt=stored.n_prompt,
-        n_response=stored.n_response,
-        has_log_probs=stored.has_log_probs,
-        finish_reason=finish_reason,
-        metadata=metadata,
-    )
+def read_trajectories(
+    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
+) -> ExportedPage:
+    """Whole trajectories with their tokens, at most about 8 MiB at a time; filters are those of
+    `list_trajectories`.
 
-
-def _head(
-    channel: Channel, group: GroupRecord, record: TrajectoryRecord, row: TrajectoryRow
-) -> ExportedTrajectory:
-    return ExportedTrajectory(
-        trajectory=Trajectory(row.trajectory_uid, row.prompt_uid, (), row.metadata, row.attempt),
-        channel=channel.name,
-        state=row.state,
-        reason=row.reason,
-        group_state=row.group_state,
-        outcome=record.outcome if row.state == "open" else None,
-        n_rollouts=None if group.terms is None else group.terms.n_rollouts,
-        marks=None if row.marks == UNMARKED else row.marks.as_dict(),
-        group_metadata=dict(group.metadata),
-        group_marks=None if group.marks == UNMARKED else group.marks.as_dict(),
-    )
-
-
-# -- inside: payloads --------------------------------------------------------------------------
-
-_Extra: TypeAlias = tuple[dict[str, Any], FinishReason | None, tuple[tuple[int, int, int], ...]]
-"""Metadata, finish reason and version spans of a step."""
-
-
-def _payload(channel: Channel, stored: StoredStep) -> bytes:
-    """From memory, or from the log, where it stays."""
-    if stored.payload is not None:
-        return stored.payload
-    return channel.load_payload(stored)
-
-
-def _with_tokens(channel: Channel, record: TrajectoryRecord, row: StepRow) -> tuple[StepRow, int]:
-    """The row with tokens and log-probs, and how many bytes that took."""
-    chain = record.chain(row.step_index)
-    payloads = [_payload(channel, record.steps[i]) for i in chain]
-    parts = [record.steps[chain[-1]].prompt or b""]
-    for index, payload in zip(reversed(chain), reversed(payloads), strict=True):
-        stored = record.steps[index]
-        parts.append(payload[: 4 * (stored.n_new + stored.n_response)])
-    tokens = np.frombuffer(b"".join(parts), np.int32)
-    log_probs = None
-    if row.has_log_probs:
-        offset = 4 * (record.steps[row.step_index].n_new + row.n_response)
-        log_probs = np.frombuffer(payloads[0], np.float32, row.n_response, offset)
-    # Copies: a view would travel with all of its buffer.
-    row = replace(
-        row,
-        prompt_ids=_frozen(tokens[: row.n_prompt]),
-        response_ids=_frozen(tokens[row.n_prompt :]),
-        rollout_log_probs=None if log_probs is None else _frozen(log_probs),
-    )
-    return row, tokens.nbytes + sum(map(len, payloads))
-
-
-def _frozen(array: Any) -> Any:
-    copy = array.copy()
-    copy.flags.writeable = False
-    return copy
-
-
-class _Peek(pickle.Unpickler):
-    """Loads plain values and NumPy's; what else there is becomes `Opaque`, and nothing is
-    imported for it: a producer's metadata may hold what this process has not, or should not."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        package = module.partition(".")[0]
-        if package == "numpy" or (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        return type(name, (_Unknown,), {"type_name": f"{module}.{name}"})
-
-
-class _Unknown:
-    """Takes whatever its pickle would do to the real thing."""
-
-    type_name = ""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Unknown:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def _ignore(self, *_: Any) -> None: ...
-
-    __setstate__ = __setitem__ = append = extend = add = _ignore
-
-
-_PLAIN: Final = {
-    *(("builtins", name) for name in ("set", "frozenset", "bytearray", "complex", "slice")),
-    *(("datetime", name) for name in ("date", "datetime", "time", "timedelta", "timezone")),
-    ("_codecs", "encode"),
-    ("collections", "OrderedDict"),
-}
-
-
-def _extra(stored: StoredStep, payload: bytes) -> _Extra:
-    n_columns = stored.n_new + stored.n_response * (2 if stored.has_log_probs else 1)
-    loaded = _Peek(io.BytesIO(memoryview(payload)[4 * n_columns :])).load()
-    metadata, finish_reason, spans, *_ = loaded
-    shown = {key: _shown(value) for key, value in metadata.items()}
-    return shown, finish_reason, spans
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, _Unknown):
-        return Opaque(value.type_name)
-    if isinstance(value, dict):
-        return {_shown(key): _shown(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(map(_shown, value))
-    return value
+    Complete ones as a consumer would get them. Of open ones the steps so far, with the rewards
+    that were set since; one for the whole trajectory stands in `outcome`. Of aborted ones only the
+    head, because the pool released their steps.
+    """
+    page = _list_exported(channel, epoch, cursor, limit, filters)
+    heads, packed = zip(*page.items, strict=True) if page.items else ((), ())
+    return ExportedPage(heads, packed, page.cursor)

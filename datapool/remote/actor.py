@@ -56,7 +56,7 @@ from stepwell.datapool.errors import (
     PoolUnavailableError,
 )
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.inspect.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.process import growing_heap, log_to_file, return_large_blocks, settle_heap
 from stepwell.datapool.remote.incarnation import STATE as GENERATION
 from stepwell.datapool.remote.incarnation import Incarnation, Known, former_of, record

@@ -35,7 +35,7 @@ from stepwell.datapool.errors import (
     PoolFullError,
 )
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.inspect.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.remote.actor import (
     APPLY_STEPS,
     DataPoolHandle,

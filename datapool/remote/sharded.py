@@ -59,7 +59,7 @@ from stepwell.datapool.errors import (
     UnknownTrajectoryError,
 )
 from stepwell.datapool.inspect.events import Event, Events
-from stepwell.datapool.inspect.listing import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.remote.actor import (
     DEFAULT_NAME,
     Available,
@@ -807,7 +807,7 @@ class ShardedDataPoolClient(DataPoolClient):
         """`DataPool.read_trajectories`, shard by shard."""
         k, at = self._place(cursor, filters)
         page = await self.shards[k].read_trajectories(channel, at, limit, **filters)
-        return page._replace(cursor=self._next(k, page.cursor, filters))
+        return replace(page, cursor=self._next(k, page.cursor, filters))
 
     async def _page(
         self,

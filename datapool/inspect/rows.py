@@ -1,0 +1,125 @@
+"""What listings show: rows of groups, trajectories and steps, page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from stepwell.datapool.codec import PackedTrajectory
+from stepwell.datapool.files.rows import ExportedTrajectory
+from stepwell.datapool.selection import Marks
+from stepwell.datapool.types import FinishReason, LogProbs, TokenIds, VersionSpan
+
+T = TypeVar("T")
+
+GroupState: TypeAlias = Literal["open", "ready", "held", "leased"]
+TrajectoryState: TypeAlias = Literal["open", "complete", "aborted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """Some of the items, in order."""
+
+    items: tuple[T, ...]
+    cursor: str | None
+    """Where the next page begins; None: there is nothing more."""
+
+
+# -- rows --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """A live group. Rewards and versions are those of its complete trajectories."""
+
+    prompt_uid: str
+    state: GroupState
+    reason: str | None
+    """Why it is open, or held."""
+    n_rollouts: int | None
+    """What it was declared with; None if it was not."""
+    n_complete: int
+    n_running: int
+    n_aborted: int
+    n_steps: int
+    """Stored steps, those of running trajectories too."""
+    n_tokens: int
+    """Their prompts and responses, each counted in full."""
+    reward_mean: float | None
+    reward_std: float | None
+    oldest_version: int | None
+    newest_version: int | None
+    opened_at: float
+    """Pool clock, seconds."""
+    deadline: float | None
+    """Pool clock, seconds."""
+    delivery: int
+    """1 until it was delivered once and came back."""
+    metadata: dict[str, Any]
+    marks: Marks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRow:
+    """A trajectory of a live group."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    state: TrajectoryState
+    group_state: GroupState
+    reason: str | None
+    """Why it was aborted."""
+    reward: float | None
+    """Sum over its steps and the outcome; None if nothing is scored."""
+    n_steps: int
+    n_missing: int
+    """Steps that have not arrived, below the highest index that has."""
+    n_tokens: int
+    oldest_version: int | None
+    newest_version: int | None
+    attempt: int
+    metadata: dict[str, Any]
+    marks: Marks
+    """Its own; those of its group count for it too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """A stored step. Its reward and `is_last` are what it would be served with now."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    step_index: int
+    state: TrajectoryState
+    """Of its trajectory."""
+    group_state: GroupState
+    policy_version: int
+    version_spans: tuple[VersionSpan, ...]
+    reward: float | None
+    is_last: bool
+    parent_index: int | None
+    n_prompt: int
+    n_response: int
+    has_log_probs: bool
+    finish_reason: FinishReason | None
+    metadata: dict[str, Any]
+    prompt_ids: TokenIds | None = None
+    """Tokens and log-probs only with `include_tokens`."""
+    response_ids: TokenIds | None = None
+    rollout_log_probs: LogProbs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedPage:
+    """`Page[ExportedTrajectory]` on its way: packed, so that it is unpacked where it is used."""
+
+    items: tuple[ExportedTrajectory, ...]
+    """Each without its steps."""
+    packed: tuple[PackedTrajectory, ...]
+    cursor: str | None
+
+    def unpack(self) -> Iterator[ExportedTrajectory]:
+        """One by one."""
+        for head, packed in zip(self.items, self.packed, strict=True):
+            yield replace(head, trajectory=packed.unpack())
