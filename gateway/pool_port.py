@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from stepwell.datapool.core.records import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
 from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
-from stepwell.datapool.inspect.listing import Page, TrajectoryRow
+from stepwell.datapool.inspect.rows import Page, TrajectoryRow
 from stepwell.datapool.selection import Marks
 from stepwell.datapool.types import Lease, Step
 from stepwell.gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from stepwell.datapool.errors import StepConflictError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.inspect.listing import TrajectoryRow
+from stepwell.datapool.inspect.rows import TrajectoryRow
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
 from stepwell.gateway.outcomes import Outcomes

@@ -45,7 +45,7 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.inspect.listing import TrajectoryRow
+from stepwell.datapool.inspect.rows import TrajectoryRow
 from stepwell.datapool.types import GREEDY, Step
 from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import (

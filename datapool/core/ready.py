@@ -142,11 +142,11 @@ class ReadyOrder:
 
     def sequence(self, prompt_uid: str, n_rollouts: int) -> int:
         """Its number in the order of readiness for such a consumer, or for one of fewer if it is
-        not ready for that; negative if it was handed back."""
-        places = self._places[prompt_uid]
+        not ready for that; negative if it was handed back, 0 if it is in no order."""
+        places = self._places.get(prompt_uid)
         if isinstance(places, list):
             return places[min(n_rollouts, len(places)) - 1].sequence
-        return places.sequence
+        return 0 if places is None else places.sequence
 
     def _put_due(self, place: _Place) -> None:
         self.discard(place.prompt_uid)

@@ -13,7 +13,7 @@ steps with the rewards they were served with (so none is added again), completio
 changes nothing. A declared group is then *closed*: rollouts that the file does not have count as
 aborted, for nobody is going to run them, so that it is served with those there are.
 
-Owns the two ways. Does not own the file (`export.py`) nor what is in a page (`listing.py`).
+Owns the two ways. Does not own the file (`export.py`) nor what is in a page (`inspect/listing.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.files.export import ExportFormat, ExportSummary, read, write
 from stepwell.datapool.files.rows import ExportedTrajectory
-from stepwell.datapool.inspect.listing import ExportedPage
+from stepwell.datapool.inspect.rows import ExportedPage
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN, Trajectory
 

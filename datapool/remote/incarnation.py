@@ -79,7 +79,7 @@ def former_of(folder: Path, file_name: str) -> Former | None:
     """
     from ray.experimental.internal_kv import _internal_kv_get
 
-    value = _internal_kv_get(_key(), namespace=_NAMESPACE)
+    value: bytes | None = _internal_kv_get(_key(), namespace=_NAMESPACE)
     if value is None:
         return None
     pool, generation, host, pid = json.loads(value)
@@ -105,5 +105,4 @@ def _key() -> bytes:
     """Of this actor, whatever process it is in."""
     import ray  # not where a pool is only talked to
 
-    actor_id: str = ray.get_runtime_context().get_actor_id()
-    return actor_id.encode()
+    return str(ray.get_runtime_context().get_actor_id()).encode()
