@@ -20,9 +20,6 @@ import socket
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-import ray
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
-
 from stepwell.datapool.errors import PoolReplacedError
 
 STATE = "generation"
@@ -80,6 +77,8 @@ def former_of(folder: Path, file_name: str) -> Former | None:
     Raises:
         PoolReplacedError: it had a journal, and there is none in `folder`. None is made.
     """
+    from ray.experimental.internal_kv import _internal_kv_get  # as in `_key`
+
     key = _key()
     value = None if key is None else _internal_kv_get(key, namespace=_NAMESPACE)
     if value is None:
@@ -97,6 +96,8 @@ def former_of(folder: Path, file_name: str) -> Former | None:
 
 def record(incarnation: Incarnation) -> None:
     """Let the cluster know what this actor's pool is now."""
+    from ray.experimental.internal_kv import _internal_kv_put  # as in `_key`
+
     if (key := _key()) is not None:
         value = json.dumps([*incarnation, socket.gethostname(), os.getpid()]).encode()
         _internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
@@ -104,6 +105,8 @@ def record(incarnation: Incarnation) -> None:
 
 def _key() -> bytes | None:
     """Of this actor, whatever process it is in."""
+    import ray  # not where a pool is only talked to, or is in this process
+
     if not ray.is_initialized():
         return None
     actor_id = ray.get_runtime_context().get_actor_id()
