@@ -106,7 +106,7 @@ class Sent(msgspec.Struct, array_like=True):
 _AnyOp: Any = Union[CHANGES + QUESTIONS]  # noqa: UP007 - a union of what a table lists
 _requests = decoder(tuple[int, _AnyOp | None, float | None])
 _hello = decoder(Hello)
-_welcome = decoder(Incarnation | Refusal | None)
+_welcome = decoder(tuple[Incarnation | None, Refusal | None])
 _sent = decoder(Sent)
 _refusal = decoder(Refusal)
 _answers: dict[type[Op[Any]], msgspec.msgpack.Decoder[Any]] = {}
@@ -256,14 +256,14 @@ class _Served(_Frames):
             self.transport.abort()
             return
         here = self._service.incarnation
-        welcome: Incarnation | Refusal | None = here
+        refusal: Refusal | None = None
         if here is not None and hello.met is not None:
             try:
                 here.check_follows(hello.met)
             except PoolReplacedError as e:
-                welcome = Refusal.of(e)
-        self.transport.write(frame(welcome))
-        self._is_known = not isinstance(welcome, Refusal)
+                refusal = Refusal.of(e)
+        self.transport.write(frame((here, refusal)))
+        self._is_known = refusal is None
         self._longest = MAX_FRAME
 
     async def _answer(self, applied: list[tuple[int, Op[Any], Any]]) -> None:
@@ -330,13 +330,13 @@ class Connection(_Frames):
         """
         challenge = msgspec.msgpack.decode(await self._next(), type=bytes)
         self.transport.write(frame(Hello(hmac.digest(secret, challenge, "sha256"), met)))
-        welcome = _welcome.decode(await self._next())
-        if isinstance(welcome, Refusal):
+        here, refusal = _welcome.decode(await self._next())
+        if refusal is not None:
             self.transport.close()
-            raise welcome.error()
+            raise refusal.error()
         self.is_up = True
         self._longest = MAX_FRAME
-        known: Known = welcome
+        known: Known = here
         return known
 
     async def _next(self) -> bytes:
