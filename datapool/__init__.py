@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.core.pool import DataPool
-from stepwell.datapool.core.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     DataPoolError,
@@ -43,6 +42,7 @@ from stepwell.datapool.errors import (
     UnknownLeaseError,
     UnknownTrajectoryError,
 )
+from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, VersionSpan
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ from stepwell.datapool.types import (
 )
 
 _HEADER = Struct("<6I")
+_N_TOKENS = Struct("<I4xI")
 
 
 class Header(NamedTuple):
@@ -133,24 +134,34 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     """`step_index` of the step whose tokens the prompt begins with; None: `prompt` is whole."""
     prompt: bytes | None
     """The whole prompt, int32; None with a base."""
-    payload: bytes | None
-    """See the module; None: only the journal has it, in `row`."""
+    payload: bytes
+    """See the module; its header only, if it is spilled."""
     row: int = 0
-    """Of the journal."""
+    """Of the journal, if it is spilled."""
 
     @property
     def header(self) -> Header:
-        """Raises ValueError if the payload is on disk."""
-        if self.payload is None:
-            raise ValueError(f"step {self.step_index}: its payload is on disk; load it")
         return Header._make(_HEADER.unpack_from(self.payload))
+
+    @property
+    def n_tokens(self) -> int:
+        """Prompt and response."""
+        n_prompt, n_response = _N_TOKENS.unpack_from(self.payload)
+        return int(n_prompt + n_response)
 
     @property
     def tokens(self) -> bytes:
         """The new prompt ids and the response ids."""
         header = self.header
-        end = _HEADER.size + 4 * (header.n_new + header.n_response)
-        return b"" if self.payload is None else self.payload[_HEADER.size : end]
+        return self.payload[_HEADER.size : _HEADER.size + 4 * (header.n_new + header.n_response)]
+
+    @property
+    def is_spilled(self) -> bool:
+        """Whether the journal alone has the payload, in `row`; its header is here, too."""
+        return len(self.payload) <= _HEADER.size
+
+    def spill(self, row: int) -> None:
+        self.payload, self.row = self.payload[: _HEADER.size], row
 
 
 class Tokens(NamedTuple):
@@ -211,14 +222,14 @@ def pack(step: Step, base: Tokens | None = None) -> PackedStep:
 
 def relative(step: PackedStep, base: int, base_header: Header) -> PackedStep:
     """A step with a whole prompt, relative to step `base`, with whose tokens it begins."""
-    payload, prompt, header = step.payload or b"", step.prompt or b"", step.header
-    new = prompt[4 * base_header.n_tokens :]
+    header = step.header
+    new = (step.prompt or b"")[4 * base_header.n_tokens :]
     changed = header._replace(n_new=len(new) // 4, base_crc=base_header.crc)
     return msgspec.structs.replace(
         step,
         base=base,
         prompt=None,
-        payload=b"".join((_HEADER.pack(*changed), new, payload[_HEADER.size :])),
+        payload=b"".join((_HEADER.pack(*changed), new, step.payload[_HEADER.size :])),
     )
 
 
@@ -327,7 +338,7 @@ def _lay_out(
 
 
 def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str) -> Step:
-    payload = packed.payload or b""
+    payload = packed.payload
     n_prompt, n_new, n_response, flags, _, _ = _HEADER.unpack_from(payload)
     offset = _HEADER.size + 4 * (n_new + n_response)
     log_probs = None

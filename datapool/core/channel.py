@@ -1,22 +1,14 @@
-"""One channel of the pool: its trajectories, its groups and the order they are served in.
+"""One channel of the pool: what its producers and people may do, and what is asked of it.
 
-Life of a trajectory: opened by `open_trajectory` or its first step, closed by
-`complete_trajectory`, by an `is_last` step with all steps before it present, by
-`abort_trajectory`, or by the pool when its group is served or dropped without it.
+    Channel ──► Serving ──► Limits ──► Groups        each builds on the one to its right
 
-Life of a group (`GroupRecord`)::
-
-    open ──enough complete──► ready ──take──► leased ──ack──► acked
-      │                        │ ▲              │
-      │                        │ └──give_back───┘
-      └──────deadline, abort───┴──limits, filters, staleness, drop──► dropped(reason)
-
-A ready group still takes steps and completions of its open trajectories: whatever is complete
-when it is first leased is served, and from then on its content is frozen. A ready group can be
-*held* (people's marks say so): it stays, and is not served until they say otherwise.
+Life of a trajectory: opened by `OpenTrajectory` or its first step, closed by `CompleteTrajectory`,
+by an `is_last` step with all steps before it present, by `AbortTrajectory`, or by the pool when its
+group is served or dropped without it. Life of a group: `serving.py`.
 
 With a log, every change of a live group is a row there, written before anything that follows from
-it; when the group is gone, so are its rows. `replay.py` reads them back.
+it; when the group is gone, so are its rows. `store/replay.py` reads them back, through the methods
+that wrote them.
 
 Owns no lease and no clock (`now` is set before each change); knows nothing of other channels.
 Every operation is O(log n) or better in whatever is stored.
@@ -24,160 +16,67 @@ Every operation is O(log n) or better in whatever is stored.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import pickle
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict
 from itertools import islice
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal
 
-from sortedcontainers import SortedDict
+from msgspec.structs import asdict
 
-from stepwell.datapool.codec import PackedGroup, PackedStep, PackedTrajectory, StoredStep, unpack
-from stepwell.datapool.config import ChannelConfig
-from stepwell.datapool.core.accounting import Counts
-from stepwell.datapool.core.heap import KeyedHeap
-from stepwell.datapool.core.ready import ReadyOrder
-from stepwell.datapool.core.records import (
-    Closing,
-    Deleted,
-    GroupRecord,
-    GroupTerms,
-    Log,
-    Remembered,
-    SubmitOutcome,
-    TrajectoryOutcome,
-    TrajectoryRecord,
+from stepwell.datapool.codec import (
+    PackedStep,
+    PackedTrajectory,
+    chain_tokens,
+    relative,
+    unpack,
 )
+from stepwell.datapool.core.accounting import count_reason
+from stepwell.datapool.core.records import Closing, GroupRecord, GroupTerms, TrajectoryRecord
+from stepwell.datapool.core.rows import GroupClosed, GroupRetired, PromptStored, StepStored
+from stepwell.datapool.core.serving import AT_ONCE, Serving
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     DataPoolError,
     GroupClosedError,
     GroupConflictError,
-    JournalError,
+    InvalidStepError,
     PoolFullError,
-    SelectionError,
     StepConflictError,
     StepIndexError,
     TrajectoryClosedError,
     TrajectoryConflictError,
     UnknownBaseError,
-    UnknownGroupError,
-    UnknownTrajectoryError,
 )
-from stepwell.datapool.selection import (
-    NOT_TRAINABLE,
-    STALE,
-    UNSCORED,
-    Drop,
-    GroupInfo,
-    Hold,
-    Marks,
-    Selection,
-    TrajectoryInfo,
-    Verdict,
+from stepwell.datapool.ops import (
+    AbortTrajectory,
+    CompleteTrajectory,
+    Delete,
+    Deleted,
+    DropGroup,
+    Mark,
+    OpenGroup,
+    OpenTrajectory,
+    Refusal,
+    Resumed,
+    ResumeTrajectory,
+    SetReward,
+    SubmitOutcome,
+    SubmitSteps,
+    TrajectoryOutcome,
 )
+from stepwell.datapool.selection import Marks
 
 NO_STEPS = "no_steps"
-GROUP_SERVED = "group_served"
-GROUP_DROPPED = "group_dropped"
 GROUP_CLOSED = "group_closed"
 DELETED = "deleted"
-DEADLINE: Final = "deadline"
-IDLE: Final = "idle"
-REWARD_WAIT: Final = "reward_wait"
-RETENTION: Final = "retention"
-Timer: TypeAlias = Literal["deadline", "idle", "reward_wait", "retention"]
-"""What a group is due for at some time; the first two and the last are reasons of a drop, too."""
-TOO_FEW_ROLLOUTS = "too_few_rollouts"
-MAX_QUEUE_SIZE = "max_queue_size"
-MAX_BYTES = "max_bytes"
-
 N_OLDEST_OPEN = 5
-AT_ONCE = 300
-"""Steps, trajectories and groups that one change deletes, or drops for their age: 3 ms of work."""
-
-Load: TypeAlias = Callable[[Sequence[int]], Sequence[bytes]]
-"""Payloads by row of the log."""
-Notice: TypeAlias = Callable[..., None]
-"""`(channel, kind, prompt_uid, [trajectory_uid], **data)`: something that people may watch for."""
 
 
-class Channel:
-    """The state of one channel. See the module for the life cycles.
+class Channel(Serving):
+    """The state of one channel."""
 
-    Args:
-        notice: is told what happened to groups and trajectories.
-        retention_s: from its opening on, after which a group goes whatever became of it.
-    """
+    # -- groups ------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        name: str,
-        config: ChannelConfig,
-        remembered_uids: int,
-        notice: Notice | None = None,
-        retention_s: float | None = None,
-    ) -> None:
-        self.name = name
-        self.config = config
-        self.now = 0.0
-        """Time of the change under way."""
-        self.trajectory_index: dict[str, TrajectoryRecord] = {}
-        """Trajectories of live groups, by uid."""
-        self.trajectory_complete: set[str] = set()
-        """Those of them that are complete."""
-        self.prompt_groups: dict[str, GroupRecord] = {}
-        """Live groups (open, ready or leased), by prompt uid."""
-        self.groups_by_number: SortedDict[int, GroupRecord] = SortedDict()
-        """The same, in the order they were opened in."""
-        self.timers: KeyedHeap[tuple[Timer, str]] = KeyedHeap()
-        """When which group is due for what."""
-        self.shut_down = False
-        self.version = 0
-        """The policy version that generation uses now."""
-        self.counts = Counts()
-        self.memory_bytes = 0
-        """Payloads and prompts in memory."""
-        self.log: Log | None = None
-        """Where changes are written down; None: nowhere."""
-        self.load: Load | None = None
-        """Reads payloads back that are in the log only."""
-        self.changed = False
-        """The counts changed since they were last written down."""
-        self.replaying = False
-        self.selection = Selection(config.selection)
-        self._tell = notice
-        self._open: OrderedDict[str, GroupRecord] = OrderedDict()
-        self._order = ReadyOrder()
-        self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
-        """Groups that are ready for the channel's own n_rollouts, or held, the oldest first."""
-        self._held: dict[str, str] = {}
-        """Ready groups that are not served for now, and why."""
-        self._withheld: set[str] = set()
-        """Undeclared groups that are not ready yet, nor served to consumers of fewer."""
-        self._leased: dict[str, GroupRecord] = {}
-        self._ready_versions: KeyedHeap[str] = KeyedHeap()
-        """Oldest policy version of each ready group."""
-        self._closed_trajectories: Remembered[Closing] = Remembered(remembered_uids)
-        self._closed_groups: Remembered[str] = Remembered(remembered_uids)
-        self._closed_rows: deque[int] = deque()
-        self._tagged: dict[str, dict[str, None]] = {}
-        """Live groups by the tags of their marks."""
-        self._remembered_uids = remembered_uids
-        self._retention_s = retention_s
-        self.first_version: int | None = None
-        self._n_numbers = 0
-        self._unwritten: list[StoredStep] = []
-        """Steps that came in since the log was last flushed."""
-
-    # -- producers: groups -------------------------------------------------------------------
-
-    def open_group(
-        self, prompt_uid: str, terms: GroupTerms, metadata: dict[str, Any]
-    ) -> SubmitOutcome:
+    def open_group(self, op: OpenGroup) -> SubmitOutcome:
+        prompt_uid, terms = op.prompt_uid, GroupTerms(op.n_rollouts, op.min_rollouts, op.deadline_s)
         gone = self._closed_groups.get(prompt_uid)
         if gone is not None:
             raise GroupClosedError(
@@ -197,7 +96,7 @@ class Channel:
                 f"group {prompt_uid!r} in channel {self.name!r} was served undeclared; "
                 "open a group before its first step"
             )
-        if self.shut_down:
+        if self.counts.shut_down:
             raise ChannelShutDownError(
                 f"channel {self.name!r} was shut down; group {prompt_uid!r} cannot be opened"
             )
@@ -213,55 +112,18 @@ class Channel:
             self._unready(group)
             self._open[prompt_uid] = group
         group.terms = terms
-        group.metadata = dict(metadata)
-        about = prompt_uid, tuple(terms), group.metadata, self.now, group.number
-        self._write(group, "group", *about)
+        group.metadata = dict(op.metadata)
+        self._write(group, op)
         self._set_deadline(group, terms.deadline_s)
         self._touch(group)
         self._settle(group)
         return "accepted"
 
-    def _no_credit(self) -> str | None:
-        """Why `open_group` has to wait; None if it would be admitted now."""
-        limit = self.config.max_outstanding_groups
-        if limit is not None and len(self._open) + self.n_ready - len(self._held) >= limit:
-            return f"holds max_outstanding_groups={limit} open and ready groups"
-        ahead, per_version = self.config.max_ahead_versions, self.config.groups_per_version
-        if ahead is not None and per_version is not None:
-            versions = self.version - (self.first_version or 0) + 1 + ahead
-            if self.counts.groups.submitted - self.counts.groups.dropped >= versions * per_version:
-                return (
-                    f"has started all groups that policy version {self.version} allows "
-                    f"(max_ahead_versions={ahead}, groups_per_version={per_version})"
-                )
-        return self._no_room()
-
-    def _no_room(self) -> str | None:
-        """Why no group can begin at all, opened or with a first step; None if one can."""
-        config = self.config
-        if config.overflow != "block":
-            return None
-        if config.max_queue_size is not None and self.n_ready >= config.max_queue_size:
-            return f"holds max_queue_size={config.max_queue_size} ready groups and blocks"
-        if config.max_bytes is not None and self.memory_bytes >= config.max_bytes:
-            return f"holds {self.memory_bytes} bytes, max_bytes={config.max_bytes}, and blocks"
-        return None
-
-    def check_room(self) -> None:
-        """Raises PoolFullError if a step of a new group would be refused now."""
-        if (full := self._no_room()) is not None:
-            raise PoolFullError(f"channel {self.name!r} {full}; try again once something is leased")
-
-    @property
-    def n_ready(self) -> int:
-        return len(self._ready)
-
-    def drop_group(self, prompt_uid: str, reason: str) -> None:
+    def drop_group(self, op: DropGroup) -> None:
+        prompt_uid = op.prompt_uid
         group = self.prompt_groups.get(prompt_uid)
         if group is None:
-            gone = self._closed_groups.get(prompt_uid)
-            if gone is None:
-                raise self._unknown_group(prompt_uid)
+            gone = self._gone(prompt_uid)
             if not gone.startswith("dropped"):
                 raise GroupClosedError(
                     f"group {prompt_uid!r} in channel {self.name!r} was {gone}; "
@@ -272,25 +134,15 @@ class Channel:
             raise GroupClosedError(
                 f"group {prompt_uid!r} in channel {self.name!r} is leased; nack its lease first"
             )
-        self._drop(group, reason)
+        self._drop(group, op.reason)
 
-    def advance_version(self, version: int) -> None:
-        """Generation uses policy `version` from now on; versions never go back."""
-        if self.first_version is None:
-            # A pool that starts with a later version owes nothing for those before.
-            self.first_version = 0 if self.counts.groups.submitted else version
-        self.version = max(self.version, version)
-        self.changed = True
+    # -- trajectories ------------------------------------------------------------------------
 
-    # -- producers: trajectories and steps ---------------------------------------------------
-
-    def open_trajectory(
-        self, trajectory_uid: str, prompt_uid: str, attempt: int, metadata: dict[str, Any]
-    ) -> SubmitOutcome:
-        record = self._find(trajectory_uid, prompt_uid)
+    def open_trajectory(self, op: OpenTrajectory) -> SubmitOutcome:
+        record = self._find(op.trajectory_uid, op.prompt_uid)
         outcome: SubmitOutcome = "accepted"
         if record is None:
-            record = self._new_trajectory(trajectory_uid, prompt_uid)
+            record = self._begin(op.trajectory_uid, op.prompt_uid)
             if record is None:
                 return "late"
         elif isinstance(record, Closing):
@@ -299,15 +151,24 @@ class Channel:
             return "duplicate" if record.closing.aborted is None else "late"
         else:
             outcome = "duplicate"
-            if attempt <= record.attempt and not metadata:
+            if op.attempt <= record.attempt and not op.metadata:
                 return outcome
-        record.attempt = max(record.attempt, attempt)
-        record.metadata.update(metadata)
-        group = self.prompt_groups[prompt_uid]
-        about = trajectory_uid, prompt_uid, attempt, metadata, self.now, group.number
-        self._write(group, "trajectory", *about)
+        record.attempt = max(record.attempt, op.attempt)
+        self._add_metadata(record, op.metadata)
+        group = self.prompt_groups[op.prompt_uid]
+        self._write(group, op)
         self._touch(group)
         return outcome
+
+    def resume_trajectory(self, op: ResumeTrajectory) -> Resumed:
+        opened = OpenTrajectory(
+            op.trajectory_uid, op.prompt_uid, op.attempt, dict(op.metadata), self.name
+        )
+        outcome = self.open_trajectory(opened)
+        record = self.trajectory_index.get(op.trajectory_uid)
+        if outcome == "late" or record is None or record.closing is not None:
+            return Resumed(outcome, self.name)
+        return Resumed(outcome, self.name, self.packed(record))
 
     def knows(self, trajectory_uid: str, prompt_uid: str) -> Literal["open", "closed"] | None:
         """Whether this trajectory of this prompt is, or was, here."""
@@ -317,134 +178,197 @@ class Channel:
             return None
         return "open" if record is not None and record.closing is None else "closed"
 
-    def submit(self, step: PackedStep) -> SubmitOutcome:
-        """Apply one step. Raises a DataPoolError and changes nothing if it contradicts another."""
-        counts = self.counts.steps
-        try:
-            outcome = self._submit(step)
-        except UnknownBaseError:
-            raise  # not an answer yet: it comes again, whole
-        except StepConflictError:
-            counts.submitted += 1
-            counts.conflict += 1
-            self.changed = True
-            raise
-        except DataPoolError:
-            counts.submitted += 1
-            counts.rejected += 1
-            self.changed = True
-            raise
-        counts.submitted += 1
-        self.changed = True
-        if outcome == "accepted":
-            counts.accepted += 1
-        elif outcome == "duplicate":
-            counts.duplicate += 1
-        else:
-            counts.late += 1
-        return outcome
+    def complete_trajectory(self, op: CompleteTrajectory) -> TrajectoryOutcome:
+        record = self.trajectory_index.get(op.trajectory_uid)
+        if record is not None and record.closing is None:
+            self._add_metadata(record, op.metadata)
+            group = self.prompt_groups[record.prompt_uid]
+            self._write(group, op)
+            if record.steps:
+                self._complete(record, Closing(record.prompt_uid, "complete", op.reward))
+                return "complete"
+            self._abort(record, Closing(record.prompt_uid, "complete", op.reward, NO_STEPS))
+            self._settle(group)
+            return "aborted"
+        closing = self._closing(op.trajectory_uid)
+        if closing.by == "pool":
+            return self._late()
+        if closing.by == "abort" or closing.reward != op.reward:
+            raise TrajectoryClosedError(
+                f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
+                f"{closing.describe()}; it cannot be completed with reward {op.reward}. "
+                "Complete a trajectory once, or put its reward on the step marked is_last"
+            )
+        return "complete" if closing.aborted is None else "aborted"
 
-    def _submit(self, step: PackedStep) -> SubmitOutcome:
-        index = step.step_index
-        record = self._find(step.trajectory_uid, step.prompt_uid)
+    def abort_trajectory(self, op: AbortTrajectory) -> TrajectoryOutcome:
+        record = self.trajectory_index.get(op.trajectory_uid)
+        if record is not None and record.closing is None:
+            group = self.prompt_groups[record.prompt_uid]
+            self._write(group, op)
+            closing = Closing(record.prompt_uid, "abort", None, op.reason, op.will_retry)
+            self._abort(record, closing)
+            self._settle(group)
+            return "aborted"
+        closing = self._closing(op.trajectory_uid)
+        if closing.by == "pool":
+            return self._late()
+        if closing.aborted is None or (op.will_retry and not closing.will_retry):
+            raise TrajectoryClosedError(
+                f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was already "
+                f"{closing.describe()}; it cannot be aborted with will_retry={op.will_retry}"
+            )
+        if record is not None and closing.will_retry and not op.will_retry:
+            # The producer gave up on the retry that it had announced.
+            group = self.prompt_groups[record.prompt_uid]
+            self._write(group, op)
+            record.closing = Closing(record.prompt_uid, closing.by, None, closing.aborted)
+            group.n_final += 1
+            self._settle(group)
+        return "aborted"
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def submit_steps(self, op: SubmitSteps) -> list[SubmitOutcome | Refusal]:
+        counts = self.counts.steps
+        self.changed = True
+        answers: list[SubmitOutcome | Refusal] = []
+        for packed in op.trajectories:
+            for step in packed.steps:
+                try:
+                    outcome = self._submit(packed.trajectory_uid, packed.prompt_uid, step)
+                except DataPoolError as e:
+                    answers.append(Refusal.of(e))
+                    if isinstance(e, UnknownBaseError):
+                        continue  # not an answer yet: it comes again, whole
+                    if isinstance(e, StepConflictError):
+                        counts.conflict += 1
+                    else:
+                        counts.rejected += 1
+                else:
+                    answers.append(outcome)
+                    if outcome == "accepted":
+                        counts.accepted += 1
+                    elif outcome == "duplicate":
+                        counts.duplicate += 1
+                    else:
+                        counts.late += 1
+                counts.submitted += 1
+        return answers
+
+    def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> SubmitOutcome:
+        """Apply one step. Changes nothing if it contradicts another."""
+        if step.is_spilled or (step.base is None) is (step.prompt is None):
+            raise InvalidStepError(
+                f"{self._name(uid, step)} is packed without its payload, or with base "
+                f"{step.base} and {'no' if step.prompt is None else 'a'} prompt; pack it with "
+                "codec.pack"
+            )
+        record = self._find(uid, prompt_uid)
         if record is None:
-            if step.base is not None and not self._is_settled(step.prompt_uid):
-                raise _unknown_base(step)
-            record = self._new_trajectory(step.trajectory_uid, step.prompt_uid)
+            if step.base is not None and not self._is_settled(prompt_uid):
+                raise self._unknown_base(uid, step)
+            record = self._begin(uid, prompt_uid)
             if record is None:
                 return "late"
         elif isinstance(record, Closing):
             return "late"
-        if index in record.steps:
-            if self._is_stored(record, step):
+        if (stored := record.step(step.step_index)) is not None:
+            if self._is_same(record, stored, step):
                 return "duplicate"
             raise StepConflictError(
-                f"step {step.trajectory_uid!r}[{index}] is already stored in channel "
-                f"{self.name!r} with other content; give every call its own step_index"
+                f"{self._name(uid, step)} is already stored with other content; give every call "
+                "its own step_index"
             )
         if record.closing is not None:
             return "late"
         self._check_index(record, step)
-        self._store(record, step)
-        if step.is_last:
-            record.last_index = index
-        if record.last_index is not None and len(record.steps) == record.last_index + 1:
-            self._complete(record, Closing(record.prompt_uid, "is_last"))
+        self._check_base(record, step)
+        group = self.prompt_groups[record.prompt_uid]
+        self._store(group, record, self._relative(record, step))
         if self.config.max_bytes is not None:
             # Last, because it may drop the very group that the step belongs to.
-            self._trim(sparing=step.prompt_uid)
+            self._trim(sparing=prompt_uid)
         return "accepted"
 
-    def _store(self, record: TrajectoryRecord, step: PackedStep) -> None:
-        if step.base is not None and step.base not in record.steps:
-            raise _unknown_base(step)
-        group = self.prompt_groups[record.prompt_uid]
-        step = self._relative(record, step)
+    def _store(self, group: GroupRecord, record: TrajectoryRecord, sent: PackedStep) -> None:
+        """Keep a copy, which shares its prompt with others; its trajectory may be complete now."""
         prompt, prompt_row = None, None
-        if step.prompt is not None:
-            prompt, prompt_row = self._keep_prompt(group, step.prompt)
-        stored = StoredStep(step, prompt)
-        if self.log is not None:
-            head = (*step[:12], prompt_row, self.now, group.number)
-            stored.row = self._append(group, "step", head, step.payload)
-            self._unwritten.append(stored)
-        record.steps[step.step_index] = stored
-        record.max_index = max(record.max_index, step.step_index)
-        self.memory_bytes += stored.n_bytes
-        self.counts.tokens += stored.n_tokens
+        if sent.prompt is not None:
+            prompt, prompt_row = self._keep_prompt(group, sent.prompt)
+        index, base = sent.step_index, sent.base
+        step = PackedStep(
+            index,
+            sent.policy_version,
+            sent.reward,
+            sent.is_last,
+            sent.parent_index,
+            base,
+            None,
+            b"",
+        )
+        row = StepStored(record.trajectory_uid, record.prompt_uid, prompt_row, step)
+        number = self._write(group, row, sent.payload)
+        step.prompt, step.payload = prompt, sent.payload
+        self._put(group, record, step, number)
+
+    def _put(
+        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, row: int
+    ) -> None:
+        record.put(step)
+        self.payloads.put(step, row)
+        self.counts.tokens += step.n_tokens
         self.counts.steps.stored += 1
         self._touch(group)
+        if record.last_index is not None and len(record.steps) == record.max_index + 1:
+            before = group.complete[-1].closing if group.complete else None
+            closing = Closing(record.prompt_uid, "is_last")
+            self._complete(record, before if before is not None and before == closing else closing)
 
     def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int]:
         """The group's own copy of a root's prompt, and the row that holds it."""
         kept = group.prompts.get(prompt)
         if kept is None:
-            kept = prompt, self._append(group, "prompt", (group.prompt_uid,), prompt)
+            kept = prompt, self._write(group, PromptStored(group.prompt_uid), prompt)
             group.prompts[prompt] = kept
-            self.memory_bytes += len(prompt)
+            self.payloads.memory_bytes += len(prompt)
         return kept
 
     def _relative(self, record: TrajectoryRecord, step: PackedStep) -> PackedStep:
         """A step that came with a whole prompt, relative to the stored step that it extends."""
-        if step.prompt is None or self.replaying:
+        if step.prompt is None:
             return step
         base = step.step_index - 1 if step.parent_index is None else step.parent_index
-        if base not in record.steps or 4 * record.steps[base].n_tokens > len(step.prompt):
+        stored = record.step(base) if base >= 0 else None
+        if stored is None or 4 * stored.n_tokens > len(step.prompt):
             return step
-        known = self._tokens(record, base)
-        if not step.prompt.startswith(known):
-            return step
-        new = step.prompt[len(known) :]
-        return step._replace(
-            base=base, n_new=len(new) // 4, prompt=None, payload=new + step.payload
-        )
+        known = chain_tokens(self.payloads.read(record.chain(base)))
+        return relative(step, base, stored.header) if step.prompt.startswith(known) else step
 
-    def _tokens(self, record: TrajectoryRecord, index: int) -> bytes:
-        """Prompt and response of a stored step; what is on disk is read, and stays there."""
-        chain = [record.steps[i] for i in record.chain(index)]
-        spilled = self._read_back(chain)
-        parts = [(s.payload or b"")[: 4 * (s.n_new + s.n_response)] for s in reversed(chain)]
-        for stored in spilled:
-            self._forget_payload(stored)
-        return b"".join((chain[-1].prompt or b"", *parts))
+    def _is_same(self, record: TrajectoryRecord, stored: PackedStep, step: PackedStep) -> bool:
+        """Whether a stored step has the same content as one of its index, however it is packed."""
+        self._check_base(record, step)
+        ours = self.payloads.read(record.chain(step.step_index))
+        if ours[0] == step:
+            return True
+        theirs = [] if step.base is None else self.payloads.read(record.chain(step.base))
+        uids = record.trajectory_uid, record.prompt_uid
+        stored_step, *_ = unpack(PackedTrajectory(*uids, ours))
+        sent_step, *_ = unpack(PackedTrajectory(*uids, [step, *theirs]))
+        return stored_step == sent_step
 
-    def _is_stored(self, record: TrajectoryRecord, step: PackedStep) -> bool:
-        """Whether the stored step of this index has the same content, however it is packed."""
-        base = step.base
-        if base is not None and base not in record.steps:
-            raise _unknown_base(step)
-        ours = record.chain(step.step_index)
-        theirs = [] if base is None else record.chain(base)
-        spilled = self._read_back(record.steps[i] for i in {*ours, *theirs})
-        stored = [record.packed(i) for i in ours]
-        sent = [step, *map(record.packed, theirs)]
-        for read in spilled:
-            self._forget_payload(read)
-        return stored[0] == step or unpack(stored)[0] == unpack(sent)[0]
+    def _check_base(self, record: TrajectoryRecord, step: PackedStep) -> None:
+        """The tokens that it is relative to are those that are stored."""
+        if step.base is not None:
+            base = record.step(step.base)
+            if base is None or base.header.crc != step.header.base_crc:
+                raise self._unknown_base(record.trajectory_uid, step)
 
     def _check_index(self, record: TrajectoryRecord, step: PackedStep) -> None:
-        owner = f"step {step.trajectory_uid!r}[{step.step_index}] in channel {self.name!r}"
         last = record.last_index
+        if last is None and not step.is_last:
+            return
+        owner = self._name(record.trajectory_uid, step)
         if last is not None and step.step_index > last:
             raise StepIndexError(f"{owner} lies beyond the step marked is_last, {last}")
         if last is not None and step.is_last:
@@ -455,140 +379,102 @@ class Channel:
                 "mark the step with the highest step_index"
             )
 
-    def complete_trajectory(
-        self, trajectory_uid: str, reward: float | None, metadata: dict[str, Any]
-    ) -> TrajectoryOutcome:
-        record = self.trajectory_index.get(trajectory_uid)
-        if record is not None and record.closing is None:
-            record.metadata.update(metadata)
-            group = self.prompt_groups[record.prompt_uid]
-            self._write(group, "complete", trajectory_uid, reward, metadata)
-            if record.steps:
-                self._complete(record, Closing(record.prompt_uid, "complete", reward))
-                return "complete"
-            self._abort(record, Closing(record.prompt_uid, "complete", reward, NO_STEPS))
-            self._settle(group)
-            return "aborted"
-        closing = self._closing(trajectory_uid)
-        if closing.by == "pool":
-            return self._late()
-        if closing.by == "abort" or closing.reward != reward:
-            raise TrajectoryClosedError(
-                f"trajectory {trajectory_uid!r} in channel {self.name!r} was already "
-                f"{closing.describe()}; it cannot be completed with reward {reward}. "
-                "Complete a trajectory once, or put its reward on the step marked is_last"
-            )
-        return "complete" if closing.aborted is None else "aborted"
+    def _unknown_base(self, uid: str, step: PackedStep) -> UnknownBaseError:
+        return UnknownBaseError(
+            f"{self._name(uid, step)} is packed relative to step {step.base}, which is not stored, "
+            "or with other tokens; send it whole"
+        )
 
-    def abort_trajectory(
-        self, trajectory_uid: str, reason: str, will_retry: bool
-    ) -> TrajectoryOutcome:
-        record = self.trajectory_index.get(trajectory_uid)
-        if record is not None and record.closing is None:
-            group = self.prompt_groups[record.prompt_uid]
-            self._write(group, "abort", trajectory_uid, reason, will_retry)
-            self._abort(record, Closing(record.prompt_uid, "abort", None, reason, will_retry))
-            self._settle(group)
-            return "aborted"
-        closing = self._closing(trajectory_uid)
-        if closing.by == "pool":
-            return self._late()
-        if closing.aborted is None or (will_retry and not closing.will_retry):
-            raise TrajectoryClosedError(
-                f"trajectory {trajectory_uid!r} in channel {self.name!r} was already "
-                f"{closing.describe()}; it cannot be aborted with will_retry={will_retry}"
-            )
-        if record is not None and closing.will_retry and not will_retry:
-            # The producer gave up on the retry that it had announced.
-            group = self.prompt_groups[record.prompt_uid]
-            self._write(group, "abort", trajectory_uid, reason, will_retry)
-            record.closing = closing._replace(will_retry=False)
-            group.n_final += 1
-            self._settle(group)
-        return "aborted"
+    def _name(self, uid: str, step: PackedStep) -> str:
+        return f"step {uid!r}[{step.step_index}] in channel {self.name!r}"
 
-    def set_reward(
-        self, trajectory_uid: str, reward: float, step_index: int | None
-    ) -> SubmitOutcome:
-        """The outcome reward, or that of one step, from now on; "late" once it was leased."""
-        record = self.trajectory_index.get(trajectory_uid)
+    # -- after a restart ---------------------------------------------------------------------
+
+    def adopt_prompt(self, stored: PromptStored, prompt: bytes, row: int) -> None:
+        """A prompt of before. Its group may begin with the very step that brought it."""
+        group = self.prompt_groups.get(stored.prompt_uid) or self._begin_group(stored.prompt_uid)
+        group.prompts[prompt] = prompt, row
+        group.rows.append(row)
+        self.payloads.memory_bytes += len(prompt)
+
+    def adopt(self, stored: StepStored, prompt: bytes | None, payload: bytes, row: int) -> None:
+        """A step of before: it was accepted then, so nothing about it is checked."""
+        prompt_uid, step = stored.prompt_uid, stored.step
+        group = self.prompt_groups.get(prompt_uid) or self._begin_group(prompt_uid)
+        record = group.trajectories.get(stored.trajectory_uid)
         if record is None:
-            self._closing(trajectory_uid)
+            record = self._new_trajectory(stored.trajectory_uid, group)
+        step.prompt, step.payload = prompt, payload
+        group.rows.append(row)
+        self._put(group, record, step, row)
+
+    # -- people ------------------------------------------------------------------------------
+
+    def set_reward(self, op: SetReward) -> SubmitOutcome:
+        record = self.trajectory_index.get(op.trajectory_uid)
+        if record is None:
+            self._closing(op.trajectory_uid)
             return self._late()
         group = self.prompt_groups[record.prompt_uid]
         if group.frozen or (record.closing is not None and record.closing.aborted is not None):
             return self._late()
-        if step_index is None:
-            record.outcome = reward
-        elif step_index in record.steps:
-            record.step_rewards = {**(record.step_rewards or {}), step_index: reward}
+        if op.step_index is None:
+            record.outcome = op.reward
+        elif record.step(op.step_index) is not None:
+            record.step_rewards = {**(record.step_rewards or {}), op.step_index: op.reward}
         else:
             raise StepIndexError(
-                f"trajectory {trajectory_uid!r} in channel {self.name!r} has no step {step_index}; "
-                f"it has {sorted(record.steps)}"
+                f"trajectory {op.trajectory_uid!r} in channel {self.name!r} has no step "
+                f"{op.step_index}; it has {[step.step_index for step in record.steps]}"
             )
-        self._write(group, "reward", trajectory_uid, reward, step_index)
+        self._write(group, op)
         if record.is_complete:
             self._notice_score(record)
         self._judge_again(group)
         return "accepted"
 
-    def mark_group(self, prompt_uid: str, marks: dict[str, Any]) -> Marks:
-        group = self.prompt_groups.get(prompt_uid)
-        if group is None:
-            gone = self._closed_groups.get(prompt_uid)
-            if gone is None:
-                raise self._unknown_group(prompt_uid)
-            raise GroupClosedError(
-                f"group {prompt_uid!r} in channel {self.name!r} was {gone}; it cannot be marked"
-            )
-        self.put_marks(group, None, group.marks.merged(marks))
-        self._write(group, "mark", prompt_uid, None, group.marks)
-        self._judge_again(group)
-        return group.marks
-
-    def mark_trajectory(self, trajectory_uid: str, marks: dict[str, Any]) -> Marks:
-        record = self.trajectory_index.get(trajectory_uid)
-        if record is None:
-            self._closing(trajectory_uid)
-        if record is None or self.prompt_groups[record.prompt_uid].frozen:
-            raise TrajectoryClosedError(
-                f"trajectory {trajectory_uid!r} in channel {self.name!r} was served already, or "
-                "closed with its group; mark it before"
-            )
-        group = self.prompt_groups[record.prompt_uid]
-        self.put_marks(group, record, record.marks.merged(marks))
-        self._write(group, "mark", group.prompt_uid, trajectory_uid, record.marks)
-        self._judge_again(group)
-        return record.marks
-
-    def put_marks(self, group: GroupRecord, record: TrajectoryRecord | None, marks: Marks) -> None:
-        """These are the marks of the group, or of one of its trajectories."""
-        (group if record is None else record).marks = marks
+    def mark(self, op: Mark) -> Marks:
+        marked: GroupRecord | TrajectoryRecord
+        if op.trajectory_uid is not None:
+            record = self.trajectory_index.get(op.trajectory_uid)
+            if record is None:
+                self._closing(op.trajectory_uid)
+            if record is None or self.prompt_groups[record.prompt_uid].frozen:
+                raise TrajectoryClosedError(
+                    f"trajectory {op.trajectory_uid!r} in channel {self.name!r} was served "
+                    "already, or closed with its group; mark it before"
+                )
+            marked, group = record, self.prompt_groups[record.prompt_uid]
+        else:
+            uid = op.prompt_uid or ""
+            if uid not in self.prompt_groups:
+                raise GroupClosedError(
+                    f"group {uid!r} in channel {self.name!r} was {self._gone(uid)}; it cannot be "
+                    "marked"
+                )
+            marked = group = self.prompt_groups[uid]
+        marked.marks = marked.marks.merged(op.marks)
         group.is_marked = True
         tags = group.marks.tags.union(*(t.marks.tags for t in group.trajectories.values()))
         self._untag(group, group.tags - tags)
         for tag in tags - group.tags:
             self._tagged.setdefault(tag, {})[group.prompt_uid] = None
         group.tags = tags
+        self._write(group, op)
+        self._judge_again(group)
+        return marked.marks
 
-    def _untag(self, group: GroupRecord, tags: Iterable[str]) -> None:
-        for tag in tags:
-            del self._tagged[tag][group.prompt_uid]
-            if not self._tagged[tag]:
-                del self._tagged[tag]
-
-    def delete(self, trajectory_uid: str | None, tag: str | None) -> Deleted:
-        """Drop the groups of this trajectory, or with this tag; about `AT_ONCE`."""
-        if tag is not None:
-            uids = list(islice(self._tagged.get(tag, ()), AT_ONCE + len(self._leased)))
+    def delete(self, op: Delete) -> Deleted:
+        """About `AT_ONCE`."""
+        if op.tag is not None:
+            uids = list(islice(self._tagged.get(op.tag, ()), AT_ONCE + len(self._leased)))
         else:
-            record = self.trajectory_index.get(trajectory_uid or "")
+            record = self.trajectory_index.get(op.trajectory_uid or "")
             uids = [] if record is None else [record.prompt_uid]
         groups = [self.prompt_groups[uid] for uid in uids]
         leased = [group for group in groups if group.prompt_uid in self._leased]
         for group in leased:
-            self._retire(group, DELETED)
+            self.retire(GroupRetired(group.prompt_uid, DELETED))
         gone: list[str] = []
         n = 0
         for group in groups:
@@ -597,223 +483,15 @@ class Channel:
             if group.prompt_uid not in self._leased:
                 n += group.size
                 gone += group.trajectories
-                self._retire(group, DELETED)
+                self.retire(GroupRetired(group.prompt_uid, DELETED))
         return Deleted(tuple(gone), tuple(u for g in leased for u in g.trajectories), n >= AT_ONCE)
 
-    def _retire(self, group: GroupRecord, reason: str) -> None:
-        """Drop a group; one that a consumer has, once it is handed back."""
-        if group.prompt_uid not in self._leased:
-            self._drop(group, reason)
-        elif group.retired is None:
-            group.retired = reason
-            self._write(group, "retire", group.prompt_uid, reason)
-
-    # -- consumers ---------------------------------------------------------------------------
-
-    def n_available(self, n_rollouts: int | None) -> int:
-        return self._order.count(n_rollouts or self.config.n_rollouts)
-
-    def choose(self, n_rollouts: int | None, batch_size: int) -> list[str]:
-        """The groups that a consumer gets next, if there are `batch_size` of them; else none.
-        Drops those on the way that are too old or that a filter objects to."""
-        n_wanted = n_rollouts or self.config.n_rollouts
-        self._drop_stale()
-        filtered = self.config.selection.batch_filter is not None
-        n_seen = max(batch_size, self.config.selection.window) if filtered else batch_size
-        while self._order.count(n_wanted) >= batch_size:
-            if n_wanted != self.config.n_rollouts:
-                self._judge_first(n_wanted, n_seen)
-            seen = self._order.first(n_wanted, n_seen)
-            if not filtered:
-                return seen if len(seen) == batch_size else []
-            choice = self.selection.choose(
-                [self.info(self.prompt_groups[uid]) for uid in seen],
-                batch_size,
-                more_may_come=self.more_may_come,
-            )
-            for prompt_uid, reason in choice.drop.items():
-                self._drop(self.prompt_groups[prompt_uid], reason)
-            if choice.serve or not choice.drop:
-                return list(choice.serve)
-            # Others came into the window.
-        return []
-
-    @property
-    def more_may_come(self) -> bool:
-        """Whether another group may still become ready."""
-        return bool(self._open) or not (self.shut_down or self._no_credit())
-
-    def _judge_first(self, n_wanted: int, n_seen: int) -> None:
-        """Judge undeclared groups that are ready for this consumer only."""
-        while True:
-            unjudged = [
-                self.prompt_groups[uid]
-                for uid in self._order.first(n_wanted, n_seen)
-                if uid not in self._ready
-            ]
-            n_refused = sum(
-                not (self._is_fresh(group) and self._judge(group)) for group in unjudged
-            )
-            if n_refused == 0:
-                return
-
-    def take(self, prompt_uids: Sequence[str], n_rollouts: int | None) -> tuple[PackedGroup, ...]:
-        """Lease these ready groups. Their open trajectories end here.
-
-        Raises:
-            DataPoolError: a payload cannot be read back; nothing is leased.
-        """
-        groups = [self.prompt_groups[uid] for uid in prompt_uids]
-        # Before anything is changed, because it may fail.
-        packed = {r.trajectory_uid: self.packed(r) for g in groups for r in g.complete}
-        for group in groups:
-            excluded = self._excluded(group)
-            group.n_asked = n_rollouts or self.config.n_rollouts
-            self._write(group, "lease", group.prompt_uid, tuple(excluded), group.n_asked)
-            self.begin_lease(group, excluded)
-            self._notice("leased", group.prompt_uid, delivery=group.delivery)
-        return tuple(
-            self._served(g, [packed[r.trajectory_uid] for r in g.complete]) for g in groups
-        )
-
-    def leased(self, prompt_uid: str) -> PackedGroup:
-        """A leased group as its consumer gets it."""
-        group = self._leased[prompt_uid]
-        return self._served(group, list(map(self.packed, group.complete)))
-
-    def _served(self, group: GroupRecord, trajectories: list[PackedTrajectory]) -> PackedGroup:
-        return PackedGroup(
-            group.prompt_uid,
-            trajectories,
-            group.n_asked if group.terms is None else group.terms.n_rollouts,
-            dict(group.metadata),
-            group.delivery,
-        )
-
-    def begin_lease(self, group: GroupRecord, excluded: Collection[str]) -> None:
-        """A consumer has it; the first time, what is served is settled: all complete
-        trajectories that are not excluded."""
-        self._unqueue(group)
-        self._leased[group.prompt_uid] = group
-        self.changed = True
-        if group.frozen:
-            return
-        group.frozen = True
-        for record in group.trajectories.values():
-            if record.closing is None:
-                self._abort(record, Closing(group.prompt_uid, "pool", aborted=GROUP_SERVED))
-        for uid in excluded:
-            record = group.trajectories[uid]
-            group.complete.remove(record)
-            self.trajectory_complete.discard(uid)
-            self._release(record)
-            record.closing = Closing(group.prompt_uid, "pool", aborted=NOT_TRAINABLE)
-            group.n_aborted += 1
-            self.counts.trajectories.aborted += 1
-            self.counts.abort_reasons.add(NOT_TRAINABLE)
-
-    def packed(self, record: TrajectoryRecord) -> PackedTrajectory:
-        """A trajectory as consumers get it; what is on disk is read, and stays there."""
-        spilled = self._read_back(record.steps.values())
-        steps = record.served()
-        for stored in spilled:
-            self._forget_payload(stored)
-        return PackedTrajectory(
-            record.trajectory_uid, record.prompt_uid, steps, dict(record.metadata), record.attempt
-        )
-
-    def ack(self, prompt_uid: str) -> None:
-        group = self._leased.pop(prompt_uid)
-        self.counts.groups.acked += 1
-        self.counts.steps.acked += self._close(group, "acked")
-        self.counts.trajectories.acked += len(group.complete)
-        self._notice("acked", prompt_uid)
-
-    def give_back(self, prompt_uid: str) -> None:
-        """Return a leased group to the front. Call in reverse order for the groups of one lease."""
-        group = self._leased.pop(prompt_uid)
-        if group.retired is not None:
-            self._drop(group, group.retired)
-            return
-        group.delivery += 1
-        group.due = True
-        self._write(group, "return", prompt_uid)
-        self._order.give_back(prompt_uid)
-        self._ready[prompt_uid] = group
-        self._ready.move_to_end(prompt_uid, last=False)
-        self._note_version(group)
-        self._notice("returned", prompt_uid, delivery=group.delivery)
-        self._judge(group)
-        self._trim()
-
-    # -- time and memory ---------------------------------------------------------------------
-
-    def expire(self) -> None:
-        """Do what is due; of what is too old about `AT_ONCE`: nobody waits for thousands."""
-        n = 0
-        while n < AT_ONCE and (due := self.timers.pop_until(self.now)) is not None:
-            timer, group = due[0], self.prompt_groups[due[1]]
-            if timer == RETENTION:
-                n += group.size
-                self._retire(group, RETENTION)
-            elif timer == REWARD_WAIT:
-                group.reward_due = -math.inf
-                self._write(group, "wait", group.prompt_uid, group.reward_due)
-                self._judge(group)
-            else:
-                self.close_by_deadline(group, timer)
-
-    def close_by_deadline(self, group: GroupRecord, reason: str = DEADLINE) -> None:
-        """Serve it with what is complete, or drop it."""
-        if len(group.complete) >= (group.terms.min_rollouts if group.terms else 1):
-            self._write(group, "due", group.prompt_uid)
-            self._make_due(group, reason)
-        else:
-            self._drop(group, reason)
-
-    def written(self, limit: int | None) -> None:
-        """The log was flushed: payloads that came since may leave memory, beyond the limits.
-
-        Args:
-            limit: bytes that this channel may keep in memory by the pool's account; None: any.
-        """
-        steps, self._unwritten = self._unwritten, []
-        if self.config.overflow == "spill" and self.config.max_bytes is not None:
-            limit = min(self.config.max_bytes, self.config.max_bytes if limit is None else limit)
-        if limit is None:
-            return
-        for stored in reversed(steps):
-            if self.memory_bytes <= limit:
-                return
-            if stored.payload is not None and stored.row:
-                self._forget_payload(stored)
-
-    def _forget_payload(self, stored: StoredStep) -> None:
-        stored.spill()
-        self.memory_bytes -= stored.n_bytes
-
-    def load_payload(self, stored: StoredStep) -> bytes:
-        """One payload that is on disk; it stays there."""
-        if self.load is None:
-            raise JournalError(f"row {stored.row} cannot be read: the pool has no journal")
-        return self.load([stored.row])[0]
-
-    def _read_back(self, steps: Iterable[StoredStep]) -> list[StoredStep]:
-        """Bring payloads into memory; those that were not."""
-        spilled = [stored for stored in steps if stored.payload is None]
-        if spilled and self.load is not None:
-            for stored, payload in zip(
-                spilled, self.load([stored.row for stored in spilled]), strict=True
-            ):
-                stored.payload = payload
-                self.memory_bytes += stored.n_bytes
-        return spilled
-
-    # -- statistics --------------------------------------------------------------------------
+    # -- what is asked -----------------------------------------------------------------------
 
     def statistics(self) -> dict[str, Any]:
         oldest_version = self._ready_versions.first()
         counts = self.counts
+        oldest = [self.describe(g) for g in islice(self._open.values(), N_OLDEST_OPEN)]
         return {
             "groups": {
                 **asdict(counts.groups),
@@ -821,27 +499,21 @@ class Channel:
                 "ready": self.n_ready,
                 "held": len(self._held),
                 "leased": len(self._leased),
-                "drop_reasons": dict(counts.drop_reasons.counts),
+                "drop_reasons": dict(counts.groups.drop_reasons),
             },
             "trajectories": {
                 **asdict(counts.trajectories),
-                "complete": len(self.trajectory_complete),
-                "abort_reasons": dict(counts.abort_reasons.counts),
+                "abort_reasons": dict(counts.trajectories.abort_reasons),
             },
             "steps": asdict(counts.steps),
             "tokens": {"stored": counts.tokens},
             "memory_bytes": self.memory_bytes,
             "ready": self.n_ready - len(self._held),
-            "policy_version": self.version,
+            "policy_version": counts.version,
             "oldest_policy_version_ready": None if oldest_version is None else oldest_version[0],
-            "oldest_open_age_s": (
-                self.now - next(iter(self._open.values())).opened_at if self._open else 0.0
-            ),
-            "oldest_open": [
-                self.describe(group)
-                for _, group in zip(range(N_OLDEST_OPEN), self._open.values(), strict=False)
-            ],
-            "shut_down": self.shut_down,
+            "oldest_open_age_s": oldest[0]["age_s"] if oldest else 0.0,
+            "oldest_open": oldest,
+            "shut_down": counts.shut_down,
         }
 
     def describe(self, group: GroupRecord) -> dict[str, Any]:
@@ -874,121 +546,7 @@ class Channel:
             return "held", self._held[group.prompt_uid]
         return ("ready" if group.prompt_uid in self._ready else "open"), None
 
-    # -- selection ---------------------------------------------------------------------------
-
-    def info(self, group: GroupRecord) -> GroupInfo:
-        """What orders and filters see of a group: its complete trajectories."""
-        return GroupInfo(
-            prompt_uid=group.prompt_uid,
-            channel=self.name,
-            n_rollouts=self.config.n_rollouts if group.terms is None else group.terms.n_rollouts,
-            trajectories=tuple(map(_trajectory_info, group.complete)),
-            sequence=self._order.sequence(group.prompt_uid, self.config.n_rollouts),
-            opened_at=group.opened_at,
-            delivery=group.delivery,
-            metadata=group.metadata,
-            marks=group.marks,
-        )
-
-    def ready_groups(self) -> Iterable[GroupRecord]:
-        """All that are ready or held, the oldest first."""
-        return self._ready.values()
-
-    def _judge(self, group: GroupRecord) -> bool:
-        """Whether a ready group may be served. Otherwise it is held, or dropped."""
-        waits = self.config.reward_wait_s is not None
-        if self.replaying or (self.selection.is_trivial and not group.is_marked and not waits):
-            return True
-        uid = group.prompt_uid
-        try:
-            info = self.info(group)
-            verdict = self.selection.judge(info)
-            if self.config.reward_wait_s is not None:
-                verdict = self._await_rewards(group, info, verdict, self.config.reward_wait_s)
-            # Equal keys stand by readiness for the very n that a consumer asks for.
-            key = 0.0 if self.config.selection.order == "fifo" else self.selection.key(info)
-        except SelectionError as e:
-            # Somebody's function failed; whoever submitted a step cannot help that.
-            verdict, key = Hold(f"selection: {e}"), 0.0
-        if isinstance(verdict, Drop):
-            self._drop(group, verdict.reason)
-            return False
-        if verdict is not None:
-            self._order.hold(uid)
-            if uid in self._ready:
-                self._held[uid] = verdict.reason
-            else:
-                self._withheld.add(uid)
-            return False
-        self._order.release(uid)
-        self._held.pop(uid, None)
-        self._order.rekey(uid, key)
-        return True
-
-    def _await_rewards(
-        self, group: GroupRecord, info: GroupInfo, verdict: Verdict | None, seconds: float
-    ) -> Verdict | None:
-        """The verdict on a group that may lack rewards: held for some time from its readiness."""
-        served, refusal = self.selection.gate(info)
-        if refusal or isinstance(verdict, Drop) or served.is_scored or group.frozen:
-            self._stop_timers(group, REWARD_WAIT)
-            return verdict
-        if group.prompt_uid in self._ready:
-            if group.reward_due is None:
-                group.reward_due = self.now + seconds
-                self._write(group, "wait", group.prompt_uid, group.reward_due)
-            if group.reward_due == -math.inf:
-                return Drop(UNSCORED) if verdict == Hold(UNSCORED) else verdict
-            self.timers.set((REWARD_WAIT, group.prompt_uid), group.reward_due)
-        return Hold(UNSCORED)
-
-    def awaits_rewards(self, group: GroupRecord) -> bool:
-        return (REWARD_WAIT, group.prompt_uid) in self.timers
-
-    def _judge_again(self, group: GroupRecord) -> None:
-        """Its marks, rewards or trajectories changed."""
-        if group.prompt_uid in self._ready:
-            self._judge(group)
-        elif self._order.holds(group.prompt_uid, 1):
-            # Not ready yet: a consumer that wants it with what it has will have it judged.
-            self._withheld.discard(group.prompt_uid)
-            self._order.release(group.prompt_uid)
-            if self.config.selection.order != "fifo" and not self.replaying:
-                with contextlib.suppress(SelectionError):
-                    self._order.rekey(group.prompt_uid, self.selection.key(self.info(group)))
-
-    def judge_all(self) -> None:
-        """After a restart: the limits and filters of today apply to what is there."""
-        for group in (*self._ready.values(), *self._open.values()):
-            self._judge_again(group)
-        self._trim()
-
-    def _excluded(self, group: GroupRecord) -> list[str]:
-        """Complete trajectories that marks keep from being served."""
-        if group.frozen or (self.selection.is_trivial and not group.is_marked):
-            return []
-        served, _ = self.selection.gate(self.info(group))
-        kept = {t.trajectory_uid for t in served.trajectories}
-        return [r.trajectory_uid for r in group.complete if r.trajectory_uid not in kept]
-
-    def _drop_stale(self) -> None:
-        while (oldest := self._ready_versions.first()) is not None:
-            if self._is_fresh(self.prompt_groups[oldest[1]]):
-                return
-
-    def _is_fresh(self, group: GroupRecord) -> bool:
-        """Whether its oldest token is young enough. Otherwise it is dropped."""
-        if not self.is_stale(group):
-            return True
-        self._drop(group, STALE, returned=self.config.on_stale == "return")
-        return False
-
-    def is_stale(self, group: GroupRecord) -> bool:
-        """Whether its oldest token is too old for it to be served."""
-        limit, oldest = self.config.max_staleness, group.oldest_version
-        return limit is not None and oldest is not None and oldest < self.version - limit
-
-    # -- inside: lookup ----------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------
 
     def _find(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | Closing | None:
         """The live record, the tombstone, or None; never one of another prompt."""
@@ -1001,82 +559,15 @@ class Channel:
             )
         return found
 
-    def _closing(self, trajectory_uid: str) -> Closing:
-        """How a trajectory that is not open was closed."""
-        record = self.trajectory_index.get(trajectory_uid)
-        closing = record.closing if record else self._closed_trajectories.get(trajectory_uid)
-        if closing is None:
-            raise UnknownTrajectoryError(
-                f"trajectory {trajectory_uid!r} is unknown in channel {self.name!r}; "
-                "submit a step or call open_trajectory first, in the same channel"
-            )
-        return closing
-
-    def _unknown_group(self, prompt_uid: str) -> UnknownGroupError:
-        return UnknownGroupError(
-            f"group {prompt_uid!r} is unknown in channel {self.name!r}; check both names"
-        )
-
-    def _late(self) -> Literal["late"]:
-        """What is said of a trajectory after its group went on without it."""
-        self.counts.trajectories.late += 1
-        self.changed = True
-        return "late"
-
-    def _is_settled(self, prompt_uid: str) -> bool:
-        """Whether the group's content can no longer change: gone, or served before."""
-        group = self.prompt_groups.get(prompt_uid)
-        return group.frozen if group else self._closed_groups.get(prompt_uid) is not None
-
-    # -- inside: the log ---------------------------------------------------------------------
-
-    def _write(self, group: GroupRecord, kind: str, *head: Any) -> None:
-        self.changed = True
-        if self.log is not None:
-            self._append(group, kind, head)
-
-    def _append(
-        self, group: GroupRecord, kind: str, head: tuple[Any, ...], payload: bytes | None = None
-    ) -> int:
-        if self.log is None:
-            return 0
-        row = self.log.append(self.name, kind, pickle.dumps(head, protocol=5), payload)
-        group.rows.append(row)
-        return row
-
-    def _notice(self, kind: str, *uids: str, **data: Any) -> None:
-        if self._tell is not None:
-            self._tell(self, kind, *uids, **data)
-
-    def _notice_score(self, record: TrajectoryRecord) -> None:
-        if (reward := record.reward()) is not None:
-            versions = [step.policy_version for step in record.steps.values()]
-            scored = {"reward": reward, "oldest": min(versions), "newest": max(versions)}
-            self._notice("scored", record.prompt_uid, record.trajectory_uid, **scored)
-
-    # -- inside: births ----------------------------------------------------------------------
-
-    def _new_group(self, prompt_uid: str) -> GroupRecord:
-        self._n_numbers += 1
-        group = GroupRecord(prompt_uid, self.now, self._n_numbers)
-        self.prompt_groups[prompt_uid] = group
-        self.groups_by_number[group.number] = group
-        self._open[prompt_uid] = group
-        if self._retention_s is not None:
-            self.timers.set((RETENTION, prompt_uid), self.now + self._retention_s)
-        self.counts.groups.submitted += 1
-        return group
-
-    def _new_trajectory(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | None:
+    def _begin(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | None:
         """A record in its (perhaps new) group; None if the group's content is settled already."""
-        self.changed = True
         if self._is_settled(prompt_uid):
             # Remembered, so that the completion that follows is late too, and not unknown.
             closing = Closing(prompt_uid, "pool", aborted=GROUP_CLOSED)
-            self._remember(prompt_uid, None, {trajectory_uid: closing})
+            self._remember(GroupClosed(prompt_uid, None, {trajectory_uid: closing}))
             self.counts.trajectories.submitted += 1
             self.counts.trajectories.aborted += 1
-            self.counts.abort_reasons.add(GROUP_CLOSED)
+            count_reason(self.counts.trajectories.abort_reasons, GROUP_CLOSED)
             return None
         group = self.prompt_groups.get(prompt_uid)
         if group is None:
@@ -1085,268 +576,21 @@ class Channel:
                     f"channel {self.name!r} {full}; trajectory {trajectory_uid!r} would begin a "
                     f"new group, {prompt_uid!r}: try again once something is leased"
                 )
-            group = self._new_group(prompt_uid)
-            self._set_deadline(group, None)
-        self.counts.trajectories.submitted += 1
-        record = TrajectoryRecord(trajectory_uid, prompt_uid)
-        self.trajectory_index[trajectory_uid] = record
-        group.trajectories[trajectory_uid] = record
-        group.n_open += 1
-        self.counts.trajectories.open += 1
-        return record
+            group = self._begin_group(prompt_uid)
+        return self._new_trajectory(trajectory_uid, group)
 
-    def _set_deadline(self, group: GroupRecord, deadline_s: float | None) -> None:
-        seconds = self.config.group_deadline_s if deadline_s is None else deadline_s
-        if seconds is not None and not group.due:
-            group.deadline = self.now + seconds
-            self.timers.set((DEADLINE, group.prompt_uid), group.deadline)
+    def _begin_group(self, prompt_uid: str) -> GroupRecord:
+        """An undeclared one."""
+        group = self._new_group(prompt_uid)
+        self._set_deadline(group, None)
+        return group
 
-    def _touch(self, group: GroupRecord) -> None:
-        """Something came in for it: it is not idle."""
-        if self.config.group_idle_s is not None and not group.due:
-            self.timers.set((IDLE, group.prompt_uid), self.now + self.config.group_idle_s)
+    def _add_metadata(self, record: TrajectoryRecord, metadata: dict[str, Any]) -> None:
+        if metadata:
+            record.metadata = {**record.metadata, **metadata}
 
-    def _stop_timers(self, group: GroupRecord, *timers: Timer) -> None:
-        for timer in timers:
-            self.timers.discard((timer, group.prompt_uid))
-
-    # -- inside: trajectories close ----------------------------------------------------------
-
-    def _complete(self, record: TrajectoryRecord, closing: Closing) -> None:
-        record.closing = closing
-        if closing.reward is not None:
-            record.outcome = closing.reward
-        self.counts.steps.missing += record.max_index + 1 - len(record.steps)
-        self.counts.trajectories.open -= 1
-        self.trajectory_complete.add(record.trajectory_uid)
-        group = self.prompt_groups[record.prompt_uid]
-        group.n_open -= 1
-        group.complete.append(record)
-        oldest = min(step.policy_version for step in record.steps.values())
-        if group.oldest_version is None or oldest < group.oldest_version:
-            group.oldest_version = oldest
-        self._notice_score(record)
-        if group.terms is None and not group.due:
-            self._order.reach(group.prompt_uid)
-        self._settle(group)
-
-    def _abort(self, record: TrajectoryRecord, closing: Closing) -> None:
-        """Close without serving and release the steps. The caller settles the group."""
+    def _late(self) -> Literal["late"]:
+        """What is said of a trajectory after its group went on without it."""
+        self.counts.trajectories.late += 1
         self.changed = True
-        record.closing = closing
-        self._release(record)
-        group = self.prompt_groups[record.prompt_uid]
-        group.n_open -= 1
-        group.n_aborted += 1
-        if closing.by != "pool" and not closing.will_retry:
-            group.n_final += 1
-        self.counts.trajectories.open -= 1
-        self.counts.trajectories.aborted += 1
-        self.counts.abort_reasons.add(closing.aborted or "")
-        self._notice("aborted", record.prompt_uid, record.trajectory_uid, reason=closing.aborted)
-
-    def _release(self, record: TrajectoryRecord) -> None:
-        """Its steps are dropped; their rows go with the group's."""
-        self.counts.steps.dropped += self._forget_steps(record)
-        record.steps = {}
-
-    def _forget_steps(self, record: TrajectoryRecord) -> int:
-        n_bytes = n_tokens = 0
-        for step in record.steps.values():
-            n_tokens += step.n_tokens
-            if step.payload is not None:
-                n_bytes += step.n_bytes
-            step.row = 0  # it may still be among the unwritten, and must not be released again
-        self.memory_bytes -= n_bytes
-        self.counts.tokens -= n_tokens
-        self.counts.steps.stored -= len(record.steps)
-        return len(record.steps)
-
-    # -- inside: groups move -----------------------------------------------------------------
-
-    def _settle(self, group: GroupRecord) -> None:
-        """Move a group on if a trajectory that just closed, or its new terms, decide it."""
-        if group.frozen:
-            return
-        n_complete = len(group.complete)
-        if group.prompt_uid in self._ready:
-            self._note_version(group)
-            self._judge(group)
-        elif group.terms is None:
-            if self._order.holds(group.prompt_uid, self.config.n_rollouts):
-                self._make_ready(group, "complete")
-            else:
-                self._judge_again(group)
-        elif n_complete >= group.terms.n_rollouts:
-            self._make_due(group, "complete")
-        elif group.n_open == 0 and n_complete + group.n_final >= group.terms.n_rollouts:
-            if n_complete >= group.terms.min_rollouts:
-                self._make_due(group, "aborted")
-            else:
-                self._drop(group, TOO_FEW_ROLLOUTS)
-
-    def _make_due(self, group: GroupRecord, why: str) -> None:
-        self._stop_timers(group, DEADLINE, IDLE)
-        group.due = True
-        if group.prompt_uid in self._ready:
-            # It was, for the channel's own n: now it is for any, in the same place.
-            self._order.make_due_in_place(group.prompt_uid, self.config.n_rollouts)
-            self._judge(group)
-            return
-        self._order.make_due(group.prompt_uid)
-        self._make_ready(group, why)
-
-    def _make_ready(self, group: GroupRecord, why: str) -> None:
-        self._open.pop(group.prompt_uid, None)
-        self._withheld.discard(group.prompt_uid)
-        self._ready[group.prompt_uid] = group
-        self._note_version(group)
-        self._notice("ready", group.prompt_uid, size=len(group.complete), why=why)
-        self._judge(group)
-        self._trim()
-
-    def _note_version(self, group: GroupRecord) -> None:
-        if group.oldest_version is not None:
-            self._ready_versions.set(group.prompt_uid, group.oldest_version)
-
-    def _trim(self, sparing: str = "") -> None:
-        """Drop the oldest groups while the channel holds more than it may: ready ones, and where
-        none is left and only bytes matter, open ones."""
-        config = self.config
-        if config.overflow == "block" or self.replaying:
-            return
-        while config.max_queue_size is not None and self.n_ready > config.max_queue_size:
-            self._drop(next(iter(self._ready.values())), MAX_QUEUE_SIZE)
-        if config.max_bytes is None or config.overflow == "spill":
-            return
-        while self.memory_bytes > config.max_bytes:
-            others = (g for g in islice(self._open.values(), 2) if g.prompt_uid != sparing)
-            oldest = next(iter(self._ready.values()), None) or next(others, None)
-            if oldest is None:
-                return
-            self._drop(oldest, MAX_BYTES)
-
-    def _unready(self, group: GroupRecord) -> None:
-        """Out of what is ready."""
-        self._order.discard(group.prompt_uid)
-        self._ready.pop(group.prompt_uid, None)
-        self._held.pop(group.prompt_uid, None)
-        self._withheld.discard(group.prompt_uid)
-        self._ready_versions.discard(group.prompt_uid)
-        self._stop_timers(group, REWARD_WAIT)
-
-    def _unqueue(self, group: GroupRecord) -> None:
-        """Out of every order that holds live groups."""
-        self._unready(group)
-        self._open.pop(group.prompt_uid, None)
-        self._stop_timers(group, DEADLINE, IDLE)
-
-    def _drop(self, group: GroupRecord, reason: str, returned: bool = False) -> None:
-        self._unqueue(group)
-        for record in group.trajectories.values():
-            if record.closing is None:
-                self._abort(record, Closing(group.prompt_uid, "pool", aborted=GROUP_DROPPED))
-        self.counts.groups.dropped += 1
-        self.counts.groups.returned += returned
-        self.counts.drop_reasons.add(reason)
-        self.counts.steps.dropped += self._close(group, f"dropped ({reason})")
-        self.counts.trajectories.dropped += len(group.complete)
-        self._notice(
-            "dropped",
-            group.prompt_uid,
-            reason=reason,
-            returned=returned,
-            complete=len(group.complete),
-            metadata=group.metadata if returned else {},  # what nobody needs is not kept
-        )
-
-    def _close(self, group: GroupRecord, how: str) -> int:
-        """Forget the group's content, remember its uids; how many steps that released."""
-        n_steps = 0
-        closings: dict[str, Closing] = {}
-        for uid, record in group.trajectories.items():
-            del self.trajectory_index[uid]
-            self.trajectory_complete.discard(uid)
-            if record.closing is not None:
-                closings[uid] = record.closing
-            n_steps += self._forget_steps(record)
-        self.memory_bytes -= sum(map(len, group.prompts))
-        del self.prompt_groups[group.prompt_uid]
-        del self.groups_by_number[group.number]
-        self._untag(group, group.tags)
-        self._stop_timers(group, RETENTION)
-        if self.log is not None:
-            self.log.delete(group.rows)
-        self._remember(group.prompt_uid, how, closings)
-        return n_steps
-
-    def _remember(self, prompt_uid: str, how: str | None, closings: dict[str, Closing]) -> None:
-        """Leave behind how a group and its trajectories were closed."""
-        self.changed = True
-        self.recall(prompt_uid, how, closings)
-        if self.log is not None:
-            head = (prompt_uid, how, {uid: tuple(c) for uid, c in closings.items()})
-            row = self.log.append(self.name, "closed", pickle.dumps(head, protocol=5))
-            self.keep_closed_row(row)
-
-    def dump_counts(self) -> bytes:
-        """What is counted, and the little else that no row tells."""
-        state = (self.counts, self.version, self.first_version, self.shut_down, self._n_numbers)
-        return pickle.dumps(state, protocol=5)
-
-    def restore_counts(self, state: bytes) -> None:
-        self.counts, self.version, self.first_version, self.shut_down, self._n_numbers = (
-            pickle.loads(state)
-        )
-
-    def replay_at(self, now: float, number: int) -> None:
-        """The next row to be replayed was written at `now`; its group has this number."""
-        self.now = now
-        self._n_numbers = number - 1  # taken if the row begins the group
-
-    def adopt(self, step: PackedStep, row: int, prompt_row: int | None) -> None:
-        """A replayed step is in this row, and its prompt in that one."""
-        group = self.prompt_groups[step.prompt_uid]
-        stored = group.trajectories[step.trajectory_uid].steps[step.step_index]
-        stored.row = row
-        self._unwritten.append(stored)
-        if stored.prompt is not None and prompt_row is not None:
-            _, known = group.prompts[stored.prompt]
-            if known == 0:
-                group.prompts[stored.prompt] = stored.prompt, prompt_row
-                group.rows.append(prompt_row)
-
-    def recall(self, prompt_uid: str, how: str | None, closings: dict[str, Closing]) -> None:
-        """Remember closed uids, as far as the memory for them reaches."""
-        for uid, closing in closings.items():
-            self._closed_trajectories.put(uid, closing)
-        if how is not None:
-            self._closed_groups.put(prompt_uid, how)
-
-    def keep_closed_row(self, row: int) -> None:
-        """A row that tells of closed uids; the oldest ones go beyond `remembered_uids`."""
-        self._closed_rows.append(row)
-        if self.log is not None and len(self._closed_rows) > self._remembered_uids:
-            self.log.delete([self._closed_rows.popleft()])
-
-
-def _unknown_base(step: PackedStep) -> UnknownBaseError:
-    return UnknownBaseError(
-        f"step {step.trajectory_uid!r}[{step.step_index}] is packed relative to step {step.base}, "
-        "which is not stored; send it whole"
-    )
-
-
-def _trajectory_info(record: TrajectoryRecord) -> TrajectoryInfo:
-    versions = [step.policy_version for step in record.steps.values()]
-    return TrajectoryInfo(
-        trajectory_uid=record.trajectory_uid,
-        reward=record.reward(),
-        n_steps=len(record.steps),
-        n_tokens=sum(step.n_tokens for step in record.steps.values()),
-        oldest_version=min(versions),
-        newest_version=max(versions),
-        attempt=record.attempt,
-        metadata=record.metadata,
-        marks=record.marks,
-    )
+        return "late"

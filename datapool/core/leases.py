@@ -10,13 +10,17 @@ Knows uids and times; the groups themselves are the channels'.
 
 from __future__ import annotations
 
-import pickle
-from collections import Counter, deque
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from collections import deque
+from typing import Any, get_args
 
+import msgspec
+from msgspec.structs import asdict, replace
+
+from stepwell.datapool.codec import decoder, encoder
+from stepwell.datapool.core.accounting import count_reason
 from stepwell.datapool.core.heap import KeyedHeap
-from stepwell.datapool.core.records import Log, Reasons, Remembered
+from stepwell.datapool.core.records import Remembered
+from stepwell.datapool.core.rows import POOL, LeaseEnd, LeaseEnded, LeaseRecord, Log, write
 from stepwell.datapool.errors import (
     DataPoolError,
     LeaseClosedError,
@@ -24,24 +28,18 @@ from stepwell.datapool.errors import (
     UnknownLeaseError,
 )
 
-LeaseEnd: TypeAlias = Literal["acked", "nacked", "expired"]
 
-POOL = ""
-"""Rows of the log that belong to no channel."""
+class LeaseCounts(msgspec.Struct):
+    """Of one channel."""
+
+    issued: int = 0
+    ended: dict[LeaseEnd, int] = msgspec.field(default_factory=lambda: dict.fromkeys(ENDS, 0))
+    nack_reasons: dict[str, int] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseRecord:
-    """A lease that somebody holds."""
-
-    lease_id: str
-    channel: str
-    prompt_uids: tuple[str, ...]
-    expires_at: float
-    request_id: str | None = None
-    """Of the call that it answers; repeated, the call gets the same lease."""
-    row: int = 0
-    """Of the log."""
+ENDS: tuple[LeaseEnd, ...] = get_args(LeaseEnd)
+_State = tuple[int, dict[str, LeaseCounts]]
+_state_decoder = decoder(_State)
 
 
 class LeaseBook:
@@ -61,8 +59,7 @@ class LeaseBook:
         self._ended: Remembered[LeaseEnd] = Remembered(remembered)
         self._ended_rows: deque[int] = deque()
         self._remembered = remembered
-        self._counts: dict[str, Counter[str]] = {}
-        self._nack_reasons: dict[str, Reasons] = {}
+        self._counts: dict[str, LeaseCounts] = {}
         self._changed = False
 
     def issue(
@@ -71,13 +68,14 @@ class LeaseBook:
         channel: str,
         prompt_uids: list[str],
         expires_at: float,
-        request_id: str | None = None,
+        request_id: str | None,
+        now: float,
     ) -> str:
         """A new lease; its id."""
         self.n_issued += 1
         lease_id = f"{epoch}-{self.n_issued}"
-        self._put(LeaseRecord(lease_id, channel, tuple(prompt_uids), expires_at, request_id))
-        self._count(channel)["issued"] += 1
+        self._put(LeaseRecord(lease_id, channel, tuple(prompt_uids), expires_at, request_id), now)
+        self._count(channel).issued += 1
         return lease_id
 
     def answer_to(self, request_id: str | None) -> LeaseRecord | None:
@@ -100,16 +98,18 @@ class LeaseBook:
         """Leases that somebody holds, the oldest first."""
         return [r for r in self._active.values() if channel in (None, r.channel)]
 
-    def renew(self, lease_id: str, expires_at: float) -> None:
+    def renew(self, lease_id: str, expires_at: float, now: float) -> None:
         lease = self.get(lease_id, "renewed")
         if self.log is not None:
             self.log.delete([lease.row])
         # Last among the active ones and among equal expiries, as its row in the log is.
         del self._active[lease_id]
         self.expiries.discard(lease_id)
-        self._put(replace(lease, expires_at=expires_at))
+        self._put(replace(lease, expires_at=expires_at, row=0), now)
 
-    def end(self, lease_id: str, how: LeaseEnd, reason: str | None = None) -> LeaseRecord | None:
+    def end(
+        self, lease_id: str, how: LeaseEnd, now: float, reason: str | None = None
+    ) -> LeaseRecord | None:
         """The lease, ended; None if it ended the same way before. Raises as `get`."""
         if lease_id not in self._active and self._ended.get(lease_id) == how:
             return None
@@ -117,13 +117,15 @@ class LeaseBook:
         del self._active[lease_id]
         self._requests.pop(lease.request_id or "", None)
         self.expiries.discard(lease_id)
-        self._count(lease.channel)[how] += 1
+        counts = self._count(lease.channel)
+        counts.ended[how] += 1
         if reason is not None:
-            self._nack_reasons.setdefault(lease.channel, Reasons()).add(reason)
-        self._ended.put(lease_id, how)
+            count_reason(counts.nack_reasons, reason)
+        ended, row = LeaseEnded(lease_id, how), 0
         if self.log is not None:
             self.log.delete([lease.row])
-            self._keep_row(self.log.append(POOL, "ended", pickle.dumps((lease_id, how))))
+            row = write(self.log, POOL, ended, now, 0, None)
+        self.restore_ended(ended, row)
         return lease
 
     def expire(self, now: float) -> LeaseRecord | None:
@@ -131,16 +133,14 @@ class LeaseBook:
         first = self.expiries.first()
         if first is None or first[0] > now:
             return None
-        return self.end(first[1], "expired")
+        return self.end(first[1], "expired", now)
 
     def statistics(self, channel: str) -> dict[str, Any]:
-        counts = self._counts.get(channel, Counter())
-        ends = {end: counts[end] for end in get_args(LeaseEnd)}
-        reasons = self._nack_reasons.get(channel)
+        counts = asdict(self._counts.get(channel, LeaseCounts()))
         return {
-            "active": counts["issued"] - sum(ends.values()),
-            **ends,
-            "nack_reasons": dict(reasons.counts) if reasons else {},
+            "active": counts["issued"] - sum(counts["ended"].values()),
+            **counts["ended"],
+            "nack_reasons": dict(counts["nack_reasons"]),
         }
 
     # -- the log -----------------------------------------------------------------------------
@@ -149,45 +149,35 @@ class LeaseBook:
         """Put the counts into the log, if they changed."""
         if self._changed and self.log is not None:
             self._changed = False
-            state = (self.n_issued, self._counts, self._nack_reasons)
-            self.log.put_state("leases", pickle.dumps(state, protocol=5))
+            self.log.put_state("leases", encoder.encode((self.n_issued, self._counts)))
 
     def restore_counts(self, state: bytes) -> None:
-        self.n_issued, self._counts, self._nack_reasons = pickle.loads(state)
+        self.n_issued, self._counts = _state_decoder.decode(state)
 
     def restore(self, lease: LeaseRecord) -> None:
-        """A lease that was active."""
+        """A lease that is active."""
         self._active[lease.lease_id] = lease
         if lease.request_id is not None:
             self._requests[lease.request_id] = lease.lease_id
         self.expiries.set(lease.lease_id, lease.expires_at)
 
-    def restore_ended(self, lease_id: str, how: LeaseEnd, row: int) -> None:
-        self._ended.put(lease_id, how)
-        self._keep_row(row)
-
-    # -- inside ------------------------------------------------------------------------------
-
-    def _put(self, lease: LeaseRecord) -> None:
-        if self.log is not None:
-            head = (
-                lease.lease_id,
-                lease.channel,
-                lease.prompt_uids,
-                lease.expires_at,
-                lease.request_id,
-            )
-            lease = replace(lease, row=self.log.append(POOL, "lease", pickle.dumps(head)))
-        self.restore(lease)
-
-    def _keep_row(self, row: int) -> None:
-        self._ended_rows.append(row)
+    def restore_ended(self, ended: LeaseEnded, row: int) -> None:
+        self._ended.put(ended.lease_id, ended.how)
+        if row:
+            self._ended_rows.append(row)
         if self.log is not None and len(self._ended_rows) > self._remembered:
             self.log.delete([self._ended_rows.popleft()])
 
-    def _count(self, channel: str) -> Counter[str]:
+    # -- inside ------------------------------------------------------------------------------
+
+    def _put(self, lease: LeaseRecord, now: float) -> None:
+        if self.log is not None:
+            lease = replace(lease, row=write(self.log, POOL, lease, now, 0, None))
+        self.restore(lease)
+
+    def _count(self, channel: str) -> LeaseCounts:
         self._changed = True
-        return self._counts.setdefault(channel, Counter())
+        return self._counts.setdefault(channel, LeaseCounts())
 
     def _no_lease(self, lease_id: str, wanted: str) -> DataPoolError:
         ended = self._ended.get(lease_id)

@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 class ReadyOrder:
     """Prompt uids in order. Holds no group."""
 
-    __slots__ = ("_due", "_held", "_next", "_places", "_reached", "_returned")
+    __slots__ = ("_deferred", "_due", "_held", "_next", "_places", "_reached", "_returned")
 
     def __init__(self) -> None:
         self._due: SortedList[_Place] = SortedList()
@@ -44,6 +44,27 @@ class ReadyOrder:
         """Groups that keep their places and stand in no queue."""
         self._next = 0
         self._returned = 0
+        self._deferred = False
+
+    def defer(self) -> None:
+        """Give out places only; nobody asks who is first until `settle`."""
+        self._deferred = True
+
+    def settle(self) -> None:
+        """All take their places: in one go, which is many times faster than one by one."""
+        self._deferred = False
+        due: list[_Place] = []
+        reached: dict[int, list[_Place]] = {}
+        for prompt_uid, places in self._places.items():
+            if prompt_uid in self._held:
+                continue
+            if not isinstance(places, list):
+                due.append(places)
+                continue
+            for n, place in enumerate(places, start=1):
+                reached.setdefault(n, []).append(place)
+        self._due = SortedList(due)
+        self._reached = {n: SortedList(queue) for n, queue in reached.items()}
 
     def make_due(self, prompt_uid: str, key: float = 0.0) -> None:
         """Ready for every consumer, last among its key."""
@@ -68,7 +89,7 @@ class ReadyOrder:
         places = self._places.setdefault(prompt_uid, [])
         if isinstance(places, list):
             places.append(_Place(key, self._next, prompt_uid))
-            if prompt_uid not in self._held:
+            if not self._deferred and prompt_uid not in self._held:
                 self._reached.setdefault(len(places), SortedList()).add(places[-1])
 
     def rekey(self, prompt_uid: str, key: float) -> None:
@@ -130,10 +151,11 @@ class ReadyOrder:
     def _put_due(self, place: _Place) -> None:
         self.discard(place.prompt_uid)
         self._places[place.prompt_uid] = place
-        self._due.add(place)
+        if not self._deferred:
+            self._due.add(place)
 
     def _enter(self, prompt_uid: str) -> None:
-        if prompt_uid in self._held:
+        if self._deferred or prompt_uid in self._held:
             return
         places = self._places[prompt_uid]
         if isinstance(places, list):
@@ -143,7 +165,7 @@ class ReadyOrder:
             self._due.add(places)
 
     def _leave(self, prompt_uid: str) -> None:
-        if prompt_uid in self._held:
+        if self._deferred or prompt_uid in self._held:
             return
         places = self._places[prompt_uid]
         if isinstance(places, list):

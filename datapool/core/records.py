@@ -1,35 +1,36 @@
 """What a channel keeps about a trajectory and a group while it lives, and after it is gone.
 
 Mutable counterparts of `types.Trajectory` and `types.Group`, private to the pool: consumers only
-ever see the frozen ones. A closed uid leaves a `Closing` behind, in a bounded memory, so that a
-late or repeated call is answered as it would have been while the record lived.
+ever see copies. A closed uid leaves a `Closing` behind, in a bounded memory, so that a late or
+repeated call is answered as it would have been while the record lived.
+
+There are many of them: they hold no reference cycles, so no collector has to walk through them, and
+nothing that can be told from the steps.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from collections.abc import Mapping
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from stepwell.datapool.codec import PackedStep, StoredStep, unpack
-from stepwell.datapool.selection import UNMARKED, Marks
-from stepwell.datapool.types import Step
+import msgspec
 
-SubmitOutcome: TypeAlias = Literal["accepted", "duplicate", "late"]
-"""What became of a submitted step: stored; known already (a no-op); or too late to be served."""
-
-TrajectoryOutcome: TypeAlias = Literal["complete", "aborted", "late"]
-"""What became of a trajectory; "late": the pool had closed it before the producer did."""
+from stepwell.datapool.codec import PackedStep
+from stepwell.datapool.selection import UNMARKED, Marks, TrajectoryInfo
 
 V = TypeVar("V")
 
-OTHER_REASONS = "other"
-MAX_REASONS = 64
+NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+"""One for all that have none."""
+_INDEX = attrgetter("step_index")
 
 
-class Closing(NamedTuple):
+class Closing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How a trajectory was closed: kept with its record, then as its tombstone."""
 
     prompt_uid: str
@@ -48,75 +49,24 @@ class Closing(NamedTuple):
         return f"completed{by} with outcome reward {self.reward}"
 
 
-class Resumed(NamedTuple):
-    """A trajectory as a producer finds it that goes on with it."""
-
-    outcome: SubmitOutcome
-    """As of `open_trajectory`."""
-    channel: str
-    """Where it is."""
-    is_open: bool
-    packed: Sequence[tuple[Any, ...]] = ()
-    """The steps of an open one, packed."""
-    metadata: Mapping[str, Any] = {}
-    """Of an open one."""
-
-    @property
-    def steps(self) -> list[Step]:
-        """The steps so far of an open trajectory, by `step_index`. Unpacked anew each time."""
-        return unpack(list(map(PackedStep._make, self.packed)))
-
-
-@dataclass(frozen=True, slots=True)
-class Deleted:
-    """What `delete` did."""
-
-    trajectories: tuple[str, ...] = ()
-    """Gone, with all of their groups."""
-    leased: tuple[str, ...] = ()
-    """Of groups that a consumer has: nobody else gets them, and they go at its ack or nack."""
-    more: bool = False
-    """Others are left: call it again."""
-
-    def __add__(self, later: Deleted) -> Deleted:
-        leased = dict.fromkeys(self.leased + later.leased)
-        return Deleted(self.trajectories + later.trajectories, tuple(leased), later.more)
-
-
 class GroupTerms(NamedTuple):
-    """What `open_group` asked for; two declarations of one group agree if these are equal."""
+    """What `OpenGroup` asked for; two declarations of one group agree if these are equal."""
 
     n_rollouts: int
     min_rollouts: int
     deadline_s: float | None
 
 
-class Log(Protocol):
-    """Where a channel writes down what it did; `journal.Journal` is one."""
-
-    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
-        """Write a row; its number."""
-
-    def delete(self, rows: Iterable[int]) -> None:
-        """Forget rows."""
-
-    def put_state(self, key: str, value: bytes) -> None:
-        """Remember the last value of `key`."""
-
-
-@dataclass(slots=True, eq=False)
-class TrajectoryRecord:
+class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     """One trajectory of a live group."""
 
     trajectory_uid: str
     prompt_uid: str
     attempt: int = 0
-    metadata: dict[str, Any] = field(default_factory=dict)
-    steps: dict[int, StoredStep] = field(default_factory=dict)
-    """By step_index; emptied when the trajectory is aborted."""
-    max_index: int = -1
-    last_index: int | None = None
-    """Index of the `is_last` step, once it has arrived."""
+    metadata: Mapping[str, Any] = NO_METADATA
+    """Replaced, never changed."""
+    steps: list[PackedStep] = []
+    """By step_index, which is their place unless some are missing; none once it is aborted."""
     closing: Closing | None = None
     """None while open."""
     outcome: float | None = None
@@ -129,11 +79,37 @@ class TrajectoryRecord:
     def is_complete(self) -> bool:
         return self.closing is not None and self.closing.aborted is None
 
+    @property
+    def max_index(self) -> int:
+        """Highest step_index; -1 without steps."""
+        return self.steps[-1].step_index if self.steps else -1
+
+    @property
+    def last_index(self) -> int | None:
+        """Index of the `is_last` step, once it has arrived: nothing lies beyond it."""
+        return self.steps[-1].step_index if self.steps and self.steps[-1].is_last else None
+
+    def step(self, index: int) -> PackedStep | None:
+        """The step of this index, if it is stored."""
+        steps = self.steps
+        if index < len(steps) and steps[index].step_index == index:
+            return steps[index]
+        at = bisect_left(steps, index, key=_INDEX)
+        return steps[at] if at < len(steps) and steps[at].step_index == index else None
+
+    def put(self, step: PackedStep) -> None:
+        """A step that is not stored yet."""
+        if step.step_index > self.max_index:
+            self.steps.append(step)
+        else:
+            self.steps.insert(bisect_left(self.steps, step.step_index, key=_INDEX), step)
+
     def step_reward(self, index: int) -> float | None:
         """The step's own reward, without the outcome."""
         if self.step_rewards is not None and index in self.step_rewards:
             return self.step_rewards[index]
-        return self.steps[index].reward
+        step = self.step(index)
+        return None if step is None else step.reward
 
     def last_reward(self) -> float | None:
         """What the last step is served with: its own reward plus the outcome."""
@@ -142,36 +118,50 @@ class TrajectoryRecord:
 
     def reward(self) -> float | None:
         """Sum over the steps and the outcome; None if nothing is scored."""
-        scored = [r for i in self.steps if (r := self.step_reward(i)) is not None]
-        if self.outcome is not None:
-            scored.append(self.outcome)
+        late = self.step_rewards or {}
+        rewards = [late.get(s.step_index, s.reward) for s in self.steps]
+        scored = [r for r in (*rewards, self.outcome) if r is not None]
         return sum(scored) if scored else None
 
-    def chain(self, index: int) -> list[int]:
+    def versions(self) -> tuple[int, int]:
+        """Smallest and largest policy version of its steps, of which there is one at least."""
+        versions = [step.policy_version for step in self.steps]
+        return min(versions), max(versions)
+
+    def info(self) -> TrajectoryInfo:
+        """What orders and filters see of it, and what listings show."""
+        oldest, newest = self.versions()
+        return TrajectoryInfo(
+            trajectory_uid=self.trajectory_uid,
+            reward=self.reward(),
+            n_steps=len(self.steps),
+            n_tokens=sum(step.n_tokens for step in self.steps),
+            oldest_version=oldest,
+            newest_version=newest,
+            attempt=self.attempt,
+            metadata=self.metadata,
+            marks=self.marks,
+        )
+
+    def chain(self, index: int) -> list[PackedStep]:
         """A stored step, the one that it is packed relative to, and so on to the root."""
-        chain = [index]
-        while (base := self.steps[chain[-1]].base) is not None:
-            chain.append(base)
+        chain: list[PackedStep] = []
+        at: int | None = index
+        while at is not None and (step := self.step(at)) is not None:
+            chain.append(step)
+            at = step.base
         return chain
 
-    def packed(self, index: int) -> PackedStep:
-        """One step as it was submitted. Its payload must be in memory."""
-        return self.steps[index].packed(self.trajectory_uid, self.prompt_uid, index)
-
-    def served(self) -> list[PackedStep]:
-        """Its steps as a consumer gets them: later rewards applied, `is_last` on the last one."""
-        packed = [self.packed(i) for i in sorted(self.steps)]
-        if self.step_rewards is not None:
-            packed = [p._replace(reward=self.step_reward(p.step_index)) for p in packed]
-        last = packed[-1]
-        reward = self.last_reward()
-        if reward != last.reward or not last.is_last:
-            packed[-1] = last._replace(reward=reward, is_last=True)
-        return packed
+    def as_served(self, steps: list[PackedStep]) -> list[PackedStep]:
+        """Copies of its steps, made what a consumer gets: later rewards applied, `is_last` on the
+        last one."""
+        for step in steps if self.step_rewards else ():
+            step.reward = self.step_reward(step.step_index)
+        steps[-1].reward, steps[-1].is_last = self.last_reward(), True
+        return steps
 
 
-@dataclass(slots=True, eq=False)
-class GroupRecord:
+class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """One live group: open, ready or leased."""
 
     prompt_uid: str
@@ -180,14 +170,14 @@ class GroupRecord:
     """Counts the groups of the channel: what listings page by."""
     terms: GroupTerms | None = None
     """None while undeclared."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = NO_METADATA
     deadline: float | None = None
-    trajectories: dict[str, TrajectoryRecord] = field(default_factory=dict)
-    complete: list[TrajectoryRecord] = field(default_factory=list)
+    trajectories: dict[str, TrajectoryRecord] = {}
+    complete: list[TrajectoryRecord] = []
     """In the order of completion, which is the order they are served in."""
-    prompts: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
+    prompts: dict[bytes, tuple[bytes, int]] = {}
     """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
-    rows: array[int] = field(default_factory=lambda: array("q"))
+    rows: array[int] = msgspec.field(default_factory=lambda: array("q"))
     """Rows of the log that are about this group; they go with it."""
     n_open: int = 0
     n_aborted: int = 0
@@ -238,17 +228,3 @@ class Remembered(Generic[V]):
 
     def __len__(self) -> int:
         return len(self._values)
-
-
-class Reasons:
-    """Counts by reason. Producers choose the words, so the number of them is bounded."""
-
-    __slots__ = ("counts",)
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def add(self, reason: str) -> None:
-        if reason not in self.counts and len(self.counts) >= MAX_REASONS:
-            reason = OTHER_REASONS
-        self.counts[reason] = self.counts.get(reason, 0) + 1

@@ -16,25 +16,29 @@ Owns rows, filters and cursors. Changes nothing, and makes no channel.
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import islice
-from typing import Any, Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
-import numpy as np
-
-from stepwell.datapool.codec import PackedStep, PackedTrajectory, StoredStep
+from stepwell.datapool.codec import PackedTrajectory, unpack
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
-from stepwell.datapool.inspect.rows import *
 from stepwell.datapool.files.rows import ExportedTrajectory
-from stepwell.datapool.selection import UNMARKED, GroupInfo, Marks, TrajectoryInfo
-from stepwell.datapool.types import FinishReason, LogProbs, TokenIds, Trajectory, VersionSpan
+from stepwell.datapool.inspect.rows import (
+    ExportedPage,
+    GroupRow,
+    GroupState,
+    Page,
+    StepRow,
+    TrajectoryRow,
+    TrajectoryState,
+)
+from stepwell.datapool.selection import UNMARKED, GroupInfo, Marks
+from stepwell.datapool.types import FinishReason, Step, Trajectory
 
 MAX_LIMIT: Final = 1000
 LOOKS_PER_ITEM: Final = 10
@@ -47,13 +51,6 @@ PAGE_BYTES: Final = 8 << 20
 """Payload bytes of an export's page."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Opaque:
-    """A value of a type that the pool does not load: it would import what producers use."""
-
-    type_name: str
 
 
 # -- filters -----------------------------------------------------------------------------------
@@ -268,9 +265,9 @@ class _Scan(Generic[T]):
 
 
 def list_groups(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
+    channel: Channel, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
 ) -> Page[GroupRow]:
-    """Live groups (None: of a channel that does not exist).
+    """Live groups.
 
     Args:
         filters: `state` (one or several), `prompt_uid`, `tag`, `trainable` (False: marked so; True:
@@ -282,8 +279,6 @@ def list_groups(
     """
     wanted = _filters(filters, _GROUP_FILTERS)
     scan: _Scan[GroupRow] = _Scan("groups", epoch, cursor, limit)
-    if channel is None:
-        return scan.page()
     for group in _groups(channel, scan, wanted):
         if scan.is_over(group.number):
             break
@@ -305,7 +300,7 @@ def list_groups(
 
 
 def list_trajectories(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
+    channel: Channel, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
 ) -> Page[TrajectoryRow]:
     """Trajectories of live groups, group by group, in the order they were opened in.
 
@@ -319,15 +314,13 @@ def list_trajectories(
     """
     wanted = _filters(filters, _TRAJECTORY_FILTERS)
     scan: _Scan[TrajectoryRow] = _Scan("trajectories", epoch, cursor, limit)
-    if channel is None:
-        return scan.page()
     for _, _, row in _trajectories(channel, scan, wanted):
         scan.items.append(row)
     return scan.page()
 
 
 def list_steps(
-    channel: Channel | None,
+    channel: Channel,
     epoch: str,
     cursor: str | None,
     limit: int,
@@ -348,8 +341,6 @@ def list_steps(
     """
     wanted = _filters(filters, _STEP_FILTERS)
     scan: _Scan[StepRow] = _Scan("steps", epoch, cursor, limit)
-    if channel is None:
-        return scan.page()
     for group, record, position, group_state in _records(channel, scan, wanted):
         here = (group.number, position)
         first = scan.start.step if scan.start[:2] == here else 0
@@ -357,26 +348,23 @@ def list_steps(
             if scan.is_over(*here, index):
                 return scan.page()
             scan.spend(items=1)
-            stored, reward = record.steps[index], record.step_reward(index)
+            chain, reward = record.chain(index), record.step_reward(index)
             if index == record.max_index:
                 reward = record.last_reward()
-            version = stored.policy_version
+            version = chain[0].policy_version
             if not wanted.admit_reward(reward) or not wanted.admit_versions(version, version):
                 continue
-            extra = _extra(stored, _payload(channel, stored))
-            scan.spend(n_bytes=stored.n_bytes)
-            if wanted.finish_reason is not None and extra[1] not in wanted.finish_reason:
+            packed = channel.payloads.read(chain)
+            scan.spend(n_bytes=sum(len(step.payload) for step in packed))
+            step, *_ = unpack(PackedTrajectory(record.trajectory_uid, record.prompt_uid, packed))
+            if wanted.finish_reason is not None and step.finish_reason not in wanted.finish_reason:
                 continue
-            row = _step_row(record, index, reward, group_state, extra)
-            if include_tokens:
-                row, n_bytes = _with_tokens(channel, record, row)
-                scan.spend(n_bytes=n_bytes)
-            scan.items.append(row)
+            scan.items.append(_step_row(record, step, reward, group_state, include_tokens))
     return scan.page()
 
 
 def read_trajectories(
-    channel: Channel | None, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
+    channel: Channel, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
 ) -> ExportedPage:
     """Whole trajectories with their tokens, at most about 8 MiB at a time.
 
@@ -392,26 +380,23 @@ def read_trajectories(
         JournalError: a payload cannot be read back.
     """
     wanted = _filters(filters, _TRAJECTORY_FILTERS)
-    scan: _Scan[tuple[ExportedTrajectory, list[tuple[Any, ...]]]] = _Scan(
-        "export", epoch, cursor, limit
-    )
-    if channel is None:
-        return ExportedPage((), (), None)
+    scan: _Scan[tuple[ExportedTrajectory, PackedTrajectory]] = _Scan("export", epoch, cursor, limit)
     n_bytes = 0
     for group, record, row in _trajectories(channel, scan, wanted):
-        steps = list(channel.packed(record).steps) if record.steps else []
-        if steps and row.state == "open":
-            # They came as if it were complete.
-            last = record.max_index
-            steps[-1] = steps[-1]._replace(
-                reward=record.step_reward(last), is_last=record.steps[last].is_last
-            )
-        scan.items.append((_head(channel, group, record, row), [tuple(step) for step in steps]))
-        n_bytes += sum(len(step.payload) + len(step.prompt or b"") for step in steps)
+        packed = PackedTrajectory(record.trajectory_uid, record.prompt_uid, [])
+        packed.metadata, packed.attempt = row.metadata, row.attempt
+        if record.steps:
+            packed = channel.packed(record)
+            if row.state == "open":
+                # They came as if it were complete.
+                packed.steps[-1].reward = record.step_reward(record.max_index)
+                packed.steps[-1].is_last = record.last_index is not None
+        scan.items.append((_head(channel, group, record, row), packed))
+        n_bytes += sum(len(step.payload) + len(step.prompt or b"") for step in packed.steps)
         if n_bytes >= PAGE_BYTES:
             scan.stop()
     return ExportedPage(
-        tuple(head for head, _ in scan.items), tuple(s for _, s in scan.items), scan.cursor
+        tuple(head for head, _ in scan.items), tuple(p for _, p in scan.items), scan.cursor
     )
 
 
@@ -480,10 +465,8 @@ def _trajectories(
 def _indices(record: TrajectoryRecord, first: int, only: int | None) -> Iterator[int]:
     """Indices of stored steps from `first` on, ascending."""
     if only is not None:
-        return iter([only] if only >= first and only in record.steps else [])
-    if len(record.steps) == record.max_index + 1:
-        return iter(range(first, record.max_index + 1))
-    return iter(sorted(i for i in record.steps if i >= first))
+        return iter([only] if only >= first and record.step(only) is not None else [])
+    return iter([step.step_index for step in record.steps if step.step_index >= first])
 
 
 # -- inside: rows ------------------------------------------------------------------------------
@@ -507,17 +490,7 @@ def _reason(record: TrajectoryRecord) -> str | None:
 def _group_row(
     channel: Channel, group: GroupRecord, state: GroupState, reason: str | None
 ) -> GroupRow:
-    complete = [
-        TrajectoryInfo(
-            trajectory_uid=record.trajectory_uid,
-            reward=record.reward(),
-            n_steps=len(record.steps),
-            n_tokens=0,
-            oldest_version=min(step.policy_version for step in record.steps.values()),
-            newest_version=max(step.policy_version for step in record.steps.values()),
-        )
-        for record in group.complete
-    ]
+    complete = [record.info() for record in group.complete]
     info = GroupInfo(
         prompt_uid=group.prompt_uid,
         channel=channel.name,
@@ -526,7 +499,7 @@ def _group_row(
         sequence=0,
         opened_at=group.opened_at,
     )
-    steps = [step for record in group.trajectories.values() for step in record.steps.values()]
+    steps = [step for record in group.trajectories.values() for step in record.steps]
     return GroupRow(
         prompt_uid=group.prompt_uid,
         state=state,
@@ -550,7 +523,7 @@ def _group_row(
 
 
 def _trajectory_row(record: TrajectoryRecord, group_state: GroupState) -> TrajectoryRow:
-    versions = [step.policy_version for step in record.steps.values()]
+    oldest, newest = record.versions() if record.steps else (None, None)
     return TrajectoryRow(
         trajectory_uid=record.trajectory_uid,
         prompt_uid=record.prompt_uid,
@@ -559,10 +532,10 @@ def _trajectory_row(record: TrajectoryRecord, group_state: GroupState) -> Trajec
         reason=_reason(record),
         reward=record.reward(),
         n_steps=len(record.steps),
-        n_missing=record.max_index + 1 - len(record.steps) if record.steps else 0,
-        n_tokens=sum(step.n_tokens for step in record.steps.values()),
-        oldest_version=min(versions, default=None),
-        newest_version=max(versions, default=None),
+        n_missing=record.max_index + 1 - len(record.steps),
+        n_tokens=sum(step.n_tokens for step in record.steps),
+        oldest_version=oldest,
+        newest_version=newest,
         attempt=record.attempt,
         metadata=dict(record.metadata),
         marks=record.marks,
@@ -571,30 +544,40 @@ def _trajectory_row(record: TrajectoryRecord, group_state: GroupState) -> Trajec
 
 def _step_row(
     record: TrajectoryRecord,
-    index: int,
+    step: Step,
     reward: float | None,
     group_state: GroupState,
-    extra: _Extra,
+    include_tokens: bool,
 ) -> StepRow:
-    stored = record.steps[index]
-    metadata, finish_reason, spans = extra
+    # Copies: a view would travel with all of its buffer.
     return StepRow(
         trajectory_uid=record.trajectory_uid,
         prompt_uid=record.prompt_uid,
-        step_index=index,
+        step_index=step.step_index,
         state=_state(record),
         group_state=group_state,
-        policy_version=stored.policy_version,
-        version_spans=tuple(VersionSpan(*span) for span in spans),
+        policy_version=step.policy_version,
+        version_spans=step.version_spans,
         reward=reward,
-        is_last=stored.is_last or (record.is_complete and index == record.max_index),
-        parent_index=stored.parent_index,
-        n_prompt=stored.n_prompt,
-        n_response=stored.n_response,
-        has_log_probs=stored.has_log_probs,
-        finish_reason=finish_reason,
-        metadata=metadata,
+        is_last=step.is_last or (record.is_complete and step.step_index == record.max_index),
+        parent_index=step.parent_index,
+        n_prompt=len(step.prompt_ids),
+        n_response=len(step.response_ids),
+        has_log_probs=step.rollout_log_probs is not None,
+        finish_reason=step.finish_reason,
+        metadata=step.metadata,
+        prompt_ids=_frozen(step.prompt_ids) if include_tokens else None,
+        response_ids=_frozen(step.response_ids) if include_tokens else None,
+        rollout_log_probs=_frozen(step.rollout_log_probs) if include_tokens else None,
     )
+
+
+def _frozen(array: Any) -> Any:
+    if array is None:
+        return None
+    copy = array.copy()
+    copy.flags.writeable = False
+    return copy
 
 
 def _head(
@@ -612,97 +595,3 @@ def _head(
         group_metadata=dict(group.metadata),
         group_marks=None if group.marks == UNMARKED else group.marks.as_dict(),
     )
-
-
-# -- inside: payloads --------------------------------------------------------------------------
-
-_Extra: TypeAlias = tuple[dict[str, Any], FinishReason | None, tuple[tuple[int, int, int], ...]]
-"""Metadata, finish reason and version spans of a step."""
-
-
-def _payload(channel: Channel, stored: StoredStep) -> bytes:
-    """From memory, or from the log, where it stays."""
-    if stored.payload is not None:
-        return stored.payload
-    return channel.load_payload(stored)
-
-
-def _with_tokens(channel: Channel, record: TrajectoryRecord, row: StepRow) -> tuple[StepRow, int]:
-    """The row with tokens and log-probs, and how many bytes that took."""
-    chain = record.chain(row.step_index)
-    payloads = [_payload(channel, record.steps[i]) for i in chain]
-    parts = [record.steps[chain[-1]].prompt or b""]
-    for index, payload in zip(reversed(chain), reversed(payloads), strict=True):
-        stored = record.steps[index]
-        parts.append(payload[: 4 * (stored.n_new + stored.n_response)])
-    tokens = np.frombuffer(b"".join(parts), np.int32)
-    log_probs = None
-    if row.has_log_probs:
-        offset = 4 * (record.steps[row.step_index].n_new + row.n_response)
-        log_probs = np.frombuffer(payloads[0], np.float32, row.n_response, offset)
-    # Copies: a view would travel with all of its buffer.
-    row = replace(
-        row,
-        prompt_ids=_frozen(tokens[: row.n_prompt]),
-        response_ids=_frozen(tokens[row.n_prompt :]),
-        rollout_log_probs=None if log_probs is None else _frozen(log_probs),
-    )
-    return row, tokens.nbytes + sum(map(len, payloads))
-
-
-def _frozen(array: Any) -> Any:
-    copy = array.copy()
-    copy.flags.writeable = False
-    return copy
-
-
-class _Peek(pickle.Unpickler):
-    """Loads plain values and NumPy's; what else there is becomes `Opaque`, and nothing is
-    imported for it: a producer's metadata may hold what this process has not, or should not."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        package = module.partition(".")[0]
-        if package == "numpy" or (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        return type(name, (_Unknown,), {"type_name": f"{module}.{name}"})
-
-
-class _Unknown:
-    """Takes whatever its pickle would do to the real thing."""
-
-    type_name = ""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Unknown:
-        return super().__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def _ignore(self, *_: Any) -> None: ...
-
-    __setstate__ = __setitem__ = append = extend = add = _ignore
-
-
-_PLAIN: Final = {
-    *(("builtins", name) for name in ("set", "frozenset", "bytearray", "complex", "slice")),
-    *(("datetime", name) for name in ("date", "datetime", "time", "timedelta", "timezone")),
-    ("_codecs", "encode"),
-    ("collections", "OrderedDict"),
-}
-
-
-def _extra(stored: StoredStep, payload: bytes) -> _Extra:
-    n_columns = stored.n_new + stored.n_response * (2 if stored.has_log_probs else 1)
-    loaded = _Peek(io.BytesIO(memoryview(payload)[4 * n_columns :])).load()
-    metadata, finish_reason, spans, *_ = loaded
-    shown = {key: _shown(value) for key, value in metadata.items()}
-    return shown, finish_reason, spans
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, _Unknown):
-        return Opaque(value.type_name)
-    if isinstance(value, dict):
-        return {_shown(key): _shown(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(map(_shown, value))
-    return value

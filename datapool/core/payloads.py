@@ -1,0 +1,70 @@
+"""Bytes of a channel's steps: in memory, or in the log alone once there are too many of them.
+
+    put ──► in memory ──written, over the limit──► in the log; the header stays
+                  │                                    │
+                  └──────────────► read ◄──────────────┘       copies, for whoever asks
+
+Counts what is in memory. Does not own the steps, which their trajectories have, nor the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+
+from stepwell.datapool.codec import PackedStep
+from stepwell.datapool.core.rows import Load
+from stepwell.datapool.errors import JournalError
+
+
+class Payloads:
+    """The account of one channel."""
+
+    def __init__(self) -> None:
+        self.memory_bytes = 0
+        """Payloads and prompts in memory."""
+        self.load: Load | None = None
+        """Reads payloads back that are in the log only."""
+        self._unwritten: list[tuple[PackedStep, int]] = []
+        """Steps that came in since the log was last flushed, and their rows."""
+
+    def put(self, step: PackedStep, row: int) -> None:
+        """A step is stored now, and in this row of the log (0: in none)."""
+        self.memory_bytes += len(step.payload)
+        if row:
+            self._unwritten.append((step, row))
+
+    def release(self, steps: Sequence[PackedStep]) -> None:
+        """Steps that are dropped."""
+        for step in steps:
+            if not step.is_spilled:
+                self.memory_bytes -= len(step.payload)
+                step.payload = b""  # if it is among the unwritten, nothing is left to spill
+
+    def read(self, steps: Iterable[PackedStep]) -> list[PackedStep]:
+        """Copies with their payloads; what is on disk is read, and stays there.
+
+        Raises:
+            JournalError: a payload cannot be read back.
+        """
+        copies = [copy(step) for step in steps]
+        spilled = [step for step in copies if step.is_spilled]
+        if spilled:
+            if self.load is None:
+                raise JournalError(f"row {spilled[0].row} cannot be read: the pool has no journal")
+            for step, payload in zip(spilled, self.load([s.row for s in spilled]), strict=True):
+                step.payload, step.row = payload, 0
+        return copies
+
+    def written(self, limit: int | None) -> None:
+        """The log was flushed: what came since may leave memory, the newest first, down to `limit`
+        bytes (None: any number may stay)."""
+        steps, self._unwritten = self._unwritten, []
+        if limit is None:
+            return
+        for step, row in reversed(steps):
+            if self.memory_bytes <= limit:
+                return
+            if not step.is_spilled:
+                self.memory_bytes -= len(step.payload)
+                step.spill(row)

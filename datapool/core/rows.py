@@ -1,0 +1,157 @@
+"""The rows of a pool's log: which there are, as bytes, and back.
+
+    kind   head                              payload
+    ────   ────                              ───────
+    Op     [now, number, op]                             what a caller asked for, as in `ops.py`
+    here   [now, number, record]                         what the pool decided by itself
+    StepStored, PromptStored                 its bytes
+
+A row's kind is the name of the record's class. `now` is when it was written, `number` that of its
+group (0: of none). A row stands for one change of one group and goes with it; `GroupClosed` and
+`LeaseEnded` are what is left, as long as uids are remembered.
+
+Owns the form of rows. Does not decide when they are written (`core/`), read (`store/replay.py`) or
+where they are kept (`store/journal.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+
+from stepwell.datapool import ops
+from stepwell.datapool.codec import PackedStep, decoder, encoder
+from stepwell.datapool.core.records import Closing
+
+POOL = ""
+"""Channel of the rows that belong to none."""
+
+Load: TypeAlias = Callable[[Sequence[int]], Sequence[bytes]]
+"""Payloads by row of the log."""
+LeaseEnd: TypeAlias = Literal["acked", "nacked", "expired"]
+
+
+class Log(Protocol):
+    """Where a pool writes down what it did; `store.journal.Journal` is one."""
+
+    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
+        """Write a row; its number."""
+
+    def delete(self, rows: Iterable[int]) -> None:
+        """Forget rows."""
+
+    def put_state(self, key: str, value: bytes) -> None:
+        """Remember the last value of `key`."""
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What the pool decided."""
+
+
+class PromptStored(_Record, frozen=True, array_like=True, gc=False):
+    """The payload is the prompt of a root, for all steps of the group that begin with it."""
+
+    prompt_uid: str
+
+
+class StepStored(_Record, frozen=True, array_like=True, gc=False):
+    """A step was accepted. Without prompt and payload, which is the row's."""
+
+    trajectory_uid: str
+    prompt_uid: str
+    prompt_row: int | None
+    step: PackedStep
+
+
+class GroupDue(_Record, frozen=True, array_like=True, gc=False):
+    """Its time is over: served with what is complete."""
+
+    prompt_uid: str
+
+
+class RewardsAwaited(_Record, frozen=True, array_like=True, gc=False):
+    """Held for rewards until then; -inf: no longer."""
+
+    prompt_uid: str
+    until: float
+
+
+class GroupRetired(_Record, frozen=True, array_like=True, gc=False):
+    """To be dropped once its consumer hands it back."""
+
+    prompt_uid: str
+    reason: str
+
+
+class GroupLeased(_Record, frozen=True, array_like=True, gc=False):
+    """A consumer got it, without the trajectories that are excluded."""
+
+    prompt_uid: str
+    excluded: tuple[str, ...]
+    n_asked: int
+
+
+class GroupReturned(_Record, frozen=True, array_like=True, gc=False):
+    """Its consumer handed it back, or its lease expired."""
+
+    prompt_uid: str
+
+
+class GroupClosed(_Record, frozen=True, array_like=True, gc=False):
+    """It is gone; or (`how` is None) trajectories came too late for it."""
+
+    prompt_uid: str
+    how: str | None
+    closings: dict[str, Closing]
+
+
+class LeaseRecord(_Record, frozen=True, array_like=True, gc=False):
+    """A lease that somebody holds. In channel `POOL`."""
+
+    lease_id: str
+    channel: str
+    prompt_uids: tuple[str, ...]
+    expires_at: float
+    request_id: str | None = None
+    """Of the call that it answers; repeated, the call gets the same lease."""
+    row: int = 0
+    """Of the log."""
+
+
+class LeaseEnded(_Record, frozen=True, array_like=True, gc=False):
+    """A lease is over. In channel `POOL`."""
+
+    lease_id: str
+    how: LeaseEnd
+
+
+class Head(NamedTuple):
+    """What a row tells beside its payload."""
+
+    now: float
+    number: int
+    record: Any
+
+
+KINDS: Final[tuple[type[msgspec.Struct], ...]] = (
+    *(ops.OpenGroup, ops.OpenTrajectory, ops.CompleteTrajectory, ops.AbortTrajectory),
+    *(ops.SetReward, ops.Mark, PromptStored, StepStored, GroupDue, RewardsAwaited, GroupRetired),
+    *(GroupLeased, GroupReturned, GroupClosed, LeaseRecord, LeaseEnded),
+)
+_tuple: Any = tuple
+_DECODERS: Final = {kind.__name__: decoder(_tuple[float, int, kind]) for kind in KINDS}
+
+
+def write(
+    log: Log, channel: str, record: msgspec.Struct, now: float, number: int, payload: bytes | None
+) -> int:
+    """Append a row; its number."""
+    head = encoder.encode((now, number, record))
+    return log.append(channel, type(record).__name__, head, payload)
+
+
+def read(kind: str, head: bytes) -> Head:
+    """Raises LookupError or msgspec.DecodeError if this release did not write it."""
+    return Head._make(_DECODERS[kind].decode(head))

@@ -1,0 +1,398 @@
+"""How groups of a channel get ready and are served::
+
+    open ──enough complete──► ready ──take──► leased ──ack──► acked
+      │                        │ ▲              │
+      │                        │ └──give_back───┘
+      └──────deadline, abort───┴──limits, filters, staleness, drop──► dropped(reason)
+
+A ready group still takes steps and completions of its open trajectories: whatever is complete
+when it is first leased is served, and from then on its content is frozen. A ready group can be
+*held* (people's marks say so, a reward is missing): it stays, and is not served until that changes.
+
+Owns no lease (`leases.py`): who has a group, and until when, is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from stepwell.datapool.codec import PackedGroup, PackedTrajectory
+from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.core.groups import DEADLINE, IDLE, RETENTION, REWARD_WAIT
+from stepwell.datapool.core.limits import Limits
+from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
+from stepwell.datapool.core.rows import (
+    GroupDue,
+    GroupLeased,
+    GroupRetired,
+    GroupReturned,
+    RewardsAwaited,
+)
+from stepwell.datapool.errors import SelectionError
+from stepwell.datapool.questions import DryRunOf
+from stepwell.datapool.selection import (
+    NOT_TRAINABLE,
+    UNSCORED,
+    Drop,
+    DryRun,
+    GroupInfo,
+    Hold,
+    Verdict,
+    dry_run,
+)
+
+GROUP_SERVED = "group_served"
+TOO_FEW_ROLLOUTS = "too_few_rollouts"
+AT_ONCE: Final = 300
+"""Steps, trajectories and groups that one change deletes, or drops for their age: 3 ms of work."""
+
+
+class Serving(Limits):
+    """See the module."""
+
+    # -- a trajectory is complete, a group gets ready ----------------------------------------
+
+    def _complete(self, record: TrajectoryRecord, closing: Closing) -> None:
+        group = self.prompt_groups[record.prompt_uid]
+        record.closing = closing
+        if closing.reward is not None:
+            record.outcome = closing.reward
+        self.counts.steps.missing += record.max_index + 1 - len(record.steps)
+        self.counts.trajectories.open -= 1
+        self.counts.trajectories.complete += 1
+        group.n_open -= 1
+        group.complete.append(record)
+        oldest, _ = record.versions()
+        if group.oldest_version is None or oldest < group.oldest_version:
+            group.oldest_version = oldest
+        self._notice_score(record)
+        if group.terms is None and not group.due:
+            self._order.reach(group.prompt_uid)
+        self._settle(group)
+
+    def _notice_score(self, record: TrajectoryRecord) -> None:
+        if not self.replaying and (reward := record.reward()) is not None:
+            oldest, newest = record.versions()
+            scored = {"reward": reward, "oldest": oldest, "newest": newest}
+            self._notice("scored", record.prompt_uid, record.trajectory_uid, **scored)
+
+    def _settle(self, group: GroupRecord) -> None:
+        """Move a group on if a trajectory that just closed, or its new terms, decide it."""
+        if group.frozen:
+            return
+        n_complete = len(group.complete)
+        if group.prompt_uid in self._ready:
+            self._note_version(group)
+            self._judge(group)
+        elif group.terms is None:
+            if self._order.holds(group.prompt_uid, self.config.n_rollouts):
+                self._make_ready(group, "complete")
+            else:
+                self._judge_again(group)
+        elif n_complete >= group.terms.n_rollouts:
+            self._make_due(group, "complete")
+        elif group.n_open == 0 and n_complete + group.n_final >= group.terms.n_rollouts:
+            if n_complete >= group.terms.min_rollouts:
+                self._make_due(group, "aborted")
+            else:
+                self._drop(group, TOO_FEW_ROLLOUTS)
+
+    def _make_due(self, group: GroupRecord, why: str) -> None:
+        self._stop_timers(group, DEADLINE, IDLE)
+        group.due = True
+        if group.prompt_uid in self._ready:
+            # It was, for the channel's own n: now it is for any, in the same place.
+            self._order.make_due_in_place(group.prompt_uid, self.config.n_rollouts)
+            self._judge(group)
+            return
+        self._order.make_due(group.prompt_uid)
+        self._make_ready(group, why)
+
+    def _make_ready(self, group: GroupRecord, why: str) -> None:
+        self._open.pop(group.prompt_uid, None)
+        self._ready[group.prompt_uid] = group
+        self._note_version(group)
+        self._notice("ready", group.prompt_uid, size=len(group.complete), why=why)
+        self._judge(group)
+        self._trim()
+
+    def _note_version(self, group: GroupRecord) -> None:
+        if group.oldest_version is not None:
+            self._ready_versions.set(group.prompt_uid, group.oldest_version)
+
+    # -- whether it may be served ------------------------------------------------------------
+
+    def info(self, group: GroupRecord) -> GroupInfo:
+        """What orders and filters see of a group: its complete trajectories."""
+        return GroupInfo(
+            prompt_uid=group.prompt_uid,
+            channel=self.name,
+            n_rollouts=self.config.n_rollouts if group.terms is None else group.terms.n_rollouts,
+            trajectories=tuple(record.info() for record in group.complete),
+            sequence=self._order.sequence(group.prompt_uid, self.config.n_rollouts),
+            opened_at=group.opened_at,
+            delivery=group.delivery,
+            metadata=group.metadata,
+            marks=group.marks,
+        )
+
+    def ready_groups(self) -> Iterable[GroupRecord]:
+        """All that are ready or held, the oldest first."""
+        return self._ready.values()
+
+    def _judge(self, group: GroupRecord) -> bool:
+        """Whether a ready group may be served. Otherwise it is held, or dropped."""
+        waits = self.config.reward_wait_s is not None
+        if self.replaying or (self.selection.is_trivial and not group.is_marked and not waits):
+            return True
+        uid = group.prompt_uid
+        try:
+            info = self.info(group)
+            verdict = self.selection.judge(info)
+            if self.config.reward_wait_s is not None:
+                verdict = self._await_rewards(group, info, verdict, self.config.reward_wait_s)
+            # Equal keys stand by readiness for the very n that a consumer asks for.
+            key = 0.0 if self.config.selection.order == "fifo" else self.selection.key(info)
+        except SelectionError as e:
+            # Somebody's function failed; whoever submitted a step cannot help that.
+            verdict, key = Hold(f"selection: {e}"), 0.0
+        if isinstance(verdict, Drop):
+            self._drop(group, verdict.reason)
+            return False
+        if verdict is not None:
+            self._order.hold(uid)
+            if uid in self._ready:
+                self._held[uid] = verdict.reason
+            return False
+        self._order.release(uid)
+        self._held.pop(uid, None)
+        self._order.rekey(uid, key)
+        return True
+
+    def _await_rewards(
+        self, group: GroupRecord, info: GroupInfo, verdict: Verdict | None, seconds: float
+    ) -> Verdict | None:
+        """The verdict on a group that may lack rewards: held for some time from its readiness."""
+        served, refusal = self.selection.gate(info)
+        if refusal or isinstance(verdict, Drop) or served.is_scored or group.frozen:
+            self._stop_timers(group, REWARD_WAIT)
+            return verdict
+        if group.prompt_uid in self._ready:
+            if group.reward_due is None:
+                group.reward_due = self.now + seconds
+                self._write(group, RewardsAwaited(group.prompt_uid, group.reward_due))
+            if group.reward_due == -math.inf:
+                return Drop(UNSCORED) if verdict == Hold(UNSCORED) else verdict
+            self.timers.set((REWARD_WAIT, group.prompt_uid), group.reward_due)
+        return Hold(UNSCORED)
+
+    def await_rewards(self, record: RewardsAwaited) -> None:
+        self.prompt_groups[record.prompt_uid].reward_due = record.until
+
+    def _judge_again(self, group: GroupRecord) -> None:
+        """Its marks, rewards or trajectories changed."""
+        if group.prompt_uid in self._ready:
+            self._judge(group)
+        elif not self.replaying and self._order.holds(group.prompt_uid, 1):
+            # Not ready yet: a consumer that wants it with what it has will have it judged.
+            self._order.release(group.prompt_uid)
+            if self.config.selection.order != "fifo":
+                with contextlib.suppress(SelectionError):
+                    self._order.rekey(group.prompt_uid, self.selection.key(self.info(group)))
+
+    def begin_replay(self) -> None:
+        """Nothing is judged, refused or served until `end_replay`."""
+        self.replaying = True
+        self._order.defer()
+
+    def end_replay(self) -> None:
+        """After a restart: the limits and filters of today apply to what is there."""
+        self.replaying = False
+        self._order.settle()
+        for group in (*self._ready.values(), *self._open.values()):
+            self._judge_again(group)
+        self._trim()
+
+    def dry_run(self, op: DryRunOf) -> DryRun:
+        """`DryRunOf`."""
+        ready = list(self._ready.values())
+        return dry_run(
+            self.selection if op.selection is None else SelectionConfig(**op.selection),
+            [self.info(group) for group in ready],
+            op.batch_size,
+            more_may_come=self.more_may_come,
+            stale={g.prompt_uid for g in ready if self.is_stale(g)},
+            unscored={g.prompt_uid for g in ready if (REWARD_WAIT, g.prompt_uid) in self.timers},
+        )
+
+    # -- consumers ---------------------------------------------------------------------------
+
+    def n_available(self, n_rollouts: int | None) -> int:
+        return self._order.count(n_rollouts or self.config.n_rollouts)
+
+    def choose(self, n_rollouts: int | None, batch_size: int, at_most: bool) -> list[str]:
+        """The groups that a consumer gets next, if there are `batch_size` of them, or any that are
+        `at_most` so many; else none. Drops those on the way that are too old or that a filter
+        objects to."""
+        chosen = self._choose(n_rollouts or self.config.n_rollouts, batch_size)
+        while at_most and not chosen and 0 < self.n_available(n_rollouts) < batch_size:
+            batch_size = self.n_available(n_rollouts)  # choosing may drop some: fewer are left
+            chosen = self._choose(n_rollouts or self.config.n_rollouts, batch_size)
+        return chosen
+
+    def _choose(self, n_wanted: int, batch_size: int) -> list[str]:
+        self._drop_stale()
+        filtered = self.config.selection.batch_filter is not None
+        n_seen = max(batch_size, self.config.selection.window) if filtered else batch_size
+        while self._order.count(n_wanted) >= batch_size:
+            if n_wanted != self.config.n_rollouts:
+                self._judge_first(n_wanted, n_seen)
+            seen = self._order.first(n_wanted, n_seen)
+            if not filtered:
+                return seen if len(seen) == batch_size else []
+            choice = self.selection.choose(
+                [self.info(self.prompt_groups[uid]) for uid in seen],
+                batch_size,
+                more_may_come=self.more_may_come,
+            )
+            for prompt_uid, reason in choice.drop.items():
+                self._drop(self.prompt_groups[prompt_uid], reason)
+            if choice.serve or not choice.drop:
+                return list(choice.serve)
+            # Others came into the window.
+        return []
+
+    def _judge_first(self, n_wanted: int, n_seen: int) -> None:
+        """Judge undeclared groups that are ready for this consumer only."""
+        while True:
+            unjudged = [
+                self.prompt_groups[uid]
+                for uid in self._order.first(n_wanted, n_seen)
+                if uid not in self._ready
+            ]
+            n_refused = sum(
+                not (self._is_fresh(group) and self._judge(group)) for group in unjudged
+            )
+            if n_refused == 0:
+                return
+
+    def take(self, prompt_uids: Sequence[str], n_rollouts: int | None) -> list[PackedGroup]:
+        """Lease these ready groups. Their open trajectories end here.
+
+        Raises:
+            DataPoolError: a payload cannot be read back; nothing is leased.
+        """
+        groups = [self.prompt_groups[uid] for uid in prompt_uids]
+        # Before anything is changed, because it may fail.
+        packed = {r.trajectory_uid: self.packed(r) for g in groups for r in g.complete}
+        for group in groups:
+            excluded, n_asked = self._excluded(group), n_rollouts or self.config.n_rollouts
+            leased = GroupLeased(group.prompt_uid, excluded, n_asked)
+            self._write(group, leased)
+            self.begin_lease(leased)
+            self._notice("leased", group.prompt_uid, delivery=group.delivery)
+        return [self._served(g, [packed[r.trajectory_uid] for r in g.complete]) for g in groups]
+
+    def leased(self, prompt_uid: str) -> PackedGroup:
+        """A leased group as its consumer gets it."""
+        group = self._leased[prompt_uid]
+        return self._served(group, [self.packed(record) for record in group.complete])
+
+    def _served(self, group: GroupRecord, trajectories: list[PackedTrajectory]) -> PackedGroup:
+        return PackedGroup(
+            group.prompt_uid,
+            trajectories,
+            group.n_asked if group.terms is None else group.terms.n_rollouts,
+            dict(group.metadata),
+            group.delivery,
+        )
+
+    def packed(self, record: TrajectoryRecord) -> PackedTrajectory:
+        """A trajectory as consumers get it. It has a step at least."""
+        steps = record.as_served(self.payloads.read(record.steps))
+        return PackedTrajectory(
+            record.trajectory_uid, record.prompt_uid, steps, dict(record.metadata), record.attempt
+        )
+
+    def _excluded(self, group: GroupRecord) -> tuple[str, ...]:
+        """Complete trajectories that marks keep from being served."""
+        if group.frozen or (self.selection.is_trivial and not group.is_marked):
+            return ()
+        served, _ = self.selection.gate(self.info(group))
+        kept = {t.trajectory_uid for t in served.trajectories}
+        return tuple(r.trajectory_uid for r in group.complete if r.trajectory_uid not in kept)
+
+    def begin_lease(self, leased: GroupLeased) -> None:
+        """A consumer has it; the first time, what is served is settled: all complete
+        trajectories that are not excluded."""
+        group = self.prompt_groups[leased.prompt_uid]
+        group.n_asked = leased.n_asked
+        self._unqueue(group)
+        self._leased[group.prompt_uid] = group
+        self.changed = True
+        if group.frozen:
+            return
+        group.frozen = True
+        for record in group.trajectories.values():
+            if record.closing is None:
+                self._abort(record, Closing(group.prompt_uid, "pool", aborted=GROUP_SERVED))
+        for uid in leased.excluded:
+            record = group.trajectories[uid]
+            group.complete.remove(record)
+            self.counts.trajectories.complete -= 1
+            closing = Closing(group.prompt_uid, "pool", aborted=NOT_TRAINABLE)
+            self._set_aside(group, record, closing)
+
+    def ack(self, prompt_uid: str) -> None:
+        group = self._leased.pop(prompt_uid)
+        self.counts.groups.acked += 1
+        self.counts.steps.acked += self._close(group, "acked")
+        self.counts.trajectories.acked += len(group.complete)
+        self._notice("acked", prompt_uid)
+
+    def give_back(self, returned: GroupReturned) -> None:
+        """Return a leased group to the front. Call in reverse order for the groups of one lease."""
+        group = self._leased.pop(returned.prompt_uid)
+        if group.retired is not None:
+            self._drop(group, group.retired)
+            return
+        group.delivery += 1
+        group.due = True
+        self._write(group, returned)
+        self._order.give_back(group.prompt_uid)
+        self._ready[group.prompt_uid] = group
+        self._ready.move_to_end(group.prompt_uid, last=False)
+        self._note_version(group)
+        self._notice("returned", group.prompt_uid, delivery=group.delivery)
+        self._judge(group)
+        self._trim()
+
+    # -- time --------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Do what is due; of what is too old about `AT_ONCE`: nobody waits for thousands."""
+        n = 0
+        while n < AT_ONCE and (due := self.timers.pop_until(self.now)) is not None:
+            timer, group = due[0], self.prompt_groups[due[1]]
+            if timer == RETENTION:
+                n += group.size
+                self.retire(GroupRetired(group.prompt_uid, RETENTION))
+            elif timer == REWARD_WAIT:
+                over = RewardsAwaited(group.prompt_uid, -math.inf)
+                self._write(group, over)
+                self.await_rewards(over)
+                self._judge(group)
+            else:
+                self.close_by_deadline(GroupDue(group.prompt_uid), timer)
+
+    def close_by_deadline(self, due: GroupDue, reason: str = DEADLINE) -> None:
+        """Serve it with what is complete, or drop it."""
+        group = self.prompt_groups[due.prompt_uid]
+        if len(group.complete) >= (group.terms.min_rollouts if group.terms else 1):
+            self._write(group, due)
+            self._make_due(group, reason)
+        else:
+            self._drop(group, reason)
