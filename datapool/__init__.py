@@ -47,10 +47,9 @@ from stepwell.datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, 
 
 if TYPE_CHECKING:
     from stepwell.datapool.files.transfer import export_channel, import_channel
-    from stepwell.datapool.remote.actor import DataPoolActor, start_data_pool
+    from stepwell.datapool.remote.actor import DataPoolActor
     from stepwell.datapool.remote.client import DataPoolClient
-    from stepwell.datapool.remote.sharded import ShardedDataPoolClient, connect
-    from stepwell.datapool.remote.shards import start_shards
+    from stepwell.datapool.remote.start import connect, start_data_pool, start_shards
 
 __all__ = [
     "TRAIN",
@@ -82,7 +81,6 @@ __all__ = [
     "PoolUnavailableError",
     "ReplayError",
     "SelectionError",
-    "ShardedDataPoolClient",
     "Step",
     "StepConflictError",
     "StepIndexError",
@@ -107,12 +105,11 @@ __all__ = [
 _NEEDS_RAY = {
     "DataPoolActor": "remote.actor",
     "DataPoolClient": "remote.client",
-    "ShardedDataPoolClient": "remote.sharded",
-    "connect": "remote.sharded",
+    "connect": "remote.start",
     "export_channel": "files.transfer",
     "import_channel": "files.transfer",
-    "start_data_pool": "remote.actor",
-    "start_shards": "remote.shards",
+    "start_data_pool": "remote.start",
+    "start_shards": "remote.start",
 }
 
 
