@@ -277,8 +277,8 @@ class Channel(Serving):
             if self._is_same(record, stored, step):
                 return "duplicate"
             raise StepConflictError(
-                f"{self._name(uid, step)} is already stored with other content; give every call "
-                "its own step_index"
+                f"step {uid!r}[{step.step_index}] is already stored in channel {self.name!r} with "
+                "other content; give every call its own step_index"
             )
         if record.closing is not None:
             return "late"
@@ -313,7 +313,7 @@ class Channel(Serving):
         self._put(group, record, step, number)
 
     def _put(
-        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, row: int
+        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, row: int | None
     ) -> None:
         record.put(step)
         self.payloads.put(step, row)
@@ -325,7 +325,7 @@ class Channel(Serving):
             closing = Closing(record.prompt_uid, "is_last")
             self._complete(record, before if before is not None and before == closing else closing)
 
-    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int]:
+    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int | None]:
         """The group's own copy of a root's prompt, and the row that holds it."""
         kept = group.prompts.get(prompt)
         if kept is None:
