@@ -100,7 +100,7 @@ class Batches:
             question = WaitAvailable(op.n_rollouts, op.channel, available.get(k, -1))
             return self._ports[k].call(question, timeout_s)
 
-        tasks = [asyncio.ensure_future(ask(k)) for k in range(self._n)]
+        tasks = [self._shards.later(ask(k)) for k in range(self._n)]
         try:
             done, _ = await asyncio.wait(
                 tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
