@@ -231,7 +231,8 @@ def _create_actor(
         **options,
     }
     # Any: Ray's own types do not cover `.options`.
-    actor_class: Any = ray.remote(concurrency_groups={WAITING: N_WAITING})(DataPoolActor)
+    remote: Any = ray.remote  # whose types leave concurrency groups out
+    actor_class = remote(concurrency_groups={WAITING: N_WAITING})(DataPoolActor)
     return actor_class.options(**settings).remote(config, folder, shard, has_journal, log_file)
 
 
