@@ -46,6 +46,9 @@ from stepwell.datapool.types import (
 
 _HEADER = Struct("<6I")
 _N_TOKENS = Struct("<I4xI")
+_SPILLED_BYTES = _HEADER.size + 5
+"""A header and a number below 10^12. A payload has one more at least: a token, and what is extra.
+"""
 
 
 class Header(NamedTuple):
@@ -135,9 +138,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     prompt: bytes | None
     """The whole prompt, int32; None with a base."""
     payload: bytes
-    """See the module; its header only, if it is spilled."""
-    row: int = 0
-    """Of the journal, if it is spilled."""
+    """See the module; if it is spilled, its header and the row of the journal."""
 
     @property
     def header(self) -> Header:
@@ -157,11 +158,18 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_spilled(self) -> bool:
-        """Whether the journal alone has the payload, in `row`; its header is here, too."""
-        return len(self.payload) <= _HEADER.size
+        """Whether the journal alone has the payload."""
+        return len(self.payload) <= _SPILLED_BYTES
+
+    @property
+    def row(self) -> int:
+        """Of the journal, if it is spilled."""
+        return int.from_bytes(self.payload[_HEADER.size :], "little")
 
     def spill(self, row: int) -> None:
-        self.payload, self.row = self.payload[: _HEADER.size], row
+        """Leave the payload to the journal."""
+        number = row.to_bytes(_SPILLED_BYTES - _HEADER.size, "little")
+        self.payload = self.payload[: _HEADER.size] + number
 
 
 class Tokens(NamedTuple):

@@ -202,15 +202,9 @@ class Serving(Limits):
                 with contextlib.suppress(SelectionError):
                     self._order.rekey(group.prompt_uid, self.selection.key(self.info(group)))
 
-    def begin_replay(self) -> None:
-        """Nothing is judged, refused or served until `end_replay`."""
-        self.replaying = True
-        self._order.defer()
-
     def end_replay(self) -> None:
         """After a restart: the limits and filters of today apply to what is there."""
         self.replaying = False
-        self._order.settle()
         for group in (*self._ready.values(), *self._open.values()):
             self._judge_again(group)
         self._trim()
