@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import Group, Lease, LogProbs, Step, TokenIds, Trajectory, VersionSpan
 
@@ -213,9 +214,7 @@ def _lay_out(
     leaf: PackedStep, by_index: Mapping[int, PackedStep], tokens: dict[int, TokenIds]
 ) -> None:
     """The tokens of a chain, from its leaf, in one array; each step of it sees its part."""
-    chain = [leaf]
-    while (base := chain[-1].base) is not None:
-        chain.append(by_index[base])
+    chain = path_to_root(leaf, lambda p: None if p.base is None else by_index[p.base])
     parts = [packed.tokens for packed in chain]
     parts.append(chain[-1].prompt or b"")
     parts.reverse()

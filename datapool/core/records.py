@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.codec import PackedStep, StoredStep, unpack
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import Step
@@ -149,10 +150,7 @@ class TrajectoryRecord:
 
     def chain(self, index: int) -> list[int]:
         """A stored step, the one that it is packed relative to, and so on to the root."""
-        chain = [index]
-        while (base := self.steps[chain[-1]].base) is not None:
-            chain.append(base)
-        return chain
+        return path_to_root(index, lambda i: self.steps[i].base)
 
     def packed(self, index: int) -> PackedStep:
         """One step as it was submitted. Its payload must be in memory."""

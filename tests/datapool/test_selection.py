@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.errors import InvalidRequestError, SelectionError
 from stepwell.datapool.selection import (
     UNMARKED,
     Choice,
@@ -23,7 +23,6 @@ from stepwell.datapool.selection import (
     Marks,
     OverSampling,
     Selection,
-    SelectionError,
     TrajectoryInfo,
     dry_run,
 )
