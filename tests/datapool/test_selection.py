@@ -293,6 +293,10 @@ def returns_text(info):
     return "1"
 
 
+def returns_too_large(info):
+    return 10**400
+
+
 def by_tokens(info):
     return info.n_tokens
 
@@ -322,6 +326,7 @@ def test_a_bad_filter_is_named_with_the_group(function, message):
     [
         (returns_nan, "returned nan for group 'p7'; return a number"),
         (returns_text, "returned '1' for group 'p7'"),
+        (returns_too_large, "returned 1000.* for group 'p7'"),
         (divides, "failed on group 'p7': ZeroDivisionError: "),
     ],
 )
