@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import (
     FinishReason,
@@ -336,9 +337,7 @@ def _lay_out(
     leaf: PackedStep, by_index: Mapping[int, PackedStep], tokens: dict[int, TokenIds]
 ) -> None:
     """The tokens of a chain, from its leaf, in one array; each step of it sees its part."""
-    chain = [leaf]
-    while (base := chain[-1].base) is not None:
-        chain.append(by_index[base])
+    chain = path_to_root(leaf, lambda p: None if p.base is None else by_index[p.base])
     array = np.frombuffer(chain_tokens(chain), np.int32)
     for packed in chain:
         if packed.step_index not in tokens:

@@ -1,8 +1,6 @@
 """A trajectory as rows of columns, and back exactly.
 
-One row per *branch*. The steps of a trajectory form a tree: a step's parent is the longest other
-step whose prompt + response its prompt extends. A branch is a path from a root to a leaf, and its
-tokens are the leaf's prompt + response::
+One row per *branch* (`branches.py`) of the tree that its steps form::
 
     steps        s0: P0 R0            s1: P0 R0 U1 R1         s2: P0 R0 U2 R2
     input_ids                         P0 R0 U1 R1             P0 R0 U2 R2
@@ -11,11 +9,8 @@ tokens are the leaf's prompt + response::
     versions     -1 elsewhere            ## .. ##                ## .. ##
 
 A step that is on several branches is trained in the first one, in order of the leaves'
-`step_index`; so the sum of `loss_mask` over a trajectory is its number of response tokens. The
-parent is read from the token ids, as the trainer does for its merged rows: a `parent_index` that
-is missing or false changes nothing but its own column. (Steps with `multi_modal_data` are joined
-only where `parent_index` says so too: other images have the same placeholder ids.) `loss_mask`
-does not look at `state`: whoever trains on the rows filters out `open` ones if need be.
+`step_index`; so the sum of `loss_mask` over a trajectory is its number of response tokens.
+`loss_mask` does not look at `state`: whoever trains on the rows filters out `open` ones if need be.
 
 Unknown is null, never 0: `log_probs` is null as a whole unless all responses of the row have
 theirs, so 0 stands only where nothing was sampled; if some have, they are in `steps[].log_probs`.
@@ -32,7 +27,6 @@ Owns the row form. Does not own the file (`export.py`), nor its types (`export.s
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, groupby
@@ -43,6 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.datapool.branches import branches
 from stepwell.datapool.errors import ExportError
 from stepwell.datapool.files.plain import check_int, check_text, dumps, from_npy, loads, npy
 from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, Trajectory, VersionSpan, is_reward
@@ -144,59 +139,23 @@ def to_rows(
             continue
         fields = _trajectory_fields(exported, count.n_trajectories, stated)
         table = [_step_fields(step) for step in steps]
-        branches = _branches(steps)
+        paths = branches(steps)
         count.n_trajectories += 1
         count.n_steps += len(steps)
         done: set[int] = set()
-        for number, path in enumerate(branches):
+        for number, path in enumerate(paths):
             trained = [i not in done for i in path]
             done.update(path)
             row = _build_row(
                 [steps[i] for i in path],
                 trained,
                 [table[i] for i in path],
-                {**fields, "branch": number, "n_branches": len(branches)},
+                {**fields, "branch": number, "n_branches": len(paths)},
             )
             count.n_rows += 1
             count.n_tokens += len(row.input_ids)
             count.n_trained_tokens += int(row.loss_mask.sum())
             yield row
-
-
-def _branches(steps: Sequence[Step]) -> list[list[int]]:
-    """Root-to-leaf paths of positions in `steps`, in order of the leaves."""
-    by_length = sorted(range(len(steps)), key=lambda i: (steps[i].n_tokens, -i))
-    lengths = [steps[i].n_tokens for i in by_length]
-    parents: list[int | None] = []
-    for step in steps:
-        # A response has a token, so a parent is shorter than its child: there is no cycle.
-        shorter = by_length[: bisect_right(lengths, len(step.prompt_ids))]
-        parents.append(next((i for i in reversed(shorter) if _continues(step, steps[i])), None))
-    inner = set(parents)
-    paths = []
-    for leaf in range(len(steps)):
-        if leaf in inner:
-            continue
-        path: list[int] = []
-        node: int | None = leaf
-        while node is not None:
-            path.append(node)
-            node = parents[node]
-        paths.append(path[::-1])
-    return paths
-
-
-def _continues(child: Step, parent: Step) -> bool:
-    """Whether the child's prompt, which is as long at least, starts with the parent's tokens."""
-    n, p = parent.n_tokens, len(parent.prompt_ids)
-    prompt = child.prompt_ids
-    seen_images = child.multi_modal_data is not None or parent.multi_modal_data is not None
-    if seen_images and child.parent_index != parent.step_index:
-        return False
-    # The response first: siblings share the prompt and differ there.
-    return np.array_equal(prompt[p:n], parent.response_ids) and np.array_equal(
-        prompt[:p], parent.prompt_ids
-    )
 
 
 def _build_row(
@@ -367,8 +326,8 @@ def _malformed(where: str, error: Exception) -> ExportError:
 
 
 def assemble(path: Path, rows: Iterator[Row]) -> Iterator[ExportedTrajectory]:
-    for _, branches in groupby(_in_order(path, rows), key=lambda row: row.key[0]):
-        group = list(branches)
+    for _, found in groupby(_in_order(path, rows), key=lambda row: row.key[0]):
+        group = list(found)
         try:
             trajectory = _trajectory(group)
         except (KeyError, TypeError, ValueError) as e:

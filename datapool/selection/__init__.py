@@ -24,39 +24,31 @@ What verl calls it: `algorithm.filter_groups` is `filters: [zero_variance]`; a g
 as there. `max_num_gen_batches` needs nothing here, since drops are counted by reason. slime's words
 and functions: `trainer/slime_filters.py`.
 
-Modules: `marks`, `groups` (what rules see and answer), `built_in`, `rules` (names to functions, and
-`Selection`, the rules of one channel), `dry_run`.
+Modules: `groups` (what rules see and answer), `built_in` (rules that have names), `rules` (those of
+one channel, in their order), `dry_run`.
 """
 
-from stepwell.datapool.errors import SelectionError
-from stepwell.datapool.selection.built_in import (
-    NOT_TRAINABLE,
-    STALE,
-    UNSCORED,
-    ZERO_STD,
-    OverSampling,
-)
+from stepwell.datapool.selection.built_in import NOT_TRAINABLE, STALE, UNSCORED, OverSampling
 from stepwell.datapool.selection.dry_run import Decision, DryRun, dry_run
 from stepwell.datapool.selection.groups import (
+    UNMARKED,
     BatchFilter,
     Choice,
     Drop,
     Filter,
     GroupInfo,
     Hold,
-    Order,
+    Marks,
     TrajectoryInfo,
     Verdict,
 )
-from stepwell.datapool.selection.marks import UNMARKED, Marks
-from stepwell.datapool.selection.rules import Ready, Selection
+from stepwell.datapool.selection.rules import Selection
 
 __all__ = [
     "NOT_TRAINABLE",
     "STALE",
     "UNMARKED",
     "UNSCORED",
-    "ZERO_STD",
     "BatchFilter",
     "Choice",
     "Decision",
@@ -66,11 +58,8 @@ __all__ = [
     "GroupInfo",
     "Hold",
     "Marks",
-    "Order",
     "OverSampling",
-    "Ready",
     "Selection",
-    "SelectionError",
     "TrajectoryInfo",
     "Verdict",
     "dry_run",

@@ -1,12 +1,16 @@
-"""The orders, filters and batch filters that have names, and the reasons they give."""
+"""The orders, filters and batch filters that have names, and what a name stands for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from difflib import get_close_matches
+from typing import Any, Final, TypeAlias
 
+from stepwell.datapool.dotted import resolve
+from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection.groups import Choice, Drop, GroupInfo, Hold, Verdict
 
 ZERO_STD: Final = 1e-6
@@ -61,18 +65,26 @@ def scored(info: GroupInfo) -> Verdict | None:
     return None if info.is_scored else Hold(UNSCORED)
 
 
-def all_correct(info: GroupInfo, threshold: float = 1.0) -> Verdict | None:
+@dataclass(frozen=True, slots=True)
+class AllCorrect:
     """Drop a group of scored trajectories that all earn `threshold` or more: too easy."""
-    if info.is_scored and all(r >= threshold for r in info.rewards):
-        return Drop("all_correct")
-    return None
+
+    threshold: float = 1.0
+
+    def __call__(self, info: GroupInfo) -> Verdict | None:
+        too_easy = info.is_scored and min(info.rewards) >= self.threshold
+        return Drop("all_correct") if too_easy else None
 
 
-def all_wrong(info: GroupInfo, threshold: float = 0.0) -> Verdict | None:
+@dataclass(frozen=True, slots=True)
+class AllWrong:
     """Drop a group of scored trajectories that all earn `threshold` or less: too hard."""
-    if info.is_scored and all(r <= threshold for r in info.rewards):
-        return Drop("all_wrong")
-    return None
+
+    threshold: float = 0.0
+
+    def __call__(self, info: GroupInfo) -> Verdict | None:
+        too_hard = info.is_scored and max(info.rewards) <= self.threshold
+        return Drop("all_wrong") if too_hard else None
 
 
 # -- batch filters -----------------------------------------------------------------------------
@@ -90,6 +102,10 @@ class OverSampling:
     """
 
     factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise ValueError(f"{self.factor:g} is out of range, pass a number >= 1")
 
     def n_candidates(self, batch_size: int) -> int:
         """How many groups compete for a batch."""
@@ -112,3 +128,68 @@ class OverSampling:
             serve=tuple(i.prompt_uid for i in infos if i.prompt_uid in chosen),
             drop={i.prompt_uid: "over_sampled" for i in losers},
         )
+
+
+# -- names to functions ------------------------------------------------------------------------
+
+Rules: TypeAlias = Mapping[str, Callable[..., Any] | type | str]
+"""By name: a function; a class, whose instances are made from a number in brackets; or the dotted
+path of an adapter, which makes a rule of the function whose path is in brackets. That one lies in
+another room, of which this package imports nothing: it is imported when a configuration names it.
+"""
+
+ORDERS: Final[Rules] = {
+    "fifo": fifo,
+    "freshest": freshest,
+    "highest_reward_std": highest_reward_std,
+}
+FILTERS: Final[Rules] = {
+    "zero_variance": zero_variance,
+    "scored": scored,
+    "all_correct": AllCorrect,
+    "all_wrong": AllWrong,
+    "slime_filter": "stepwell.trainer.slime_filters:slime_filter",
+}
+BATCH_FILTERS: Final[Rules] = {
+    "over_sampling": OverSampling,
+    "slime_buffer_filter": "stepwell.trainer.slime_filters:slime_buffer_filter",
+}
+
+_NAME: Final = re.compile(r"([A-Za-z_]\w*)(?:\((.*)\))?")
+
+
+def build(config_field: str, spec: str, known: Rules) -> Callable[..., Any]:
+    """The function that `spec` names: built in, `name(argument)`, or a dotted path."""
+    built_in = _NAME.fullmatch(spec.strip())
+    remedy = f"use {', '.join(known)} or the dotted path of a function, package.module:name"
+    if built_in is not None and built_in[1] not in known:
+        near = get_close_matches(built_in[1], known, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise SelectionError(f"{config_field} is {spec!r}, which is not built in{hint}; {remedy}")
+    try:
+        return _made(known[built_in[1]], built_in[2] or None) if built_in else _load(spec)
+    except Exception as e:  # importing the module of a dotted path runs foreign code
+        reason = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
+        raise SelectionError(f"{config_field} is {spec!r}: {reason}; {remedy}") from e
+
+
+def _made(rule: Callable[..., Any] | str, argument: str | None) -> Callable[..., Any]:
+    if isinstance(rule, str):
+        if argument is None:
+            raise ValueError("it needs the dotted path of a function in brackets")
+        return _load(rule)(_load(argument))  # type: ignore[no-any-return]
+    if isinstance(rule, type):
+        number = () if argument is None else (float(argument),)
+        if not all(map(math.isfinite, number)):
+            raise ValueError(f"{argument} is out of range, pass a finite number")
+        return rule(*number)  # type: ignore[no-any-return]
+    if argument is not None:
+        raise ValueError("it takes no argument")
+    return rule
+
+
+def _load(path: str) -> Callable[..., Any]:
+    found = resolve(path.strip())
+    if not callable(found):
+        raise ValueError(f"{path} is {found!r:.80}, not a function")
+    return found  # type: ignore[no-any-return]  # a dotted path names anything

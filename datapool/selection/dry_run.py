@@ -7,13 +7,14 @@ copy only. Owns the account of it; decides nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal, TypeAlias
 
 from stepwell.datapool.errors import InvalidRequestError
-from stepwell.datapool.selection.groups import Drop, GroupInfo, Verdict
+from stepwell.datapool.selection.groups import Drop, GroupInfo, Hold, Verdict
 from stepwell.datapool.selection.rules import Selection
 
 Outcome: TypeAlias = Literal["serve", "wait", "hold", "drop"]
@@ -53,8 +54,7 @@ class DryRun:
         """Groups by decision and reason."""
         counts: dict[str, dict[str, int]] = {}
         for d in self.decisions:
-            reasons = counts.setdefault(d.decision, {})
-            reasons[d.reason] = reasons.get(d.reason, 0) + 1
+            counts.setdefault(d.decision, Counter())[d.reason] += 1
         return counts
 
     def table(self, limit: int | None = None) -> str:
@@ -96,27 +96,35 @@ def _cells(d: Decision) -> tuple[str, ...]:
     return rank, *words, *numbers, versions, size, str(d.n_steps), str(d.n_tokens)
 
 
+Judge: TypeAlias = Callable[[GroupInfo], tuple[Verdict | None, float]]
+"""The verdict and the key of a group."""
+
+
 class _Copy:
     """Ready groups as a channel would have them with these rules; what is dropped leaves nothing
     but this copy."""
 
     def __init__(
-        self,
-        infos: Iterable[GroupInfo],
-        judge: Callable[[GroupInfo], tuple[Verdict | None, float]],
-        more_may_come: Callable[[int], bool],
+        self, infos: Iterable[GroupInfo], judge: Judge, more_may_come: Callable[[int], bool]
     ) -> None:
         self._more_may_come = more_may_come
         self.infos = {info.prompt_uid: info for info in sorted(infos, key=lambda i: i.sequence)}
-        judged = {uid: judge(info) for uid, info in self.infos.items()}
-        self.refused = {uid: v for uid, (v, _) in judged.items() if v is not None}
-        self.keys = {uid: key for uid, (verdict, key) in judged.items() if verdict is None}
-        # Stable: equals stand by readiness. What was handed back is before everything else.
-        handed_back = {uid for uid, info in self.infos.items() if info.sequence < 0}
-        order = sorted(self.keys, key=lambda u: -math.inf if u in handed_back else self.keys[u])
-        self.ranks = {uid: rank for rank, uid in enumerate(order, start=1)}
-        self.left = dict.fromkeys(order)
+        self.refused: dict[str, Verdict] = {}
+        self.keys: dict[str, float] = {}
+        places: dict[str, float] = {}
+        for uid, info in self.infos.items():
+            verdict, key = judge(info)
+            if verdict is None:
+                self.keys[uid] = key
+                # What was handed back is before everything else.
+                places[uid] = -math.inf if info.sequence < 0 else key
+            else:
+                self.refused[uid] = verdict
+        # Stable: equals stand by readiness.
+        self.left = dict.fromkeys(sorted(places, key=places.__getitem__))
+        self.ranks = {uid: rank for rank, uid in enumerate(self.left, start=1)}
         self.seen: list[str] = []
+        """By the rules, when they were last asked."""
 
     def __len__(self) -> int:
         return len(self.left)
@@ -133,7 +141,10 @@ class _Copy:
         self.refused[prompt_uid] = Drop(reason)
 
     def more_may_come(self) -> bool:
-        return self._more_may_come(sum(isinstance(v, Drop) for v in self.refused.values()))
+        return self._more_may_come(len(self.reasons(Drop)))
+
+    def reasons(self, kind: type[Verdict]) -> dict[str, str]:
+        return {uid: v.reason for uid, v in self.refused.items() if isinstance(v, kind)}
 
 
 def dry_run(
@@ -141,13 +152,13 @@ def dry_run(
     infos: Iterable[GroupInfo],
     batch_size: int,
     *,
-    judge: Callable[[GroupInfo], tuple[Verdict | None, float]] | None = None,
+    judge: Judge | None = None,
     more_may_come: Callable[[int], bool] = lambda n_dropped: True,
 ) -> DryRun:
     """What a fetch of `batch_size` groups would do with these ready ones. Changes nothing.
 
     Args:
-        judge: the verdict and the key of a group, where that is up to more than the rules.
+        judge: where a group is up to more than the rules.
         more_may_come: whether it may, after so many drops.
 
     Raises:
@@ -167,34 +178,34 @@ def dry_run(
             return "not_chosen" if filtered else "later_batch"
         return "not_enough_groups" if len(ready.left) < batch_size else "batch_filter_waits"
 
-    def decision(prompt_uid: str, decision: Outcome, reason: str) -> Decision:
-        info = ready.infos[prompt_uid]
-        shown, _ = rules.gate(info)
-        return Decision(
-            prompt_uid=prompt_uid,
-            decision=decision,
-            reason=reason,
-            rank=ready.ranks.get(prompt_uid),
-            key=ready.keys.get(prompt_uid),
-            reward_mean=shown.reward_mean,
-            reward_std=shown.reward_std,
-            oldest_version=shown.oldest_version,
-            newest_version=shown.newest_version,
-            n_trajectories=len(shown.trajectories),
-            n_withheld=len(info.trajectories) - len(shown.trajectories),
-            n_steps=shown.n_steps,
-            n_tokens=shown.n_tokens,
-        )
+    def decisions(decision: Outcome, reasons: Mapping[str, str]) -> Iterator[Decision]:
+        for prompt_uid, reason in reasons.items():
+            info = ready.infos[prompt_uid]
+            shown, _ = rules.gate(info)
+            yield Decision(
+                prompt_uid=prompt_uid,
+                decision=decision,
+                reason=reason,
+                rank=ready.ranks.get(prompt_uid),
+                key=ready.keys.get(prompt_uid),
+                reward_mean=shown.reward_mean,
+                reward_std=shown.reward_std,
+                oldest_version=shown.oldest_version,
+                newest_version=shown.newest_version,
+                n_trajectories=len(shown.trajectories),
+                n_withheld=len(info.trajectories) - len(shown.trajectories),
+                n_steps=shown.n_steps,
+                n_tokens=shown.n_tokens,
+            )
 
-    drops = {uid: v.reason for uid, v in ready.refused.items() if isinstance(v, Drop)}
-    holds = {uid: v.reason for uid, v in ready.refused.items() if uid not in drops}
-    waiting = [uid for uid in ready.left if uid not in served]
+    in_batch = dict.fromkeys(served, "chosen" if filtered else "in_order")
+    waiting = {uid: why_it_waits(uid) for uid in ready.left if uid not in in_batch}
     return DryRun(
         batch_size,
         (
-            *(decision(uid, "serve", "chosen" if filtered else "in_order") for uid in served),
-            *(decision(uid, "wait", why_it_waits(uid)) for uid in waiting),
-            *(decision(uid, "hold", reason) for uid, reason in holds.items()),
-            *(decision(uid, "drop", reason) for uid, reason in drops.items()),
+            *decisions("serve", in_batch),
+            *decisions("wait", waiting),
+            *decisions("hold", ready.reasons(Hold)),
+            *decisions("drop", ready.reasons(Drop)),
         ),
     )

@@ -3,118 +3,34 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
-from functools import partial
-from typing import Any, Final, Protocol, SupportsFloat, TypeAlias
+from typing import Any, Protocol, SupportsFloat
 
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.dotted import resolve
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection.built_in import (
+    BATCH_FILTERS,
+    FILTERS,
     NOT_TRAINABLE,
+    ORDERS,
     OverSampling,
-    all_correct,
-    all_wrong,
+    build,
     fifo,
-    freshest,
-    highest_reward_std,
-    scored,
-    zero_variance,
 )
 from stepwell.datapool.selection.groups import (
+    UNMARKED,
     BatchFilter,
     Choice,
     Drop,
     Filter,
     GroupInfo,
     Hold,
+    Marks,
     Order,
     Verdict,
 )
-from stepwell.datapool.selection.marks import UNMARKED, Marks
-
-# -- names to functions ------------------------------------------------------------------------
-
-_Make: TypeAlias = Callable[[str | None], Callable[..., Any]]
-"""The function for what stands in brackets; None: nothing does."""
-
-
-def _plain(function: Callable[..., Any]) -> _Make:
-    def make(argument: str | None) -> Callable[..., Any]:
-        if argument is not None:
-            raise ValueError("it takes no argument")
-        return function
-
-    return make
-
-
-def _adapter(path: str) -> _Make:
-    """`path` makes a rule of another system's function; it is imported once somebody names it,
-    since this package imports no other room."""
-
-    def make(argument: str | None) -> Callable[..., Any]:
-        if argument is None:
-            raise ValueError("it needs the dotted path of a function in brackets")
-        adapt: Callable[..., Callable[..., Any]] = resolve(path)
-        return adapt(_load(argument))
-
-    return make
-
-
-def _number(argument: str | None, default: float, low: float = -math.inf) -> float:
-    value = default if argument is None else float(argument)
-    if not math.isfinite(value) or value < low:
-        raise ValueError(f"{argument} is out of range, pass a number >= {low:g}")
-    return value
-
-
-ORDERS: Final[dict[str, _Make]] = {
-    "fifo": _plain(fifo),
-    "freshest": _plain(freshest),
-    "highest_reward_std": _plain(highest_reward_std),
-}
-FILTERS: Final[dict[str, _Make]] = {
-    "zero_variance": _plain(zero_variance),
-    "scored": _plain(scored),
-    "all_correct": lambda argument: partial(all_correct, threshold=_number(argument, 1.0)),
-    "all_wrong": lambda argument: partial(all_wrong, threshold=_number(argument, 0.0)),
-    "slime_filter": _adapter("stepwell.trainer.slime_filters:slime_filter"),
-}
-BATCH_FILTERS: Final[dict[str, _Make]] = {
-    "over_sampling": lambda argument: OverSampling(_number(argument, 2.0, low=1)),
-    "slime_buffer_filter": _adapter("stepwell.trainer.slime_filters:slime_buffer_filter"),
-}
-
-_NAME: Final = re.compile(r"([A-Za-z_]\w*)(?:\((.*)\))?")
-
-
-def _load(path: str) -> Callable[..., Any]:
-    found = resolve(path.strip())
-    if not callable(found):
-        raise ValueError(f"{path} is {found!r:.80}, not a function")
-    return found  # type: ignore[no-any-return]  # a dotted path names anything
-
-
-def _build(config_field: str, spec: str, known: Mapping[str, _Make]) -> Callable[..., Any]:
-    """The function that `spec` names: built in, `name(argument)`, or a dotted path."""
-    built_in = _NAME.fullmatch(spec.strip())
-    remedy = f"use {', '.join(known)} or the dotted path of a function, package.module:name"
-    if built_in is not None and built_in[1] not in known:
-        near = get_close_matches(built_in[1], known, 1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise SelectionError(f"{config_field} is {spec!r}, which is not built in{hint}; {remedy}")
-    try:
-        return known[built_in[1]](built_in[2] or None) if built_in else _load(spec)
-    except Exception as e:  # importing the module of a dotted path runs foreign code
-        reason = str(e) if type(e) is ValueError else f"{type(e).__name__}: {e}"
-        raise SelectionError(f"{config_field} is {spec!r}: {reason}; {remedy}") from e
-
-
-# -- the selection of a channel ----------------------------------------------------------------
 
 
 class Ready(Protocol):
@@ -154,16 +70,14 @@ class Selection:
             )
         self._required = frozenset(config.require_tags)
         self._excluded = frozenset(config.exclude_tags)
-        self._order: Order = _build("selection.order", config.order, ORDERS)
+        self._order: Order = build("selection.order", config.order, ORDERS)
         self._filters: list[tuple[str, Filter]] = [
-            (f"selection.filters[{i}] {spec!r}", _build(f"selection.filters[{i}]", spec, FILTERS))
+            (f"selection.filters[{i}] {spec!r}", build(f"selection.filters[{i}]", spec, FILTERS))
             for i, spec in enumerate(config.filters)
         ]
         self._batch_filter: BatchFilter | None = None
         if config.batch_filter is not None:
-            self._batch_filter = _build(
-                "selection.batch_filter", config.batch_filter, BATCH_FILTERS
-            )
+            self._batch_filter = build("selection.batch_filter", config.batch_filter, BATCH_FILTERS)
 
     @property
     def is_trivial(self) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.errors import InvalidRequestError, SelectionError
 from stepwell.datapool.selection import (
     UNMARKED,
     Choice,
@@ -23,7 +23,6 @@ from stepwell.datapool.selection import (
     Marks,
     OverSampling,
     Selection,
-    SelectionError,
     TrajectoryInfo,
     dry_run,
 )
@@ -294,6 +293,10 @@ def returns_text(info):
     return "1"
 
 
+def returns_too_large(info):
+    return 10**400
+
+
 def by_tokens(info):
     return info.n_tokens
 
@@ -323,6 +326,7 @@ def test_a_bad_filter_is_named_with_the_group(function, message):
     [
         (returns_nan, "returned nan for group 'p7'; return a number"),
         (returns_text, "returned '1' for group 'p7'"),
+        (returns_too_large, "returned 1000.* for group 'p7'"),
         (divides, "failed on group 'p7': ZeroDivisionError: "),
     ],
 )

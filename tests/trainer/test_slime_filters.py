@@ -9,12 +9,12 @@ import pytest
 
 from stepwell.backends.slime_samples import SlimeSample
 from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.selection import (
     Choice,
     Drop,
     GroupInfo,
     Selection,
-    SelectionError,
     TrajectoryInfo,
 )
 from stepwell.trainer.slime_filters import slime_buffer_filter, slime_filter
