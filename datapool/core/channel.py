@@ -295,7 +295,7 @@ class Channel(Serving):
         """Keep a copy, which shares its prompt with others; its trajectory may be complete now."""
         prompt, prompt_row = None, None
         if sent.prompt is not None:
-            prompt, prompt_row = self._keep_prompt(group, sent.prompt)
+            prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
         index, base = sent.step_index, sent.base
         step = PackedStep(
             index,
@@ -326,11 +326,12 @@ class Channel(Serving):
             closing = Closing(record.prompt_uid, "is_last")
             self._complete(record, before if before is not None and before == closing else closing)
 
-    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int | None]:
+    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[memoryview, int | None]:
         """The group's own copy of a root's prompt, and the row that holds it."""
         kept = group.prompts.get(prompt)
         if kept is None:
-            kept = prompt, self._write(group, PromptStored(group.prompt_uid), prompt)
+            row = self._write(group, PromptStored(group.prompt_uid), prompt)
+            kept = memoryview(prompt), row
             group.prompts[prompt] = kept
             self.payloads.memory_bytes += len(prompt)
         return kept
@@ -344,7 +345,8 @@ class Channel(Serving):
         if stored is None or 4 * stored.n_tokens > len(step.prompt):
             return step
         known = chain_tokens(self.payloads.read(record.chain(base)))
-        return relative(step, base, stored.header) if step.prompt.startswith(known) else step
+        extends = bytes(step.prompt).startswith(known)
+        return relative(step, base, stored.header) if extends else step
 
     def _is_same(self, record: TrajectoryRecord, stored: PackedStep, step: PackedStep) -> bool:
         """Whether a stored step has the same content as one of its index, however it is packed."""
@@ -391,14 +393,15 @@ class Channel(Serving):
 
     # -- after a restart ---------------------------------------------------------------------
 
-    def adopt_prompt(self, stored: PromptStored, prompt: bytes, row: int) -> None:
+    def adopt_prompt(self, stored: PromptStored, prompt: bytes, row: int) -> memoryview:
         """A prompt of before. Its group may begin with the very step that brought it."""
         group = self.prompt_groups.get(stored.prompt_uid) or self._begin_group(stored.prompt_uid)
-        group.prompts[prompt] = prompt, row
+        group.prompts[prompt] = memoryview(prompt), row
         group.rows.append(row)
         self.payloads.memory_bytes += len(prompt)
+        return group.prompts[prompt][0]
 
-    def adopt(self, stored: StepStored, prompt: bytes | None, payload: bytes, row: int) -> None:
+    def adopt(self, stored: StepStored, prompt: memoryview | None, payload: bytes, row: int) -> None:
         """A step of before: it was accepted then, so nothing about it is checked."""
         prompt_uid, step = stored.prompt_uid, stored.step
         group = self.prompt_groups.get(prompt_uid) or self._begin_group(prompt_uid)

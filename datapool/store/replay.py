@@ -129,7 +129,7 @@ class _Replay:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._prompts: dict[int | None, bytes] = {}
+        self._prompts: dict[int, memoryview] = {}
 
     def apply(self, row: LoggedRow) -> None:
         channel, payload = self._channel, row.payload or b""
@@ -139,8 +139,7 @@ class _Replay:
             prompt = None if record.prompt_row is None else self._prompts[record.prompt_row]
             channel.adopt(record, prompt, payload, row.row)
         elif isinstance(record, kinds.PromptStored):
-            self._prompts[row.row] = payload
-            channel.adopt_prompt(record, payload, row.row)
+            self._prompts[row.row] = channel.adopt_prompt(record, payload, row.row)
         elif isinstance(record, kinds.GroupClosed):
             channel.recall(record, row.row)
         else:
