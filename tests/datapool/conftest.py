@@ -52,6 +52,8 @@ class SyncPool(DataPool):
     def open_group(
         self, prompt_uid, n_rollouts, deadline_s=None, min_rollouts=1, *args, now, **kwargs
     ):
+        if "metadata" in kwargs:
+            kwargs["metadata"] = ops.metadata_of(kwargs["metadata"])
         op = ops.OpenGroup(prompt_uid, n_rollouts, min_rollouts, deadline_s, *args, **kwargs)
         return self.apply(op, now)
 
