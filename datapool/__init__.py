@@ -1,8 +1,11 @@
 """The DataPool: a store of Steps that serves complete GRPO groups, once each.
 
-`types.py` holds the nouns, `core/` the logic, `store/` the journal, `remote/` the way to it over
-Ray.
-Imports nothing of ours and no torch.
+    types ops questions codec      nouns, and what can be asked of a pool
+    core/ selection store/         what a pool does, and where it is kept
+    remote/ inspect/ files/        the ways to it, what it shows, what goes in and out as files
+
+Imports nothing of ours and no torch. What talks to a pool is imported on first use: who only needs
+the nouns loads neither Ray nor an event loop.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     DataPoolError,
@@ -42,14 +44,20 @@ from stepwell.datapool.errors import (
     UnknownLeaseError,
     UnknownTrajectoryError,
 )
-from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import TRAIN, VAL, Group, Lease, Step, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
+    from stepwell.datapool.core.pool import DataPool
     from stepwell.datapool.files.transfer import export_channel, import_channel
-    from stepwell.datapool.remote.actor import DataPoolActor
+    from stepwell.datapool.ops import Deleted, Resumed, SubmitOutcome, TrajectoryOutcome
     from stepwell.datapool.remote.client import DataPoolClient
-    from stepwell.datapool.remote.start import connect, start_data_pool, start_shards
+    from stepwell.datapool.remote.start import (
+        DataPoolHandle,
+        client_of,
+        connect,
+        start_data_pool,
+        start_shards,
+    )
 
 __all__ = [
     "TRAIN",
@@ -57,9 +65,10 @@ __all__ = [
     "ChannelConfig",
     "ChannelShutDownError",
     "DataPool",
-    "DataPoolActor",
     "DataPoolClient",
     "DataPoolError",
+    "DataPoolHandle",
+    "Deleted",
     "ExportError",
     "Group",
     "GroupClosedError",
@@ -80,6 +89,7 @@ __all__ = [
     "PoolReplacedError",
     "PoolUnavailableError",
     "ReplayError",
+    "Resumed",
     "SelectionError",
     "Step",
     "StepConflictError",
@@ -94,6 +104,7 @@ __all__ = [
     "UnknownLeaseError",
     "UnknownTrajectoryError",
     "VersionSpan",
+    "client_of",
     "connect",
     "export_channel",
     "import_channel",
@@ -102,19 +113,18 @@ __all__ = [
 ]
 
 
-_NEEDS_RAY = {
-    "DataPoolActor": "remote.actor",
-    "DataPoolClient": "remote.client",
-    "connect": "remote.start",
-    "export_channel": "files.transfer",
-    "import_channel": "files.transfer",
-    "start_data_pool": "remote.start",
-    "start_shards": "remote.start",
+_HOMES = {
+    "core.pool": ("DataPool",),
+    "files.transfer": ("export_channel", "import_channel"),
+    "ops": ("Deleted", "Resumed", "SubmitOutcome", "TrajectoryOutcome"),
+    "remote.client": ("DataPoolClient",),
+    "remote.start": ("DataPoolHandle", "client_of", "connect", "start_data_pool", "start_shards"),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: an engine's process reads `types` and should not pay for Ray.
-    if name in _NEEDS_RAY:
-        return getattr(import_module(f"{__name__}.{_NEEDS_RAY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return value

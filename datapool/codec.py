@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import (
     FinishReason,
@@ -46,6 +47,9 @@ from stepwell.datapool.types import (
 
 _HEADER = Struct("<6I")
 _N_TOKENS = Struct("<I4xI")
+_SPILLED_BYTES = _HEADER.size + 5
+"""A header and a number below 10^12. A payload has one more at least: a token, and what is extra.
+"""
 
 
 class Header(NamedTuple):
@@ -135,9 +139,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     prompt: bytes | None
     """The whole prompt, int32; None with a base."""
     payload: bytes
-    """See the module; its header only, if it is spilled."""
-    row: int = 0
-    """Of the journal, if it is spilled."""
+    """See the module; if it is spilled, its header and the row of the journal."""
 
     @property
     def header(self) -> Header:
@@ -157,11 +159,18 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_spilled(self) -> bool:
-        """Whether the journal alone has the payload, in `row`; its header is here, too."""
-        return len(self.payload) <= _HEADER.size
+        """Whether the journal alone has the payload."""
+        return len(self.payload) <= _SPILLED_BYTES
+
+    @property
+    def row(self) -> int:
+        """Of the journal, if it is spilled."""
+        return int.from_bytes(self.payload[_HEADER.size :], "little")
 
     def spill(self, row: int) -> None:
-        self.payload, self.row = self.payload[: _HEADER.size], row
+        """Leave the payload to the journal."""
+        number = row.to_bytes(_SPILLED_BYTES - _HEADER.size, "little")
+        self.payload = self.payload[: _HEADER.size] + number
 
 
 class Tokens(NamedTuple):
@@ -328,9 +337,7 @@ def _lay_out(
     leaf: PackedStep, by_index: Mapping[int, PackedStep], tokens: dict[int, TokenIds]
 ) -> None:
     """The tokens of a chain, from its leaf, in one array; each step of it sees its part."""
-    chain = [leaf]
-    while (base := chain[-1].base) is not None:
-        chain.append(by_index[base])
+    chain = path_to_root(leaf, lambda p: None if p.base is None else by_index[p.base])
     array = np.frombuffer(chain_tokens(chain), np.int32)
     for packed in chain:
         if packed.step_index not in tokens:

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.calls import CallService
 from stepwell.gateway.config import GatewayConfig
@@ -42,7 +43,6 @@ from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.openapi import install_openapi
 from stepwell.gateway.outcomes import Outcomes
-from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.prompts import Prompts
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.recording import Recording
@@ -73,7 +73,7 @@ class _Loaded:
 
     config: GatewayConfig
     wiring: Wiring
-    pool: PoolPort
+    pool: DataPoolClient
     tokenizer: ChatTokenizer
     reward: RewardFunction | None
     generator: Generator | None
@@ -171,7 +171,7 @@ class _App(FastAPI):
 def create_app(
     config: GatewayConfig,
     wiring: Wiring,
-    pool: PoolPort,
+    pool: DataPoolClient,
     tokenizer: ChatTokenizer | None = None,
 ) -> FastAPI:
     """The application. The tokenizer is loaded here, so that a wrong path fails before it serves.

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from stepwell.datapool.core.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import UnknownTrajectoryError
+from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.recording import ask
 from stepwell.gateway.trajectories import TrajectoryStore
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class Outcomes:
     """Owned by the app's lifespan."""
 
     def __init__(
-        self, config: GatewayConfig, pool: PoolPort, trajectories: TrajectoryStore
+        self, config: GatewayConfig, pool: DataPoolClient, trajectories: TrajectoryStore
     ) -> None:
         self._config = config
         self._pool = pool

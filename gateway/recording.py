@@ -10,8 +10,10 @@ A trajectory with a call that is not stored is given up as a whole: its reward w
 a part of what earned it, and its group would compare an episode with a piece of one. With the abort
 a commit whose answer was lost leaves nothing half-stored either.
 
-Owns: how long the pool is waited for, the aborts that it is owed, how many calls were not stored
-and why. Does not own: the calls (`calls.py`), the state of a trajectory (`trajectories.py`).
+Owns: how long the pool is waited for, which errors its failures become (`ask`), the aborts that it
+is owed, how many calls were not stored and why. Does not own: the calls (`calls.py`), the state of
+a trajectory (`trajectories.py`). What is late or closed the pool decides: its answers are passed
+on, never second-guessed.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
-from stepwell.datapool.errors import DataPoolError
+from stepwell.datapool.errors import DataPoolError, JournalError, JournalFullError, PoolFullError
+from stepwell.datapool.errors import PoolUnavailableError as PoolGoneError
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import ChannelFullError, PoolUnavailableError
-from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.errors import ChannelFullError, PoolStorageError, PoolUnavailableError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Unrecorded: TypeAlias = Literal["asked", "undeclared", "pool_failure", "closed"]
 """Why a call is answered and not stored: its client asked for that; nobody declared its group; the
@@ -42,7 +47,7 @@ RETRY_S = 1.0
 class Recording:
     """Owned by the app's lifespan."""
 
-    def __init__(self, pool: PoolPort, config: GatewayConfig) -> None:
+    def __init__(self, pool: DataPoolClient, config: GatewayConfig) -> None:
         self.serves_unrecorded = config.on_pool_failure == "serve_unrecorded"
         self.pool = pool
         self.timeout_s = config.pool_timeout_s
@@ -109,3 +114,53 @@ class Recording:
                 log.exception("aborting %s failed", uid)
             self.is_away = False
             del self._owed[channel, uid]
+
+
+# -- what the pool answers --------------------------------------------------------------------
+
+
+async def ask(answer: Awaitable[T], timeout_s: float) -> T:
+    """The pool's answer within `timeout_s`.
+
+    Raises:
+        DataPoolError: the pool refuses what was sent.
+        ChannelFullError: there is no room; nothing was applied.
+        PoolUnavailableError: no answer, or one that is not durable; whether the pool applied the
+            call is not known.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except DataPoolError as e:
+        if (failed := _failed(e)) is not None:
+            raise failed from e
+        raise
+    except TimeoutError as e:
+        raise PoolUnavailableError(
+            f"the DataPool did not answer within {timeout_s:g} s (gateway.pool_timeout_s)"
+        ) from e
+    except Exception as e:  # whatever it is: to a client it means "not stored, try again"
+        # Its words may name nodes and files, which agents need not know.
+        log.warning("the DataPool did not answer (%s: %.2000s)", type(e).__name__, e)
+        raise PoolUnavailableError(
+            f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
+        ) from e
+
+
+def _failed(e: DataPoolError) -> PoolUnavailableError | None:
+    """What `e` says of the pool, without its addresses and files; None if it says something of the
+    request."""
+    if isinstance(e, PoolFullError):
+        return ChannelFullError(f"the DataPool takes no new group now: {e}")
+    if isinstance(e, PoolGoneError):
+        failed = PoolUnavailableError("the DataPool cannot be reached; see the gateway's log")
+    elif isinstance(e, JournalFullError):
+        failed = PoolStorageError(
+            "the DataPool's disk is full, so nothing can be stored; free space there and try again"
+        )
+    elif isinstance(e, JournalError):
+        failed = PoolStorageError("the DataPool's journal cannot be used; see the gateway's log")
+    else:
+        return None
+    log.warning("%s: %s", type(e).__name__, e)
+    return failed

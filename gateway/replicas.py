@@ -33,10 +33,10 @@ from stepwell.datapool.process import (
     return_large_blocks,
     settle_heap,
 )
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import PortInUseError
 from stepwell.gateway.listening import bind
-from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.wiring import Wiring
 
@@ -57,14 +57,14 @@ class GatewayReplica:
         self,
         config: GatewayConfig,
         wiring: Wiring,
-        pool: PoolPort | str,
+        pool: DataPoolClient | str,
         log_file: Path | None = None,
     ) -> None:
         import ray
 
         log_to_file(log_file)
         if isinstance(pool, str):
-            from stepwell.datapool.remote.sharded import connect
+            from stepwell.datapool.remote.start import connect
 
             pool = connect(pool)
         self._http = HttpServer(config, wiring, pool)
@@ -107,7 +107,7 @@ class GatewayReplica:
 def start_replicas(
     config: GatewayConfig,
     wiring: Wiring,
-    pool: PoolPort | str,
+    pool: DataPoolClient | str,
     log_dir: Path | None = None,
     **ray_options: Any,
 ) -> list[Any]:

@@ -34,6 +34,7 @@ from stepwell.datapool.errors import (
     UnknownGroupError,
     UnknownLeaseError,
 )
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Lease, Trajectory
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import (
@@ -43,7 +44,7 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
 )
 from stepwell.gateway.outcomes import Outcomes
-from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.recording import ask
 from stepwell.gateway.rollout_items import (
     SKIPPED,
     InstanceId,
@@ -110,7 +111,7 @@ class RolloutBuffer:
         self,
         config: GatewayConfig,
         engine_urls: Sequence[str],
-        pool: PoolPort,
+        pool: DataPoolClient,
         tokenizer: ChatTokenizer,
         outcomes: Outcomes,
         generate: Generator | None,

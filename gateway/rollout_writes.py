@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 from stepwell.datapool.errors import StepConflictError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.inspect.listing import TrajectoryRow
+from stepwell.datapool.inspect.rows import TrajectoryRow
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
 from stepwell.gateway.outcomes import Outcomes
-from stepwell.gateway.pool_port import PoolPort, ask
+from stepwell.gateway.recording import ask
 from stepwell.gateway.rollout_items import Written, steps_of
 
 
@@ -43,7 +44,7 @@ class _Home(NamedTuple):
 class RolloutWriter:
     """Stores written items. Owned by the `RolloutBuffer`."""
 
-    def __init__(self, config: GatewayConfig, pool: PoolPort, outcomes: Outcomes) -> None:
+    def __init__(self, config: GatewayConfig, pool: DataPoolClient, outcomes: Outcomes) -> None:
         self._config = config
         self._pool = pool
         self._outcomes = outcomes

@@ -21,7 +21,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stepwell.datapool.core.records import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     GroupClosedError,
@@ -32,6 +31,7 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, Step, VersionSpan
 from stepwell.gateway.config import MOST_OF_A_GROUP
 from stepwell.gateway.dialects import openai_chat
@@ -49,8 +49,8 @@ from stepwell.gateway.errors import (
 )
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.paths import Uid, quoted, uid_of
-from stepwell.gateway.pool_port import ask
 from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.recording import ask
 from stepwell.gateway.rewards import compute_reward
 from stepwell.gateway.serve import refuse_builtin_tools, say_origin, serve
 from stepwell.gateway.services import Services, services_of

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.http_protocol import ConnectionLimits, HttpProtocol
 from stepwell.gateway.listening import bind
-from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.wiring import Wiring
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """One gateway on its own event loop in a thread. `start` and `stop` are called once each."""
 
-    def __init__(self, config: GatewayConfig, wiring: Wiring, pool: PoolPort) -> None:
+    def __init__(self, config: GatewayConfig, wiring: Wiring, pool: DataPoolClient) -> None:
         self._config = config
         self._wiring = wiring
         self._pool = pool

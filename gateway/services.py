@@ -17,6 +17,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.calls import CallService
 from stepwell.gateway.config import GatewayConfig
@@ -29,7 +30,6 @@ from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.identity import Identities
 from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.outcomes import Outcomes
-from stepwell.gateway.pool_port import PoolPort
 from stepwell.gateway.recording import Recording
 from stepwell.gateway.rewards import RewardFunction
 from stepwell.gateway.rollout_buffer import RolloutBuffer
@@ -45,7 +45,7 @@ class Services:
     keys: KeyRing
     hosts: Hosts
     addresses: Addresses
-    pool: PoolPort
+    pool: DataPoolClient
     tokenizer: ChatTokenizer
     engine: EngineClient
     calls: CallService

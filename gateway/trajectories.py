@@ -35,7 +35,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from stepwell.datapool.core.records import Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.errors import (
     ChannelShutDownError,
     GroupClosedError,
@@ -45,7 +44,8 @@ from stepwell.datapool.errors import (
 )
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.inspect.listing import TrajectoryRow
+from stepwell.datapool.inspect.rows import TrajectoryRow
+from stepwell.datapool.ops import Resumed, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import GREEDY, Step
 from stepwell.gateway.config import REMEMBERED
 from stepwell.gateway.errors import (
@@ -54,9 +54,8 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
 )
 from stepwell.gateway.graph import TurnGraph
-from stepwell.gateway.pool_port import ask
 from stepwell.gateway.rebuild import restore
-from stepwell.gateway.recording import POOL_FAILURE, Recording, Unrecorded
+from stepwell.gateway.recording import POOL_FAILURE, Recording, Unrecorded, ask
 from stepwell.gateway.retries import CallMemory, LiveCall, RetryKey, retry_digest
 
 log = logging.getLogger(__name__)

@@ -32,8 +32,7 @@ from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.config import RunConfig
 from stepwell.datapool.process import settle_heap
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.sharded import client_of
-from stepwell.datapool.remote.shards import start_shards
+from stepwell.datapool.remote.start import client_of, start_shards
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.gateway.config import GatewayConfig, is_loopback
 from stepwell.gateway.replicas import start_replicas

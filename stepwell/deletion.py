@@ -19,9 +19,9 @@ from pathlib import Path
 from urllib.parse import quote
 
 from stepwell.connection import connect
-from stepwell.datapool.core.records import Deleted
 from stepwell.datapool.errors import JournalError
 from stepwell.datapool.files.deletion import delete_from_export, delete_from_journals
+from stepwell.datapool.ops import Deleted
 from stepwell.datapool.store.salvage import journals_in
 from stepwell.run_file import GatewayPart, holder, journal_folder, live_run
 

@@ -1,10 +1,11 @@
-"""What tests of several packages need: a server on a free port, and a process's end."""
+"""What tests of several packages need: a server on a free port, a process's end, a full disk."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import psutil
 from aiohttp import web
@@ -48,3 +49,14 @@ async def gone(pid: int) -> bool:
             return True
         await asyncio.sleep(0.01)
     return False
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can be written at all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from stepwell.datapool.errors import GroupClosedError, UnknownGroupError
-from stepwell.datapool.inspect.listing import GroupRow
+from stepwell.datapool.inspect.rows import GroupRow
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LOST
 from stepwell.datapool.types import TRAIN, VAL

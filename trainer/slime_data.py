@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from stepwell.backends.slime_samples import sample_class
 from stepwell.datapool.dotted import resolve
-from stepwell.datapool.remote.sharded import connect
+from stepwell.datapool.remote.start import connect
 from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.config import JsonlSource, ParquetSource, SourceConfig
 from stepwell.trainer.data import PromptSource, Task

@@ -320,7 +320,8 @@ class Channel(Serving):
         self.counts.tokens += step.n_tokens
         self.counts.steps.stored += 1
         self._touch(group)
-        if record.last_index is not None and len(record.steps) == record.max_index + 1:
+        last = record.steps[-1]
+        if last.is_last and len(record.steps) == last.step_index + 1:
             before = group.complete[-1].closing if group.complete else None
             closing = Closing(record.prompt_uid, "is_last")
             self._complete(record, before if before is not None and before == closing else closing)

@@ -79,6 +79,7 @@ class Groups:
         self.changed = False
         """The counts changed since they were last written down."""
         self.replaying = False
+        """Nothing is judged, refused, dropped or told of."""
         self.selection = Selection(config.selection)
         self._tell = notice
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()

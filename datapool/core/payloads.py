@@ -53,7 +53,7 @@ class Payloads:
             if self.load is None:
                 raise JournalError(f"row {spilled[0].row} cannot be read: the pool has no journal")
             for step, payload in zip(spilled, self.load([s.row for s in spilled]), strict=True):
-                step.payload, step.row = payload, 0
+                step.payload = payload
         return copies
 
     def written(self, limit: int | None) -> None:

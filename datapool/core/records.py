@@ -99,10 +99,11 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
 
     def put(self, step: PackedStep) -> None:
         """A step that is not stored yet."""
-        if step.step_index > self.max_index:
-            self.steps.append(step)
+        steps = self.steps
+        if not steps or step.step_index > steps[-1].step_index:
+            steps.append(step)
         else:
-            self.steps.insert(bisect_left(self.steps, step.step_index, key=_INDEX), step)
+            steps.insert(bisect_left(steps, step.step_index, key=_INDEX), step)
 
     def step_reward(self, index: int) -> float | None:
         """The step's own reward, without the outcome."""

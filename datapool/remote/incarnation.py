@@ -20,9 +20,6 @@ import socket
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-import ray
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
-
 from stepwell.datapool.errors import PoolReplacedError
 
 STATE = "generation"
@@ -75,13 +72,14 @@ class Former(NamedTuple):
 
 
 def former_of(folder: Path, file_name: str) -> Former | None:
-    """What this actor was before it was restarted; None in its first start or without Ray.
+    """What this actor was before it was restarted; None in its first start.
 
     Raises:
         PoolReplacedError: it had a journal, and there is none in `folder`. None is made.
     """
-    key = _key()
-    value = None if key is None else _internal_kv_get(key, namespace=_NAMESPACE)
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    value: bytes | None = _internal_kv_get(_key(), namespace=_NAMESPACE)
     if value is None:
         return None
     pool, generation, host, pid = json.loads(value)
@@ -97,14 +95,14 @@ def former_of(folder: Path, file_name: str) -> Former | None:
 
 def record(incarnation: Incarnation) -> None:
     """Let the cluster know what this actor's pool is now."""
-    if (key := _key()) is not None:
-        value = json.dumps([*incarnation, socket.gethostname(), os.getpid()]).encode()
-        _internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    value = json.dumps([*incarnation, socket.gethostname(), os.getpid()]).encode()
+    _internal_kv_put(_key(), value, overwrite=True, namespace=_NAMESPACE)
 
 
-def _key() -> bytes | None:
+def _key() -> bytes:
     """Of this actor, whatever process it is in."""
-    if not ray.is_initialized():
-        return None
-    actor_id = ray.get_runtime_context().get_actor_id()
-    return None if actor_id is None else actor_id.encode()
+    import ray  # not where a pool is only talked to
+
+    return str(ray.get_runtime_context().get_actor_id()).encode()

@@ -20,7 +20,7 @@ from stepwell.backends.errors import BackendConfigError, BatchError
 from stepwell.backends.verl_backend import Layout, VerlBackend, lay_out, trained_steps
 from stepwell.backends.verl_feed import VerlFeed
 from stepwell.backends.verl_queue import queue_rows
-from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
+from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_pool
 from stepwell.datapool.errors import LeaseExpiredError, PoolUnavailableError
 from stepwell.datapool.types import GREEDY, Group, Lease, Step, Trajectory, VersionSpan
 from tests.backends.random_groups import random_groups, steps_of
@@ -384,7 +384,7 @@ def test_a_greedy_baseline_rollout_is_not_trained() -> None:
 @pytest.fixture
 def pool(cluster: str) -> Iterator[DataPoolClient]:
     handle = start_data_pool(PoolConfig(), name=uuid.uuid4().hex)
-    yield DataPoolClient(handle)
+    yield client_of([handle])
     ray.kill(handle)
 
 

@@ -21,7 +21,8 @@ from stepwell.datapool import (
     Step,
     VersionSpan,
 )
-from stepwell.datapool.inspect.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES
+from stepwell.datapool.inspect.listing import PAGE_BYTES
+from stepwell.datapool.inspect.paging import MAX_LIMIT, MIN_LOOKS
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from tests.datapool.conftest import SyncPool
@@ -527,7 +528,7 @@ def test_a_page_to_export_ends_after_so_many_bytes():
     sizes, cursor = [], None
     while True:
         page = pool.read_trajectories(cursor=cursor, now=NOW)
-        sizes.append(len(page.heads))
+        sizes.append(len(page.items))
         if (cursor := page.cursor) is None:
             break
     assert sizes == [3, 2]

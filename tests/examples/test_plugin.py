@@ -17,7 +17,7 @@ from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
 from stepwell.cli import main
-from stepwell.datapool import DataPool, PoolConfig, Step
+from stepwell.datapool import DataPoolClient, Step
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
@@ -96,22 +96,24 @@ def test_what_is_not_known_is_null_and_never_zero(tmp_path: Path) -> None:
     assert line["loss_mask"] == [0, 1]
 
 
-def test_a_group_that_the_pool_delivers_again_replaces_its_file(tmp_path: Path) -> None:
-    pool = DataPool(PoolConfig())
-    for prompt in ("p1", "p2"):
-        pool.open_group(prompt, 2, now=0.0)
-        for i in range(2):
-            uid = f"{prompt}-{i}"
-            pool.submit_step(step(uid, [1], [2], prompt_uid=prompt, reward=float(i)), now=0.0)
-            pool.complete_trajectory(uid, now=0.0)
+async def test_a_group_that_the_pool_delivers_again_replaces_its_file(tmp_path: Path) -> None:
     backend = build_backend("jsonl", tmp_path)
-    first = pool.lease_batch(batch_size=1, now=0.0)
-    backend.convert(first.steps)
-    pool.nack(first.lease_id, now=0.0)  # the exporter was killed before its ack
-    for _ in range(2):
-        lease = pool.lease_batch(batch_size=1, now=0.0)
-        backend.convert(lease.steps)
-        pool.ack(lease.lease_id, now=0.0)
+    async with DataPoolClient.local() as pool:
+        for prompt in ("p1", "p2"):
+            await pool.open_group(prompt, 2)
+            for i in range(2):
+                uid = f"{prompt}-{i}"
+                await pool.submit_step(step(uid, [1], [2], prompt_uid=prompt, reward=float(i)))
+                await pool.complete_trajectory(uid)
+        first = await pool.lease_batch(batch_size=1)
+        assert first is not None
+        backend.convert(first.steps)
+        await pool.nack(first.lease_id)  # the exporter was killed before its ack
+        for _ in range(2):
+            lease = await pool.lease_batch(batch_size=1)
+            assert lease is not None
+            backend.convert(lease.steps)
+            await pool.ack(lease.lease_id)
     lines = read(sorted(tmp_path.iterdir()))
     assert sorted(str(line["trajectory_uid"]) for line in lines) == ["p1-0", "p1-1", "p2-0", "p2-1"]
 

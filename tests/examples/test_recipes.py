@@ -15,6 +15,7 @@ from aiohttp import web
 from examples.recipes.shell_agent import agent as shell_agent
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.supervisor import Supervisor
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
@@ -22,7 +23,7 @@ from stepwell.gateway.wiring import Wiring
 from stepwell.trainer.config import RewardConfig, RolloutConfig
 from stepwell.trainer.rewards import build_manager
 from stepwell.trainer.rollout import RolloutWorker
-from tests.gateway.conftest import QUICKSTART, LocalPool, make_tokenizer, serving
+from tests.gateway.conftest import QUICKSTART, local_pool, make_tokenizer, port_of, serving
 from tests.helpers import serving_posts
 
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
@@ -49,12 +50,12 @@ def engine_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def gateway(engine_url: str) -> AsyncIterator[tuple[str, LocalPool]]:
-    pool = LocalPool()
+async def gateway(engine_url: str) -> AsyncIterator[tuple[str, DataPoolClient]]:
     wiring = Wiring((engine_url,), sampling={})
-    app = create_app(GatewayConfig(port=0), wiring, pool, make_tokenizer("quickstart"))
-    async with serving(app) as url:
-        yield url, pool
+    async with local_pool() as pool:
+        app = create_app(GatewayConfig(port=0), wiring, pool, make_tokenizer("quickstart"))
+        async with serving(app) as url:
+            yield url, pool
 
 
 async def rollouts(agent: str, url: str, task: dict[str, Any] = TASK) -> dict[str, int]:
@@ -80,12 +81,14 @@ async def test_a_recipes_rollouts_are_scored_and_each_conversation_is_one_branch
 ) -> None:
     async with gateway(engine_url) as (url, pool):
         assert await rollouts(f"examples.recipes.{name}:agent", url) == {"complete": N}
-        stored = chains(pool.stored())
+        stored = chains(port_of(pool).stored())
         assert len(stored) == N
         assert max(map(len, stored.values())) > 1, "no rollout called its tool"
         for parents in stored.values():
             assert parents == [None, *range(len(parents) - 1)]
-        (group,) = pool.core.lease_batch(now=0.0).groups
+        lease = await pool.lease_batch()
+        assert lease is not None
+        (group,) = lease.groups
         assert {t.reward for t in group.trajectories} <= {0.0, 1.0}
 
 
@@ -122,7 +125,7 @@ async def test_an_agent_of_the_readme_runs(
     monkeypatch.syspath_prepend(tmp_path)
     async with gateway(engine_url) as (url, pool):
         assert await rollouts(f"recipe_{name}:agent", url) == {"complete": N}
-        assert [len(parents) for parents in chains(pool.stored()).values()] == [calls] * N
+        assert [len(parents) for parents in chains(port_of(pool).stored()).values()] == [calls] * N
 
 
 def test_the_judge_of_the_readme_is_a_reward_function(tmp_path: Path) -> None:

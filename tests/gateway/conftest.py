@@ -1,17 +1,18 @@
 """Fixtures of the gateway's tests: real tokenizers and templates, a scripted engine behind real
-HTTP with SGLang's `/generate` shapes, the real pool core behind the async port, and the gateway
-itself on a free port."""
+HTTP with SGLang's `/generate` shapes, a real pool in this process, and the gateway itself on a free
+port."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -23,8 +24,12 @@ from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from stepwell.datapool.codec import PackedTrajectory, unpack
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.errors import PoolUnavailableError
+from stepwell.datapool.ops import Op, R, SubmitSteps
+from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.link import LocalPort, Port
 from stepwell.datapool.types import Step
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
@@ -405,146 +410,100 @@ async def serving(
 # -- the pool --------------------------------------------------------------------------------
 
 
-class LocalPool:
-    """The real pool core behind the gateway's port, with a door to hold and a line to cut."""
+class WatchedPort:
+    """The way to a pool of this process, with a door to hold, a line to cut and a memory of what
+    was asked."""
 
-    def __init__(self) -> None:
-        self.core = DataPool(PoolConfig())
+    def __init__(self, port: Port) -> None:
+        self._port = port
+        self.met = port.met
         self.door = asyncio.Event()
+        """Steps wait in front of it."""
         self.door.set()
         self.waiting = asyncio.Event()
         self.failures: list[str] = []
         """Of coming submits: "before" loses the request, "after" the answer."""
-        self.steps: list[tuple[Step, str]] = []
+        self.is_away = self.is_silent = False
+        """Nothing is answered: refused, or for ever."""
+        self.asked: list[Op[Any]] = []
+        """What got through."""
+        self._stored: list[tuple[str, PackedTrajectory]] = []
+        """(channel, one step), in the order they were accepted in."""
 
-    def _now(self) -> float:
-        return 0.0
-
-    async def open_group(
-        self,
-        prompt_uid: str,
-        n_rollouts: int,
-        deadline_s: float | None = None,
-        min_rollouts: int = 1,
-        metadata: Any = None,
-        channel: str = "train",
-        timeout_s: float | None = None,
-    ) -> Any:
-        return self.core.open_group(
-            *(prompt_uid, n_rollouts, deadline_s, min_rollouts, metadata, channel), now=self._now()
-        )
-
-    async def open_trajectory(
-        self,
-        trajectory_uid: str,
-        prompt_uid: str,
-        attempt: int = 0,
-        metadata: Any = None,
-        channel: str = "train",
-        timeout_s: float | None = None,
-    ) -> Any:
-        return self.core.open_trajectory(
-            trajectory_uid, prompt_uid, attempt, metadata, channel, now=self._now()
-        )
-
-    async def resume_trajectory(
-        self,
-        trajectory_uid: str,
-        prompt_uid: str,
-        attempt: int = 0,
-        metadata: Any = None,
-        channel: str = "train",
-        elsewhere: bool = False,
-        timeout_s: float | None = None,
-    ) -> Any:
-        return self.core.resume_trajectory(
-            *(trajectory_uid, prompt_uid, attempt, metadata, channel, elsewhere), now=self._now()
-        )
-
-    async def submit_step(
-        self, step: Step, channel: str = "train", timeout_s: float | None = None
-    ) -> Any:
-        return (await self.submit_steps([step], channel))[0]
-
-    async def submit_steps(
-        self, steps: Sequence[Step], channel: str = "train", timeout_s: float | None = None
-    ) -> Any:
+    async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        if self.is_away:
+            raise PoolUnavailableError("the pool is away")
+        self.asked.append(op)
+        if not isinstance(op, SubmitSteps):
+            return await self._port.call(op, timeout_s, once)
         self.waiting.set()
         await self.door.wait()
         failure = self.failures.pop(0) if self.failures else None
         if failure == "before":
             raise ConnectionError("the request was lost")
-        outcomes = self.core.submit_steps(steps, channel, now=self._now())
-        self.steps += [
-            (s, channel) for s, o in zip(steps, outcomes, strict=True) if o == "accepted"
+        sent = [
+            PackedTrajectory(t.trajectory_uid, t.prompt_uid, [copy(step)])
+            for t in op.trajectories
+            for step in t.steps
         ]
+        outcomes: Any = await self._port.call(op, timeout_s, once)
+        for each, outcome in zip(sent, outcomes, strict=True):
+            if outcome == "accepted":
+                self._stored.append((op.channel, each))
         if failure == "after":
             raise ConnectionError("the answer was lost")
-        return outcomes
+        answer: R = outcomes
+        return answer
 
-    async def complete_trajectory(
-        self,
-        trajectory_uid: str,
-        reward: float | None = None,
-        metadata: Any = None,
-        channel: str = "train",
-    ) -> Any:
-        return self.core.complete_trajectory(
-            trajectory_uid, reward, metadata, channel, now=self._now()
-        )
+    def close(self) -> None:
+        self._port.close()
 
-    async def abort_trajectory(
-        self, trajectory_uid: str, reason: str, will_retry: bool = False, channel: str = "train"
-    ) -> Any:
-        return self.core.abort_trajectory(
-            trajectory_uid, reason, will_retry, channel, now=self._now()
-        )
-
-    async def set_reward(
-        self,
-        trajectory_uid: str,
-        reward: float,
-        step_index: int | None = None,
-        channel: str = "train",
-    ) -> Any:
-        return self.core.set_reward(trajectory_uid, reward, step_index, channel, now=self._now())
-
-    async def mark(
-        self,
-        prompt_uid: str | None = None,
-        trajectory_uid: str | None = None,
-        channel: str = "train",
-        **marks: Any,
-    ) -> Any:
-        return self.core.mark(prompt_uid, trajectory_uid, channel, now=self._now(), **marks)
-
-    async def delete(self, trajectory_uid: str | None = None, tag: str | None = None) -> Any:
-        return self.core.delete(trajectory_uid, tag, now=self._now())
-
-    async def drop_group(self, prompt_uid: str, reason: str, channel: str = "train") -> None:
-        self.core.drop_group(prompt_uid, reason, channel, now=self._now())
-
-    async def lease_batch(
-        self, n_rollouts: int | None = None, channel: str = "train", batch_size: int = 1
-    ) -> Any:
-        return self.core.lease_batch(n_rollouts, channel, batch_size, now=self._now())
-
-    async def ack(self, lease_id: str) -> None:
-        self.core.ack(lease_id, now=self._now())
-
-    async def nack(self, lease_id: str, reason: str = "") -> None:
-        self.core.nack(lease_id, reason, now=self._now())
-
-    async def list_trajectories(
-        self, channel: str = "train", cursor: str | None = None, limit: int = 100, **filters: Any
-    ) -> Any:
-        return self.core.list_trajectories(channel, cursor, limit, now=self._now(), **filters)
-
-    async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
-        return self.core.get_statistics(channel, now=self._now())
+    @property
+    def steps(self) -> list[tuple[Step, str]]:
+        """What was stored, and in which channel."""
+        return self._unpacked(self._stored)
 
     def stored(self, uid: str | None = None) -> list[Step]:
-        return [s for s, _ in self.steps if uid is None or s.trajectory_uid == uid]
+        """What was stored, or of one trajectory."""
+        wanted = [each for each in self._stored if uid in (None, each[1].trajectory_uid)]
+        return [step for step, _ in self._unpacked(wanted)]
+
+    def _unpacked(self, stored: list[tuple[str, PackedTrajectory]]) -> list[tuple[Step, str]]:
+        whole: dict[tuple[str, str], PackedTrajectory] = {}
+        for channel, t in stored:
+            empty = PackedTrajectory(t.trajectory_uid, t.prompt_uid, [])
+            whole.setdefault((channel, t.trajectory_uid), empty).steps.extend(t.steps)
+        steps = {
+            (channel, uid, step.step_index): step
+            for (channel, uid), trajectory in whole.items()
+            for step in unpack(trajectory)
+        }
+        return [
+            (steps[channel, t.trajectory_uid, t.steps[0].step_index], channel)
+            for channel, t in stored
+        ]
+
+    def pass_time(self, seconds: float) -> None:
+        """As if so long had passed: what is due by then is done."""
+        service = cast(LocalPort, self._port).service
+        clock = service._clock
+        service._clock = replace(clock, offset=clock.offset + seconds)
+        service._on_timer()
+
+
+def port_of(pool: DataPoolClient) -> WatchedPort:
+    return cast(WatchedPort, pool.ports[0])
+
+
+@asynccontextmanager
+async def local_pool(
+    config: PoolConfig | None = None, folder: Path | None = None
+) -> AsyncIterator[DataPoolClient]:
+    """A pool of this process behind a `WatchedPort`; with the journal of `folder`, or none."""
+    async with DataPoolClient.local(config, folder) as pool:
+        yield DataPoolClient([WatchedPort(pool.ports[0])])
 
 
 # -- the whole -------------------------------------------------------------------------------
@@ -556,7 +515,7 @@ class World:
 
     url: str
     engine: ScriptedEngine
-    pool: Any
+    pool: DataPoolClient
     tokenizer: ChatTokenizer
     app: Any
     clients: AsyncExitStack
@@ -587,10 +546,19 @@ class World:
     def gateway(self) -> Any:
         return self.app.state.services
 
+    @property
+    def port(self) -> WatchedPort:
+        """The way from the gateway to its pool."""
+        return port_of(self.pool)
+
+    def stored(self, uid: str | None = None) -> list[Step]:
+        """The Steps that the pool accepted, or those of a trajectory, in the order they came in."""
+        return self.port.stored(uid)
+
     def check_exact(self, uid: str | None = None) -> None:
         """Every stored Step is what the engine was sent and what it sampled, and every child
         strictly extends its parent."""
-        steps = self.pool.stored(uid)
+        steps = self.stored(uid)
         sent = [r["input_ids"] for r in self.engine.requests]
         by_index = {(s.trajectory_uid, s.step_index): s for s in steps}
         for step in steps:
@@ -608,16 +576,18 @@ class World:
 
 @pytest.fixture
 async def worlds() -> AsyncIterator[Callable[..., Any]]:
-    """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`. `pool`: another
-    one than a `LocalPool`; `engine_urls`: others than those of `engines` that run here.
-    `sampling`: by channel."""
+    """Makes worlds: `await worlds(family="chatml", engines=1, **gateway_options)`. `pool`: that of
+    another world, or one of a `pool_config` and with the journal of `pool_folder` (None: with
+    none); `engine_urls`: others than those of `engines` that run here. `sampling`: by channel."""
     async with AsyncExitStack() as stack:
 
         async def make(
             family: str = "chatml",
             engines: int = 1,
             served_by: str = "ours",
-            pool: Any = None,
+            pool: DataPoolClient | None = None,
+            pool_config: PoolConfig | None = None,
+            pool_folder: Path | None = None,
             engine_urls: tuple[str, ...] | None = None,
             sampling: dict[str, ChannelSampling] | None = None,
             **options: Any,
@@ -631,7 +601,8 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
                 )
                 engine.url = await stack.enter_async_context(serving(engine.app(), graceful=False))
                 made.append(engine)
-            pool = pool or LocalPool()
+            if pool is None:
+                pool = await stack.enter_async_context(local_pool(pool_config, pool_folder))
             config = GatewayConfig(port=0, **{"retry_backoff_s": 0.01, **options})
             urls = tuple(e.url for e in made) if engine_urls is None else engine_urls
             app = create_app(config, Wiring(urls, sampling=sampling or {}), pool, tokenizer)

@@ -20,7 +20,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.tokenization import ChatTokenizer
 from stepwell.gateway.wiring import Wiring
-from tests.gateway.conftest import LocalPool, Sampled, ScriptedEngine, make_tokenizer, serving
+from tests.gateway.conftest import Sampled, ScriptedEngine, local_pool, make_tokenizer, serving
 
 MARKUP = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "<|im_end|>"),
@@ -51,9 +51,10 @@ async def _fuzz_operations(
     with tempfile.TemporaryDirectory() as folder:
         async with serving(engine.app(), graceful=False) as engine_url:
             config = GatewayConfig(port=0)
-            async with serving(
-                create_app(config, Wiring((engine_url,)), LocalPool(), tokenizer)
-            ) as url:
+            async with (
+                local_pool() as pool,
+                serving(create_app(config, Wiring((engine_url,)), pool, tokenizer)) as url,
+            ):
                 command = [
                     *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
                     *("--checks", "not_a_server_error", "--phases", "fuzzing", "--no-color"),
@@ -87,7 +88,8 @@ async def _fuzz_white_box(tokenizer: ChatTokenizer, n: int, draw: random.Random)
     async with serving(engine.app(), graceful=False) as engine_url:
         config = GatewayConfig(port=0)
         async with (
-            serving(create_app(config, Wiring((engine_url,)), LocalPool(), tokenizer)) as url,
+            local_pool() as pool,
+            serving(create_app(config, Wiring((engine_url,)), pool, tokenizer)) as url,
             aiohttp.ClientSession() as session,
         ):
             for _ in range(n):

@@ -217,7 +217,7 @@ async def test_a_linear_conversation_is_one_branch(
         assert reply["stop_reason"] == ("tool_use" if calls else "end_turn")
         messages.append(assistant(reply["content"]))
         messages.append(user(*[result(b["id"]) for b in calls]) if calls else user(text("go on")))
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, 0, 1, 2]
     assert all(s.metadata["dialect"] == "anthropic_messages" for s in steps)
     world.check_exact()
@@ -249,7 +249,7 @@ async def test_what_agents_change_on_the_way_does_not_break_the_branch(wires: An
             ],
             metadata={"user_id": f"u{i}"},
         )
-    first_step, *rest = world.pool.stored()
+    first_step, *rest = world.stored()
     assert "x-billing" not in sent_prompt(world, 0)
     assert [s.parent_index for s in rest] == [0, 0, 0]
     assert all(s.prompt_ids.tolist() == rest[0].prompt_ids.tolist() for s in rest)
@@ -267,7 +267,7 @@ async def test_text_between_tool_calls_comes_back_as_the_same_turn(wire: Wire) -
     # A framework may keep every block as a message of its own.
     pieces = [assistant([b]) for b in reply["content"]]
     await wire.ask(tools=[CALC], messages=[*HI, *pieces, results])
-    assert [s.parent_index for s in wire.world.pool.stored()] == [None, 0, 0]
+    assert [s.parent_index for s in wire.world.stored()] == [None, 0, 0]
     wire.world.check_exact()
 
 
@@ -278,7 +278,7 @@ async def test_a_reply_with_no_visible_text_goes_on(wires: Any) -> None:
     assert reply["content"] == []
     for i, empty in enumerate(([], "", [text("")], "\n")):
         await wire.ask(messages=[*HI, assistant(empty), user(text(f"go on {i}"))])
-    assert [s.parent_index for s in wire.world.pool.stored()] == [None, 0, 0, 0, 0]
+    assert [s.parent_index for s in wire.world.stored()] == [None, 0, 0, 0, 0]
 
 
 async def test_tool_results_and_text_keep_their_order(wire: Wire) -> None:
@@ -323,7 +323,7 @@ async def test_system_messages_may_come_anywhere(wire: Wire) -> None:
     await wire.ask(system="Be kind.", messages=[*more, user(text("go on"))])
     prompt = sent_prompt(wire.world)
     assert "<|im_start|>system\nHurry.<|im_end|>\n<|im_start|>user\ngo on<" in prompt
-    assert [s.parent_index for s in wire.world.pool.stored()] == [None, 0]
+    assert [s.parent_index for s in wire.world.stored()] == [None, 0]
     wire.world.check_exact()
 
 
@@ -357,7 +357,7 @@ async def test_a_prefilled_reply_goes_on_and_its_turn_is_extended(wires: Any, st
     reply = await wire.ask(messages=messages, stream=stream)
     assert reply["content"] == [text(' "title": 1}')]
     assert sent_prompt(world).endswith("<|im_start|>assistant\n{")
-    (step,) = world.pool.stored()
+    (step,) = world.stored()
     assert step.metadata["prefilled"] is True
     assert step.response_ids.tolist() == world.ids(' "title": 1}')
     merged = assistant('{ "title": 1}')
@@ -366,7 +366,7 @@ async def test_a_prefilled_reply_goes_on_and_its_turn_is_extended(wires: Any, st
     await wire.ask(messages=[*HI, *pieces, user(text("go on"))], stream=stream)
     # The same prefill once more: another sample of the same prompt.
     await wire.ask(messages=messages, stream=stream, temperature=0.5)
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, 0, 0, None]
     assert steps[3].prompt_ids.tolist() == step.prompt_ids.tolist()
     world.check_exact()
@@ -381,7 +381,7 @@ async def test_a_truncated_reply_sent_back_last_goes_on(wire: Wire) -> None:
     assert more["content"] == [text(" and the end")]
     whole = reply["content"][0]["text"] + " and the end"
     await wire.ask(messages=[*HI, assistant(whole), user(text("thanks"))])
-    assert [s.parent_index for s in wire.world.pool.stored()] == [None, None, 1]
+    assert [s.parent_index for s in wire.world.stored()] == [None, None, 1]
     wire.world.check_exact()
 
 
@@ -439,7 +439,7 @@ async def test_tool_choice_forces_a_call(wire: Wire, stream: bool) -> None:
         (call,) = reply["content"]
         assert (call["name"], call["input"]) == ("calc", {"expression": "1"})
         assert reply["stop_reason"] == "tool_use"
-        assert wire.world.pool.stored()[-1].metadata["forced_tool"] == choice.get("name", "")
+        assert wire.world.stored()[-1].metadata["forced_tool"] == choice.get("name", "")
 
 
 async def test_one_tool_call_at_a_time_stops_behind_the_first(wire: Wire) -> None:
@@ -469,7 +469,7 @@ async def test_without_choice_tools_stay_in_the_prompt_and_calls_are_text(wire: 
     reply = await wire.ask(tools=[CALC], messages=messages, tool_choice={"type": "none"})
     assert reply["content"] == [text(call_text(expression="1"))]
     assert reply["stop_reason"] == "end_turn"
-    assert [s.parent_index for s in wire.world.pool.stored()] == [None, 0]
+    assert [s.parent_index for s in wire.world.stored()] == [None, 0]
 
 
 async def test_server_tools_are_left_out_and_told(wires: Any) -> None:
@@ -547,7 +547,7 @@ async def test_a_stop_sequence_is_named(wire: Wire, stream: bool) -> None:
 async def test_a_message_has_the_shape_of_the_api(wire: Wire, stream: bool) -> None:
     wire.world.say("naïve 東京 🦊")
     reply = await wire.ask(stream=stream)
-    step = wire.world.pool.stored()[0]
+    step = wire.world.stored()[0]
     assert reply.pop("id").startswith("msg_")
     assert reply == {
         "type": "message",
@@ -591,7 +591,7 @@ async def test_disabled_thinking_changes_only_templates_that_know_it(worlds: Any
         first = await wire.ask()
         more = [*HI, assistant(first["content"]), user(text("go on"))]
         await wire.ask(messages=more, thinking={"type": "disabled"})
-        assert [s.parent_index for s in world.pool.stored()] == [None, 0]
+        assert [s.parent_index for s in world.stored()] == [None, 0]
     switch = "{%- if enable_thinking is defined and not enable_thinking %}no thoughts{%- endif %}"
     try:
         hf.chat_template = template + switch
@@ -691,7 +691,7 @@ async def test_errors_have_anthropics_types(wires: Any) -> None:
     world.say("x", status=500)
     status, got, _ = await wire.post()
     assert (status, got["error"]["type"]) == (502, "api_error")
-    world.pool.failures.append("before")
+    world.port.failures.append("before")
     status, got, _ = await wire.post()
     assert (status, got["error"]["type"]) == (503, "overloaded_error")
     status, got, _ = await wire.post(messages=[user(text("x" * 3000))])
@@ -716,7 +716,7 @@ async def test_a_failure_inside_a_stream_is_an_error_event(wires: Any) -> None:
     assert events[0]["type"] == "message_start"
     assert events[-1]["type"] == "error"
     assert events[-1]["error"]["type"] in ("overloaded_error", "api_error")
-    assert wire.world.pool.stored() == []
+    assert wire.world.stored() == []
 
 
 async def test_idle_streams_are_kept_alive_with_pings(wires: Any) -> None:
@@ -763,7 +763,7 @@ async def test_count_tokens_counts_what_a_call_would_have(wires: Any) -> None:
     options["messages"] = [*HI, assistant("{")]
     counted.append(await count(wire, **options))
     await wire.ask(**options)
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [len(s.prompt_ids) for s in steps] == counted
     assert world.gateway.trajectories.known("t2") is None
 
@@ -776,8 +776,8 @@ async def test_count_tokens_without_a_url_finds_the_conversation(wires: Any) -> 
         more = [*HI, assistant(reply["content"]), user(text("go on"))]
         n = await count(wire, "", headers=headers, messages=more)
         await wire.post(path="/v1/messages", headers=headers, messages=more)
-        assert len(wire.world.pool.stored()[-1].prompt_ids) == n
-    assert [s.parent_index for s in wire.world.pool.stored()] == [None, 0] * 3
+        assert len(wire.world.stored()[-1].prompt_ids) == n
+    assert [s.parent_index for s in wire.world.stored()] == [None, 0] * 3
 
 
 async def test_count_tokens_refuses_in_anthropics_shape(wire: Wire) -> None:

@@ -84,7 +84,7 @@ async def test_a_reply_carries_the_sampled_text_and_its_step_is_stored(world: An
     )
     assert reply.choices[0].message.content == "Hello, wörld 🙂"
     assert reply.choices[0].finish_reason == "stop"
-    [step] = world.pool.stored("t1")
+    [step] = world.stored("t1")
     assert step.response_ids.tolist() == said.ids
     assert step.prompt_ids.tolist() == world.engine.requests[0]["input_ids"]
     assert step.metadata["sampling_params"] == {"temperature": 0.7, "top_p": 0.9, "top_k": -1}
@@ -121,7 +121,7 @@ async def test_a_tool_conversation_is_one_branch_of_exact_tokens(world: Any) -> 
     messages += [second.choices[0].message.model_dump(), user("Thanks. And 2 + 2?")]
     world.say("4")
     await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
-    steps = world.pool.stored("t1")
+    steps = world.stored("t1")
     assert [s.parent_index for s in steps] == [None, 0, 1]
     assert all("branch" not in s.metadata for s in steps)
     text = world.tokenizer.decode(steps[2].prompt_ids.tolist())
@@ -145,7 +145,7 @@ async def test_the_prompt_of_a_continued_turn_reads_as_the_whole_template_would(
                 user(f"after {text}"),
             ]
         await client.chat.completions.create(model="m", messages=messages)
-        steps = world.pool.stored("t1")
+        steps = world.stored("t1")
         assert [s.parent_index for s in steps] == [None, 0, 1, 2], family
         whole = world.tokenizer.render(messages, None, {}, add_generation_prompt=True)
         assert world.tokenizer.decode(steps[-1].prompt_ids.tolist()) == whole, family
@@ -164,12 +164,12 @@ async def test_streamed_deltas_arrive_while_the_engine_still_samples(world: Any)
         seen += chunk.choices[0].delta.content or ""
         if seen == "one two three":
             break
-    assert not world.pool.steps
+    assert not world.port.steps
     gate.set()
     rest = [chunk async for chunk in stream]
     assert rest[-2].choices[0].finish_reason == "stop"
     assert rest[-1].choices == []
-    assert rest[-1].usage.completion_tokens == len(world.pool.stored()[0].response_ids)
+    assert rest[-1].usage.completion_tokens == len(world.stored()[0].response_ids)
     world.check_exact()
 
 
@@ -232,7 +232,7 @@ async def test_a_step_says_how_many_tools_were_called_if_any_could_be(world: Any
     ):
         world.say(said)
         await client.chat.completions.create(model="m", messages=[user(str(options))], **options)
-    assert [s.metadata.get("tool_calls") for s in world.pool.stored()] == [1, 0, None, None]
+    assert [s.metadata.get("tool_calls") for s in world.stored()] == [1, 0, None, None]
 
 
 async def test_a_turn_that_may_call_no_tool_extends_one_that_may(world: Any) -> None:
@@ -243,7 +243,7 @@ async def test_a_turn_that_may_call_no_tool_extends_one_that_may(world: Any) -> 
             model="m", messages=messages, tools=[CALCULATOR], tool_choice=choice
         )
         messages += [reply.choices[0].message.model_dump(exclude_none=True), user("go on")]
-    assert [s.parent_index for s in world.pool.stored()] == [None, 0]
+    assert [s.parent_index for s in world.stored()] == [None, 0]
 
 
 async def test_a_truncated_turn_is_closed_and_extended(world: Any) -> None:
@@ -256,7 +256,7 @@ async def test_a_truncated_turn_is_closed_and_extended(world: Any) -> None:
     content = reply.choices[0].message.content
     messages = [user("hi"), {"role": "assistant", "content": content}, user("go on")]
     await client.chat.completions.create(model="m", messages=messages)
-    first, second = world.pool.stored()
+    first, second = world.stored()
     assert first.finish_reason == "length"
     assert len(first.response_ids) == 3
     assert second.parent_index == 0
@@ -278,7 +278,7 @@ async def test_a_stop_string_is_cut_from_the_text_but_not_from_the_tokens(world:
             text = answer.choices[0].message.content
         assert text == "think"
         assert world.engine.requests[-1]["sampling_params"]["stop"] == ["\nObservation:"]
-        assert world.pool.stored()[-1].response_ids.tolist() == said.ids
+        assert world.stored()[-1].response_ids.tolist() == said.ids
 
 
 async def test_thinking_is_returned_apart_and_kept_in_the_prompt(worlds: Any) -> None:
@@ -303,7 +303,7 @@ async def test_thinking_is_returned_apart_and_kept_in_the_prompt(worlds: Any) ->
         # The client drops the thought; the prompt keeps it, token for token.
         messages = [user("1 + 2?"), {"role": "assistant", "content": content}, user("sure?")]
         await client.chat.completions.create(model="m", messages=messages)
-        assert [s.parent_index for s in world.pool.stored(uid)] == [None, 0]
+        assert [s.parent_index for s in world.stored(uid)] == [None, 0]
     world.check_exact()
 
 
@@ -326,7 +326,7 @@ async def test_a_template_that_strips_thinking_makes_branches_if_it_is_followed(
     second = await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
     messages += [second.choices[0].message, user("next")]
     await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
-    steps = world.pool.stored()
+    steps = world.stored()
     # A tool result keeps the thoughts of its turn, a new question drops them.
     assert [s.parent_index for s in steps] == [None, 0, None]
     assert steps[2].metadata["branch"] == "thinking_stripped"
@@ -365,7 +365,7 @@ async def test_history_as_agents_send_it_back_still_matches(world: Any) -> None:
                 {"role": "tool", "tool_call_id": call.id, "content": "3"},
             ]
             await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None] + [0] * 10
     world.check_exact()
 
@@ -383,7 +383,7 @@ async def test_what_does_not_extend_is_a_branch_with_a_cause(world: Any) -> None
     await ask(user("question"))
     await ask(user("question"), {"role": "assistant", "content": "edited"}, user("more"))
     await ask(user("question"), reply, user("more"), tools=[CALCULATOR])
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.metadata.get("branch") for s in steps] == [
         None,
         None,
@@ -411,7 +411,7 @@ async def test_parallel_calls_on_one_trajectory_get_gapless_indices(world: Any) 
             for i in range(20)
         )
     )
-    assert [s.step_index for s in world.pool.stored()] == list(range(20))
+    assert [s.step_index for s in world.stored()] == list(range(20))
     world.check_exact()
 
 
@@ -441,7 +441,7 @@ async def test_logprobs_are_those_of_the_sampled_tokens(world: Any) -> None:
     entries = reply.choices[0].logprobs.content
     assert len(entries) == len(said.ids)
     assert [e.logprob for e in entries] == pytest.approx(
-        world.pool.stored()[0].rollout_log_probs.tolist()
+        world.stored()[0].rollout_log_probs.tolist()
     )
 
 
@@ -453,7 +453,7 @@ async def test_forced_sampling_parameters_are_used_and_recorded(worlds: Any) -> 
     )
     sent = world.engine.requests[0]["sampling_params"]
     assert (sent["temperature"], sent["top_p"], sent["sampling_seed"]) == (1.0, 1.0, 7)
-    assert world.pool.stored()[0].metadata["sampling_params"]["temperature"] == 1.0
+    assert world.stored()[0].metadata["sampling_params"]["temperature"] == 1.0
 
 
 async def test_each_channel_has_its_own_sampling_whatever_the_agent_asks(worlds: Any) -> None:
@@ -476,7 +476,7 @@ async def test_each_channel_has_its_own_sampling_whatever_the_agent_asks(worlds:
     assert [s["temperature"] for s in sent] == [1.0] * 3 + [0.6] * 3 + [0.3] * 3
     assert [s["max_new_tokens"] for s in sent][:8] == [10, 20, 20, 10, 25, 30, 10, 25]
     for channel, temperature in (("train", 1.0), ("val", 0.6), ("other", 0.3)):
-        stored = world.pool.stored(channel)
+        stored = world.stored(channel)
         assert {s.metadata["sampling_params"]["temperature"] for s in stored} == {temperature}
 
 
@@ -495,7 +495,7 @@ async def test_a_greedy_baseline_is_sampled_at_temperature_0_whatever_is_asked_o
         await client.chat.completions.create(model="m", messages=[user(uid)], temperature=0.5)
     sent = [r["sampling_params"]["temperature"] for r in world.engine.requests]
     assert sent == [0.9, 0.0]
-    (step,) = world.pool.stored("greedy")
+    (step,) = world.stored("greedy")
     assert step.metadata["sampling_params"]["temperature"] == 0.0
 
 
@@ -518,7 +518,7 @@ async def test_a_prompt_that_does_not_fit_is_refused_in_openai_words(worlds: Any
         assert refusal.value.code == "context_length_exceeded"
         assert "maximum context length is 50 tokens" in refusal.value.message
     assert world.engine.requests == []
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 @pytest.mark.parametrize(
@@ -589,7 +589,7 @@ async def test_fields_that_say_nothing_about_the_completion_are_ignored(world: A
         response_format={"type": "text"},
         parallel_tool_calls=True,
     )
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 async def test_a_body_that_is_no_json_object_or_nested_too_deeply_is_refused(world: Any) -> None:
@@ -616,7 +616,7 @@ async def test_a_template_without_turn_close_goes_on_in_branches(worlds: Any) ->
     await client.chat.completions.create(model="m", messages=[user("a")], max_tokens=20)
     messages = [user("a"), {"role": "assistant", "content": "fine"}, user("b")]
     await client.chat.completions.create(model="m", messages=messages)
-    assert world.pool.stored()[1].metadata["branch"] == "no_turn_close"
+    assert world.stored()[1].metadata["branch"] == "no_turn_close"
     world.check_exact()
 
 
@@ -705,7 +705,7 @@ async def test_n_samples_are_steps_of_one_prompt_and_any_of_them_goes_on(world: 
     reply = await client.chat.completions.create(model="m", messages=[user("hi")], n=3)
     assert [c.index for c in reply.choices] == [0, 1, 2]
     assert {c.message.content for c in reply.choices} == texts
-    steps = world.pool.stored()
+    steps = world.stored()
     assert reply.usage.completion_tokens == sum(len(s.response_ids) for s in steps)
     assert reply.usage.prompt_tokens == len(steps[0].prompt_ids)
     # All began with an empty graph; those stored later are counted as what they are.
@@ -714,8 +714,8 @@ async def test_n_samples_are_steps_of_one_prompt_and_any_of_them_goes_on(world: 
     for choice in reply.choices:
         messages = [user("hi"), choice.message.model_dump(), user("on")]
         await client.chat.completions.create(model="m", messages=messages)
-        last = world.pool.stored()[-1]
-        parent = world.pool.stored()[last.parent_index]
+        last = world.stored()[-1]
+        parent = world.stored()[last.parent_index]
         said = world.tokenizer.decode(parent.response_ids.tolist())
         assert said.startswith(choice.message.content)
     world.check_exact()
@@ -749,7 +749,7 @@ async def test_samples_are_streamed_interleaved_by_index(world: Any) -> None:
     assert sorted(said) == texts
     assert [c.choices[0].delta.role for c in chunks[:3]] == ["assistant"] * 3
     assert sorted(finished) == [0, 1, 2]
-    n_sampled = sum(len(s.response_ids) for s in world.pool.stored())
+    n_sampled = sum(len(s.response_ids) for s in world.stored())
     assert chunks[-1].usage.completion_tokens == n_sampled
     assert len({c.id for c in chunks}) == 1
 
@@ -766,7 +766,7 @@ async def test_a_stream_that_fails_before_its_first_event_aborts_the_other_sampl
         while not world.engine.aborts:  # noqa: ASYNC110 - the engine hears of it later
             await asyncio.sleep(0.01)
     assert not next(iter(world.gateway.trajectories)).in_flight
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 async def test_a_retry_of_n_samples_samples_only_what_failed(world: Any) -> None:
@@ -777,7 +777,7 @@ async def test_a_retry_of_n_samples_samples_only_what_failed(world: Any) -> None
     reply = await client.chat.completions.create(model="m", messages=[user("hi")], n=3)
     texts = [c.message.content for c in reply.choices]
     assert sorted(texts) == ["fine", "one", "three"]
-    assert len(world.pool.stored()) == 3
+    assert len(world.stored()) == 3
     assert len(world.engine.requests) == 4
     world.check_exact()
 
@@ -822,7 +822,7 @@ async def test_log_probs_cover_every_sampled_token_with_its_bytes(
     else:
         entries = answer.choices[0].logprobs.content
     assert world.engine.requests[0]["top_logprobs_num"] == 2
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert [e.logprob for e in entries] == pytest.approx(step.rollout_log_probs.tolist(), abs=1e-6)
     assert b"".join(bytes(e.bytes) for e in entries).decode() == text + "<|im_end|>"
     halves = [e for e in entries if e.token.startswith("bytes:")]
@@ -874,7 +874,7 @@ async def test_every_chunk_has_the_log_probs_of_its_own_text(
             assert shown[kind].startswith(text), (shown, text)
             assert len(shown[kind]) - len(text) < 12
     assert shown["content"] == said
-    assert told.decode() == world.tokenizer.decode(world.pool.stored()[0].response_ids.tolist())
+    assert told.decode() == world.tokenizer.decode(world.stored()[0].response_ids.tolist())
 
 
 async def test_log_probs_of_samples_are_told_apart_in_a_stream(world: Any) -> None:
@@ -910,7 +910,7 @@ async def test_response_format_reaches_the_engine_and_is_recorded(world: Any) ->
         )
         params = world.engine.requests[-1]["sampling_params"]
         assert json.loads(params["json_schema"]) == sent
-        assert world.pool.stored()[-1].metadata["constraint"] == "json_schema"
+        assert world.stored()[-1].metadata["constraint"] == "json_schema"
 
 
 async def test_an_engine_without_grammars_refuses_response_format_by_name(world: Any) -> None:
@@ -922,7 +922,7 @@ async def test_an_engine_without_grammars_refuses_response_format_by_name(world:
         )
     assert refusal.value.param == "response_format"
     assert "scripted" in refusal.value.message
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 async def test_hints_and_a_format_beside_tools_are_left_aside_and_told(world: Any) -> None:
@@ -978,7 +978,7 @@ async def test_a_prescribed_call_is_made_and_the_next_turn_extends_it(
         ("required", "calculator" + BETWEEN.get(family, '", "arguments":') + REST[family]),
         (named, REST[family]),
     ):
-        before = len(world.pool.stored())
+        before = len(world.stored())
         messages: list[Any] = [user(f"1 + 2, {before}?")]
         world.say(rest)
         options: dict[str, Any] = {"tools": [CALCULATOR], "tool_choice": choice}
@@ -1005,7 +1005,7 @@ async def test_a_prescribed_call_is_made_and_the_next_turn_extends_it(
         )
         assert finish == "tool_calls"
         assert not reasoning
-        step = world.pool.stored()[before]
+        step = world.stored()[before]
         assert step.metadata["forced_tool"] == ("" if choice == "required" else "calculator")
         # What was prescribed is prompt and never trained on; what was sampled is the response.
         assert world.tokenizer.decode(step.response_ids.tolist()[:-1]) == rest
@@ -1019,7 +1019,7 @@ async def test_a_prescribed_call_is_made_and_the_next_turn_extends_it(
         ]
         world.say("3")
         await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
-        child = world.pool.stored()[-1]
+        child = world.stored()[-1]
         assert child.parent_index == before
         assert world.engine.requests[-1]["input_ids"] == child.prompt_ids.tolist()
         if family != "thinker":  # whose template shows an empty thought elsewhere
@@ -1064,7 +1064,7 @@ async def test_a_prescribed_call_that_fails_is_content_and_still_extended(world:
     assert sent[0][: len(sent[1])] == sent[1] != sent[0]
     messages = [user("hi"), choice.message.model_dump(), user("call it")]
     await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, None, None, 0]
     assert [s.metadata.get("branch") for s in steps] == [None, "resampled", "resampled", None]
     world.check_exact()
@@ -1141,14 +1141,14 @@ async def test_without_parallel_calls_generation_ends_with_the_first(
     assert choice.finish_reason == "tool_calls"
     assert json.loads(made.function.arguments) == {"expression": "1 + 2"}
     # The end of the call is no stop string of the agent's: its tokens and text are kept.
-    assert world.pool.stored()[0].response_ids.tolist() == said.ids
+    assert world.stored()[0].response_ids.tolist() == said.ids
     messages = [
         user("hi"),
         choice.message.model_dump(),
         {"role": "tool", "tool_call_id": made.id, "content": "3"},
     ]
     await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
-    first, second = world.pool.stored()
+    first, second = world.stored()
     assert second.parent_index == 0
     added = second.prompt_ids.tolist()[first.n_tokens :]
     assert (added[0] == world.tokenizer.hf.eos_token_id) == ends
@@ -1191,7 +1191,7 @@ async def test_other_ways_to_write_a_call_are_read_and_extended(worlds: Any, fam
             {"role": "tool", "tool_call_id": made.id, "content": "3"},
         ]
         await client.chat.completions.create(model="m", messages=messages, tools=[CALCULATOR])
-        assert [s.parent_index for s in world.pool.stored(uid)] == [None, 0]
+        assert [s.parent_index for s in world.stored(uid)] == [None, 0]
     world.check_exact()
 
 
@@ -1240,7 +1240,7 @@ async def test_however_a_turn_ends_the_next_one_extends_it(
         messages.append({"role": "tool", "tool_call_id": made.id, "content": "3"})
     messages.append(user("go on"))
     await client.chat.completions.create(messages=messages, **body)
-    first, second = world.pool.stored()
+    first, second = world.stored()
     assert second.parent_index == 0
     added = second.prompt_ids.tolist()[first.n_tokens :]
     eos = world.tokenizer.hf.eos_token_id
@@ -1274,7 +1274,7 @@ async def test_parts_refusals_and_thoughts_in_history_have_one_form(worlds: Any)
     ):
         messages = [user("q"), {"role": "assistant", **assistant}, user(f"go on {i}")]
         await client.chat.completions.create(model="m", messages=messages)
-    assert [s.parent_index for s in world.pool.stored()] == [None] + [0] * 8
+    assert [s.parent_index for s in world.stored()] == [None] + [0] * 8
     world.check_exact()
 
 
@@ -1356,7 +1356,7 @@ async def test_min_p_is_passed_on_and_recorded(world: Any) -> None:
         model="m", messages=[user("hi")], extra_body={"min_p": 0.1}
     )
     assert world.engine.requests[0]["sampling_params"]["min_p"] == 0.1
-    assert world.pool.stored()[0].metadata["sampling_params"]["min_p"] == 0.1
+    assert world.stored()[0].metadata["sampling_params"]["min_p"] == 0.1
 
 
 async def test_chunks_are_valid_openai_objects(world: Any) -> None:

@@ -42,7 +42,7 @@ async def test_text_goes_in_and_text_comes_out_without_special_tokens(world: Any
     request = world.engine.requests[0]
     assert request["input_ids"] == world.ids("2 + 2 =", close=False)
     assert request["sampling_params"]["max_new_tokens"] == 16
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert step.response_ids.tolist() == said.ids[:16]
     assert step.metadata["dialect"] == "openai_completions"
     assert answer.usage.prompt_tokens == len(step.prompt_ids)
@@ -65,7 +65,7 @@ async def test_answers_and_chunks_are_valid_openai_objects(world: Any) -> None:
         for choice in chunk["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
         Completion.model_validate(chunk, strict=True)
-    assert chunks[-1]["usage"]["completion_tokens"] == len(world.pool.stored()[-1].response_ids)
+    assert chunks[-1]["usage"]["completion_tokens"] == len(world.stored()[-1].response_ids)
 
 
 @pytest.mark.parametrize("burst", [1, 3, 1000])
@@ -109,7 +109,7 @@ async def test_samples_are_streamed_by_index_and_stop_strings_are_cut(world: Any
         finished[choice.index] += choice.finish_reason or ""
     assert sorted(texts) == ["thought 0", "thought 1"]
     assert finished == ["stop", "stop"]
-    assert [s.metadata.get("branch") for s in world.pool.stored()] == [None, "resampled"]
+    assert [s.metadata.get("branch") for s in world.stored()] == [None, "resampled"]
     world.check_exact()
 
 
@@ -126,7 +126,7 @@ async def test_a_prompt_that_goes_on_from_a_reply_extends_it(world: Any) -> None
         )
         prompt += f"{answer.choices[0].text}\nObservation: 4{i}\nThought:"
     await client.completions.create(model="m", prompt=prompt)
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, 0, 1]
     assert world.tokenizer.decode(steps[2].prompt_ids.tolist()) == prompt
     world.check_exact()
@@ -143,7 +143,7 @@ async def test_a_hand_made_chat_extends_its_turns_if_it_shows_their_ends(world: 
     # Without the end that was sampled, these are other tokens, and so a branch.
     lost = f"{prompt}{first.choices[0].text}\n<|im_start|>user\nmore{opening}"
     await client.completions.create(model="m", prompt=lost)
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, 0, None]
     assert [s.metadata.get("branch") for s in steps] == [None, None, "new_conversation"]
     ids = steps[1].prompt_ids.tolist()
@@ -157,12 +157,12 @@ async def test_prompts_of_ids_are_sent_as_they_are_and_extend_one_another(world:
     ids = world.ids("one two", close=False)
     for prompt in (ids, [ids]):
         await client.completions.create(model="m", prompt=prompt, logprobs=0)
-    first = world.pool.stored()[0]
+    first = world.stored()[0]
     longer = [*first.prompt_ids.tolist(), *first.response_ids.tolist(), 7, 8]
     await client.completions.create(model="m", prompt=longer)
     await client.completions.create(model="m", prompt=[5, *longer])
     assert [r["input_ids"] for r in world.engine.requests] == [ids, ids, longer, [5, *longer]]
-    steps = world.pool.stored()
+    steps = world.stored()
     # Two samples of one prompt said the same: the later one is the parent.
     assert [s.parent_index for s in steps] == [None, None, 1, None]
     assert [s.metadata.get("branch") for s in steps] == [
@@ -186,20 +186,20 @@ async def test_a_reply_that_was_cut_off_goes_on_from_its_own_tokens(
     world.say("an answer 🦊 that is cut", close=False)
     first = await client.completions.create(model="m", prompt=sent("Say:"), max_tokens=12)
     assert first.choices[0].finish_reason == "length"
-    [cut] = world.pool.stored()
+    [cut] = world.stored()
     so_far: Any = [*cut.prompt_ids.tolist(), *cut.response_ids.tolist()]
     text = world.tokenizer.decode(so_far)
     for _ in range(2):
         await client.completions.create(model="m", prompt=so_far if as_ids else text)
         assert world.engine.requests[-1]["input_ids"] == so_far
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, None, None]
     assert [s.metadata.get("branch") for s in steps] == [None, "continued", "continued"]
     # And what follows that extends it.
     whole: Any = [*so_far, *steps[1].response_ids.tolist(), *world.ids("more", close=False)]
     prompt = whole if as_ids else world.tokenizer.decode(whole)
     await client.completions.create(model="m", prompt=prompt)
-    assert world.pool.stored()[3].parent_index in (1, 2)
+    assert world.stored()[3].parent_index in (1, 2)
     assert world.engine.requests[-1]["input_ids"] == whole
     world.check_exact()
 
@@ -211,11 +211,11 @@ async def test_texts_begin_as_the_tokenizer_begins_them(bos_world: Any) -> None:
         await client.completions.create(model="m", prompt=prompt)
         ids = bos_world.engine.requests[-1]["input_ids"]
         assert ids == [bos, *bos_world.ids("hi", close=False)]
-    first = bos_world.pool.stored()[0]
+    first = bos_world.stored()[0]
     said = bos_world.tokenizer.decode(first.response_ids.tolist())
     await client.completions.create(model="m", prompt=f"hi{said} and more")
     assert bos_world.engine.requests[-1]["input_ids"].count(bos) == 1
-    assert bos_world.pool.stored()[-1].parent_index == 0
+    assert bos_world.stored()[-1].parent_index == 0
     bos_world.check_exact()
 
 
@@ -242,7 +242,7 @@ async def test_legacy_logprobs_name_every_sampled_token(world: Any, stream: bool
         [c.choices[0].logprobs async for c in answer] if stream else [answer.choices[0].logprobs]
     )
     parts = [p for p in parts if p is not None]
-    ids = world.pool.stored()[0].response_ids.tolist()
+    ids = world.stored()[0].response_ids.tolist()
     tokens = [t for p in parts for t in p.tokens]
     assert tokens == [world.tokenizer.token_text(i) for i in ids]
     logs = [x for p in parts for x in p.token_logprobs]
@@ -289,7 +289,7 @@ async def test_what_is_not_supported_is_refused_by_name(world: Any, field: str, 
         await client.completions.create(model="m", prompt=body.pop("prompt"), extra_body=body)
     assert refusal.value.param == field
     assert field in refusal.value.message
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 async def test_a_prompt_that_does_not_fit_is_refused_as_the_prompt(worlds: Any) -> None:
@@ -305,14 +305,14 @@ async def test_neutral_values_and_notes_are_accepted(world: Any) -> None:
     await client.completions.create(
         model="m", prompt=["x"], echo=False, best_of=1, suffix="", user="u", frequency_penalty=0
     )
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 async def test_a_retry_of_a_completion_is_the_same_step(world: Any) -> None:
     client = await world.client(max_retries=2)
-    world.pool.failures = ["after"]
+    world.port.failures = ["after"]
     world.say("once")
     answer = await client.completions.create(model="m", prompt="x")
     assert answer.choices[0].text == "once"
     assert len(world.engine.requests) == 1
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1

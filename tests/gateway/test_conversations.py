@@ -19,7 +19,15 @@ from stepwell.backends.rows import build_rows
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.wiring import Wiring
-from tests.gateway.conftest import LocalPool, Sampled, ScriptedEngine, log_prob, make_tokenizer
+from tests.gateway.conftest import (
+    Sampled,
+    ScriptedEngine,
+    WatchedPort,
+    local_pool,
+    log_prob,
+    make_tokenizer,
+    port_of,
+)
 from tests.gateway.conftest import serving as serve_app
 
 TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
@@ -172,7 +180,6 @@ def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
 ) -> None:
     model = Model(family)
     engine = ScriptedEngine(default=model.answer)
-    pool = LocalPool()
     tools = None if family == "no_tools" else [TOOL]
     n_examples = 0
     causes: Counter[str] = Counter()
@@ -180,14 +187,16 @@ def test_whatever_agents_do_every_sampled_token_is_stored_and_trained_once(
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
 
-        async def start() -> tuple[str, aiohttp.ClientSession]:
+        async def start() -> tuple[str, aiohttp.ClientSession, WatchedPort]:
+            pool = await stack.enter_async_context(local_pool())
             engine_url = await stack.enter_async_context(serve_app(engine.app(), graceful=False))
             config = GatewayConfig(port=0, thinking=thinking)
             app = create_app(config, Wiring((engine_url,)), pool, model.tokenizer)
             url = await stack.enter_async_context(serve_app(app))
-            return url, await stack.enter_async_context(aiohttp.ClientSession())
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            return url, session, port_of(pool)
 
-        url, session = runner.run(start())
+        url, session, pool = runner.run(start())
 
         async def play(moves: list[str], seed: int, uid: str) -> None:
             rng = model.rng = random.Random(seed)

@@ -31,20 +31,20 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_a_json_reply_waits_for_its_step(world: Any) -> None:
     client = await world.client()
-    world.pool.door.clear()
+    world.port.door.clear()
     call = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
-    await world.pool.waiting.wait()
+    await world.port.waiting.wait()
     done, _ = await asyncio.wait([call], timeout=0.1)
     assert not done
-    assert world.pool.stored() == []
-    world.pool.door.set()
+    assert world.stored() == []
+    world.port.door.set()
     await call
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 async def test_the_terminal_event_of_a_stream_waits_for_its_step(world: Any) -> None:
     client = await world.client()
-    world.pool.door.clear()
+    world.port.door.clear()
     world.say("all of it")
     stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
     chunks: list[Any] = []
@@ -55,13 +55,13 @@ async def test_the_terminal_event_of_a_stream_waits_for_its_step(world: Any) -> 
 
     reading = asyncio.create_task(read())
     await until(lambda: "".join(c.choices[0].delta.content or "" for c in chunks) == "all of it")
-    await world.pool.waiting.wait()
+    await world.port.waiting.wait()
     assert all(c.choices[0].finish_reason is None for c in chunks)
     assert not reading.done()
-    world.pool.door.set()
+    world.port.door.set()
     await reading
     assert chunks[-1].choices[0].finish_reason == "stop"
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 # -- the pool --------------------------------------------------------------------------------
@@ -69,27 +69,27 @@ async def test_the_terminal_event_of_a_stream_waits_for_its_step(world: Any) -> 
 
 async def test_an_unreachable_pool_answers_503_and_leaves_no_hole(world: Any) -> None:
     client = await world.client()
-    world.pool.failures = ["before"]
+    world.port.failures = ["before"]
     with pytest.raises(openai.InternalServerError) as failure:
         await client.chat.completions.create(model="m", messages=MESSAGES)
     assert failure.value.status_code == 503
     assert failure.value.code == "pool_unavailable"
-    assert world.pool.stored() == []
+    assert world.stored() == []
     await client.chat.completions.create(
         model="m", messages=[{"role": "user", "content": "another"}]
     )
-    assert [s.step_index for s in world.pool.stored()] == [0]
+    assert [s.step_index for s in world.stored()] == [0]
 
 
 async def test_a_lost_answer_of_the_pool_makes_neither_hole_nor_duplicate(world: Any) -> None:
     client = await world.client()
-    world.pool.failures = ["after"]
+    world.port.failures = ["after"]
     with pytest.raises(openai.InternalServerError):
         await client.chat.completions.create(model="m", messages=MESSAGES)
     await client.chat.completions.create(
         model="m", messages=[{"role": "user", "content": "another"}]
     )
-    assert [s.step_index for s in world.pool.stored()] == [0, 1]
+    assert [s.step_index for s in world.stored()] == [0, 1]
     world.check_exact()
 
 
@@ -99,7 +99,7 @@ async def test_a_retry_after_a_pool_failure_stores_the_very_same_step(
     world: Any, failure: str, stream: bool
 ) -> None:
     client = await world.client(max_retries=2)
-    world.pool.failures = [failure]
+    world.port.failures = [failure]
     said = world.say("sampled once")
     if stream:
         # A stream has begun when the pool fails, so the client has to repeat it itself.
@@ -118,7 +118,7 @@ async def test_a_retry_after_a_pool_failure_stores_the_very_same_step(
         text = reply.choices[0].message.content
     assert text == "sampled once"
     assert len(world.engine.requests) == 1
-    assert [s.response_ids.tolist() for s in world.pool.stored()] == [said.ids]
+    assert [s.response_ids.tolist() for s in world.stored()] == [said.ids]
 
 
 @pytest.mark.parametrize(
@@ -139,18 +139,18 @@ async def test_a_conversation_goes_on_after_a_gateway_forgot_it(world: Any) -> N
         )
     world.gateway.trajectories._open.clear()  # as after a restart
     await client.chat.completions.create(model="m", messages=MESSAGES)
-    assert [s.step_index for s in world.pool.stored()] == [0, 1, 2]
+    assert [s.step_index for s in world.stored()] == [0, 1, 2]
 
 
 async def test_a_trajectory_whose_group_was_dropped_answers_410(world: Any) -> None:
     client = await world.client()
     await client.chat.completions.create(model="m", messages=MESSAGES)
-    world.pool.core.drop_group("p1", "deadline", now=0.0)
+    await world.pool.drop_group("p1", "deadline")
     for _ in range(2):
         with pytest.raises(openai.APIStatusError) as closed:
             await client.chat.completions.create(model="m", messages=MESSAGES)
         assert closed.value.status_code == 410
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 # -- retries ---------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ async def test_a_retry_joins_the_call_in_flight(world: Any) -> None:
     gate.set()
     one, two = await asyncio.gather(first, retry)
     assert one.id == two.id
-    assert len(world.engine.requests) == len(world.pool.stored()) == 1
+    assert len(world.engine.requests) == len(world.stored()) == 1
 
 
 async def test_a_retry_outlives_the_client_that_asked_first(world: Any) -> None:
@@ -191,7 +191,7 @@ async def test_a_retry_outlives_the_client_that_asked_first(world: Any) -> None:
     gate.set()
     assert (await retry).choices[0].message.content == "once"
     assert world.engine.aborts == []
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 async def whole(stream: Any) -> Any:
@@ -214,15 +214,15 @@ async def test_a_retry_of_a_finished_call_gets_its_recorded_reply(world: Any) ->
             )
             replies.append(await whole(answer) if stream else answer)
         assert replies[0] == replies[1]
-    assert len(world.engine.requests) == len(world.pool.stored()) == 2
+    assert len(world.engine.requests) == len(world.stored()) == 2
 
 
 async def test_the_same_request_without_a_retry_mark_is_another_sample(world: Any) -> None:
     client = await world.client()
     for _ in range(3):
         await client.chat.completions.create(model="m", messages=MESSAGES)
-    assert len(world.pool.stored()) == 3
-    assert len({s.prompt_ids.tobytes() for s in world.pool.stored()}) == 1
+    assert len(world.stored()) == 3
+    assert len({s.prompt_ids.tobytes() for s in world.stored()}) == 1
 
 
 async def test_an_idempotency_key_names_one_call(world: Any) -> None:
@@ -235,7 +235,7 @@ async def test_an_idempotency_key_names_one_call(world: Any) -> None:
         await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "else"}], extra_headers=key
         )
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 async def test_a_retry_of_a_call_that_failed_samples_anew(world: Any) -> None:
@@ -244,7 +244,7 @@ async def test_a_retry_of_a_call_that_failed_samples_anew(world: Any) -> None:
     world.say("now")
     reply = await client.chat.completions.create(model="m", messages=MESSAGES)
     assert reply.choices[0].message.content == "now"
-    assert [s.step_index for s in world.pool.stored()] == [0]
+    assert [s.step_index for s in world.stored()] == [0]
 
 
 # -- clients that go away --------------------------------------------------------------------
@@ -274,15 +274,15 @@ async def test_a_client_that_goes_away_aborts_its_generation(
     assert world.engine.aborts == [world.engine.requests[0]["rid"]]
     gate.set()
     await until(lambda: not any(t.in_flight for t in world.gateway.trajectories))
-    assert world.pool.stored() == []
+    assert world.stored() == []
     assert world.gateway.calls.counts["disconnected"] == 1
 
 
 async def test_a_client_that_goes_away_during_the_commit_loses_nothing(world: Any) -> None:
     client = await world.client()
-    world.pool.door.clear()
+    world.port.door.clear()
     call = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
-    await world.pool.waiting.wait()
+    await world.port.waiting.wait()
     call.cancel()
     await asyncio.gather(call, return_exceptions=True)
     retry = asyncio.create_task(
@@ -291,9 +291,9 @@ async def test_a_client_that_goes_away_during_the_commit_loses_nothing(world: An
         )
     )
     await until(lambda: world.gateway.calls.counts["retries"] == 1)
-    world.pool.door.set()
+    world.port.door.set()
     await retry
-    assert len(world.engine.requests) == len(world.pool.stored()) == 1
+    assert len(world.engine.requests) == len(world.stored()) == 1
 
 
 # -- the engine ------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ async def test_a_weight_update_in_the_middle_is_invisible_and_recorded(
     else:
         text = answer.choices[0].message.content
     assert text == "one two three four"
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert step.response_ids.tolist() == whole
     assert [(s.version, s.start, s.end) for s in step.version_spans] == [
         (3, 0, 2),
@@ -352,7 +352,7 @@ async def test_a_stop_string_across_a_weight_update_still_ends_the_response(
     else:
         text, finish = answer.choices[0].message.content, answer.choices[0].finish_reason
     assert (text, finish) == ("act\n", "stop")
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert world.tokenizer.decode(step.response_ids.tolist()) == "act\nObservation:"
     n = len(step.response_ids)
     assert [(s.version, s.start, s.end) for s in step.version_spans] == [
@@ -376,7 +376,7 @@ async def test_version_spans_of_an_update_in_place_are_kept(world: Any) -> None:
     n = len(said.ids)
     said.versions = [("default", 0, 2), ("8", 2, n)]
     await client.chat.completions.create(model="m", messages=MESSAGES)
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert [(s.version, s.start, s.end) for s in step.version_spans] == [(0, 0, 2), (8, 2, n)]
     assert step.policy_version == 0
 
@@ -385,7 +385,7 @@ async def test_a_single_version_needs_no_spans(world: Any) -> None:
     client = await world.client()
     world.say("fine", version="12")
     await client.chat.completions.create(model="m", messages=MESSAGES)
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert (step.policy_version, step.version_spans) == (12, ())
 
 
@@ -407,7 +407,7 @@ async def test_an_engine_that_stays_away_answers_503(worlds: Any) -> None:
             await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
         assert failure.value.status_code == 503
         assert "gateway.engine_retries" in failure.value.message
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 LONG = "word " * 20_000
@@ -458,7 +458,7 @@ async def test_a_call_that_is_refused_opens_nothing(
             assert response.status in (400, 503)
         async with session.get(f"{world.url}/statistics") as response:
             assert (await response.json())["open_trajectories"] == 0
-        assert not world.pool.core.list_trajectories("train", None, 10, now=0.0).items
+        assert not (await world.pool.list_trajectories("train")).items
         # What was refused took nothing away.
         world.pool.resume_trajectory = resume
         if "engine_urls" not in options:
@@ -481,7 +481,7 @@ async def test_a_refused_call_leaves_the_trajectory_to_the_calls_beside_it(world
     gate.set()
     assert (await first).choices[0].message.content == "first"
     await client.chat.completions.create(model="m", messages=MESSAGES)
-    assert [s.step_index for s in world.pool.stored("t1")] == [0, 1]
+    assert [s.step_index for s in world.stored("t1")] == [0, 1]
 
 
 WHERE = "http://10.1.2.3:30000 (10.1.2.3:30000) died in /usr/lib/python3/sglang/server.py, line 7"
@@ -563,7 +563,7 @@ async def test_a_stream_that_breaks_off_is_an_error_and_no_step(world: Any) -> N
     with pytest.raises(openai.APIError, match="broke off") as failure:
         _ = [c async for c in stream]
     assert "http://" not in failure.value.message
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 async def test_an_engine_that_streams_increments_is_understood(world: Any) -> None:
@@ -573,7 +573,7 @@ async def test_an_engine_that_streams_increments_is_understood(world: Any) -> No
     stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
     text = "".join([c.choices[0].delta.content or "" async for c in stream])
     assert text == "one two three four five"
-    assert world.pool.stored()[0].response_ids.tolist() == said.ids
+    assert world.stored()[0].response_ids.tolist() == said.ids
     world.check_exact()
 
 
@@ -594,7 +594,7 @@ async def test_a_version_that_is_no_number_is_an_error_that_says_so(world: Any) 
     world.say("x", version="v1.2-beta")
     with pytest.raises(openai.InternalServerError, match="publish decimal integers"):
         await client.chat.completions.create(model="m", messages=MESSAGES)
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 async def test_an_idle_stream_is_kept_alive(worlds: Any) -> None:
@@ -632,14 +632,14 @@ async def test_a_retry_that_waits_while_its_step_is_found_in_the_pool_stores_no_
     world: Any,
 ) -> None:
     client = await world.client()
-    world.pool.failures = ["after"]
+    world.port.failures = ["after"]
     with pytest.raises(openai.InternalServerError):
         await client.chat.completions.create(model="m", messages=MESSAGES)
-    world.pool.door.clear()
-    world.pool.waiting.clear()
+    world.port.door.clear()
+    world.port.waiting.clear()
     other: list[Any] = [{"role": "user", "content": "another"}]
     commit = asyncio.create_task(client.chat.completions.create(model="m", messages=other))
-    await world.pool.waiting.wait()
+    await world.port.waiting.wait()
     retry = asyncio.create_task(
         client.chat.completions.create(
             model="m", messages=MESSAGES, extra_headers={"x-stainless-retry-count": "1"}
@@ -647,24 +647,24 @@ async def test_a_retry_that_waits_while_its_step_is_found_in_the_pool_stores_no_
     )
     (trajectory,) = world.gateway.trajectories
     await until(lambda: [c.state for c in trajectory.in_flight] == ["committing"] * 2)
-    world.pool.door.set()
+    world.port.door.set()
     assert (await retry).choices[0].message.content == "fine"
     await commit
-    assert [s.step_index for s in world.pool.stored()] == [0, 1]
+    assert [s.step_index for s in world.stored()] == [0, 1]
     assert len(world.engine.requests) == 2
     world.check_exact()
 
 
 async def test_of_several_commits_lost_at_one_index_the_stored_one_is_found(world: Any) -> None:
     client = await world.client()
-    world.pool.failures = ["before", "after", "before"]
+    world.port.failures = ["before", "after", "before"]
     for text in ("a", "b", "c"):
         with pytest.raises(openai.InternalServerError):
             await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": text}]
             )
     await client.chat.completions.create(model="m", messages=MESSAGES)
-    assert [s.step_index for s in world.pool.stored()] == [0, 1]
+    assert [s.step_index for s in world.stored()] == [0, 1]
     replies = {}
     for text in ("a", "b", "c"):
         replies[text] = await client.chat.completions.create(
@@ -672,7 +672,7 @@ async def test_of_several_commits_lost_at_one_index_the_stored_one_is_found(worl
             messages=[{"role": "user", "content": text}],
             extra_headers={"x-stainless-retry-count": "1"},
         )
-    assert [s.step_index for s in world.pool.stored()] == [0, 1, 2, 3]
+    assert [s.step_index for s in world.stored()] == [0, 1, 2, 3]
     assert len(world.engine.requests) == 4  # nothing was sampled twice
     # "b" was the one in the pool already, and the graph knows it under its index.
     content = replies["b"].choices[0].message.content
@@ -684,7 +684,7 @@ async def test_of_several_commits_lost_at_one_index_the_stored_one_is_found(worl
             {"role": "user", "content": "more"},
         ],
     )
-    assert world.pool.stored()[-1].parent_index == 0
+    assert world.stored()[-1].parent_index == 0
     world.check_exact()
 
 
@@ -700,7 +700,7 @@ async def test_a_retry_of_one_failed_sample_is_not_given_another_sample(world: A
         model="m", messages=MESSAGES, extra_headers={"x-stainless-retry-count": "1"}
     )
     assert reply.choices[0].message.content == "another"
-    assert len(world.pool.stored()) == 2
+    assert len(world.stored()) == 2
 
 
 async def test_log_probs_of_other_tokens_are_refused(
@@ -720,7 +720,7 @@ async def test_log_probs_of_other_tokens_are_refused(
         world.engine.script[:] = [said]
         with pytest.raises(openai.APIError, match="other tokens than output_ids"):
             await client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 # -- an engine that answers nonsense -----------------------------------------------------------
@@ -791,8 +791,8 @@ async def test_what_is_no_sample_of_the_model_is_refused_and_nothing_is_stored(
         assert answer.status == 502 or (stream and place == "span"), said
     assert '"code":"engine_error"' in said
     assert words in said
-    assert world.pool.stored() == []
+    assert world.stored() == []
     client = await world.client()
     got = await client.chat.completions.create(model="m", messages=MESSAGES)
     assert got.choices[0].message.content == "fine"
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1

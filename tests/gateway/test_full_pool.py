@@ -5,83 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from stepwell.datapool import ChannelConfig, DataPoolActor, PoolConfig, PoolFullError
-from stepwell.datapool.types import Step
+from stepwell.datapool import ChannelConfig, PoolConfig
+from stepwell.datapool.inspect.rows import StepRow
 from tests.gateway.conftest import World
+from tests.helpers import full_disk
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
-ROOMY = 10**6
-"""Pages."""
 
 
-class ActorPool:
-    """The pool's actor with its journal, in this process: the port without the way to it."""
-
-    def __init__(self, config: PoolConfig, folder: Path) -> None:
-        self.actor = DataPoolActor(config, folder)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.actor, name)
-
-    @contextmanager
-    def full_disk(self) -> Iterator[None]:
-        """SQLite takes no page more."""
-        assert self.actor._journal is not None
-        database = self.actor._journal._db
-        (used,) = database.execute("PRAGMA page_count").fetchone()
-        database.execute(f"PRAGMA max_page_count = {used}")
-        try:
-            yield
-        finally:
-            database.execute(f"PRAGMA max_page_count = {ROOMY}")
-
-    async def resume_trajectory(self, *arguments: Any, **options: Any) -> Any:
-        return await self._roomy("resume_trajectory", *arguments, **options)
-
-    async def open_trajectory(self, *arguments: Any, **options: Any) -> Any:
-        return await self._roomy("open_trajectory", *arguments, **options)
-
-    async def submit_step(self, step: Step, channel: str = "train", timeout_s: Any = None) -> Any:
-        return (await self.submit_steps([step], channel, timeout_s))[0]
-
-    async def submit_steps(
-        self, steps: Sequence[Step], channel: str = "train", timeout_s: Any = None
-    ) -> Any:
-        return await self._waiting(
-            lambda: self.actor.submit_steps(steps, channel), channel, timeout_s
-        )
-
-    async def _roomy(
-        self, name: str, *arguments: Any, timeout_s: Any = None, **options: Any
-    ) -> Any:
-        pool, now = self.actor._pool, self.actor._now
-
-        def work() -> Awaitable[Any]:
-            return self.actor._commit(lambda: getattr(pool, name)(*arguments, **options, now=now()))
-
-        return await self._waiting(work, options["channel"], timeout_s)
-
-    async def _waiting(
-        self, work: Callable[[], Awaitable[Any]], channel: str, timeout_s: float | None
-    ) -> Any:
-        """As the pool's client waits for room."""
-        try:
-            return await work()
-        except PoolFullError:
-            await self.actor.wait_for_room(channel, timeout_s)
-            return await work()
-
-    async def steps(self) -> list[Any]:
-        page = await self.actor.list_steps("train")
-        return list(page.items)
+async def steps(world: World) -> list[StepRow]:
+    return list((await world.pool.list_steps("train")).items)
 
 
 async def ask(world: World, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
@@ -106,8 +46,7 @@ CALLS = {
 async def test_a_full_disk_is_a_503_that_says_when_to_come_again_and_the_reply_is_kept(
     worlds: Any, tmp_path: Path, path: str
 ) -> None:
-    pool = ActorPool(PoolConfig(), tmp_path)
-    world = await worlds(pool=pool)
+    world = await worlds(pool_folder=tmp_path)
     url, text = "/t1/p1/v1/" + path, "a long enough reply " * 400
     status, _, _ = await ask(world, "/t1/p1/v1/register_trajectory", {})
     assert status == 200
@@ -115,7 +54,7 @@ async def test_a_full_disk_is_a_503_that_says_when_to_come_again_and_the_reply_i
     body = {**CALLS[path], "max_tokens": 3000}
     if path == "responses":
         body["max_output_tokens"] = body.pop("max_tokens")
-    with pool.full_disk():
+    with full_disk():
         for _ in range(2):
             status, headers, answer = await ask(world, url, body)
             assert status == 503, answer
@@ -127,7 +66,7 @@ async def test_a_full_disk_is_a_503_that_says_when_to_come_again_and_the_reply_i
     assert status == 200
     assert "a long enough reply" in str(answer)
     assert len(world.engine.requests) == 1
-    assert [row.step_index for row in await pool.steps()] == [0]
+    assert [row.step_index for row in await steps(world)] == [0]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +94,9 @@ async def test_a_full_disk_is_a_503_that_says_when_to_come_again_and_the_reply_i
 async def test_every_endpoint_that_stores_answers_503_while_the_disk_is_full(
     worlds: Any, tmp_path: Path, path: str, body: Any
 ) -> None:
-    pool = ActorPool(PoolConfig(), tmp_path)
-    world = await worlds(pool=pool)
+    world = await worlds(pool_folder=tmp_path)
     await ask(world, "/t1/p1/v1/register_trajectory", {})
-    with pool.full_disk():
+    with full_disk():
         status, headers, answer = await ask(world, path, body)
         assert (status, answer["error"]["code"]) == (503, "pool_storage_error"), answer
         assert int(headers["retry-after"]) >= 1
@@ -167,21 +105,18 @@ async def test_every_endpoint_that_stores_answers_503_while_the_disk_is_full(
 
 
 async def test_the_sweeper_outlives_a_full_disk(worlds: Any, tmp_path: Path) -> None:
-    pool = ActorPool(PoolConfig(), tmp_path)
-    world = await worlds(pool=pool, conversation_idle_s=0.1)
+    world = await worlds(pool_folder=tmp_path, conversation_idle_s=0.1)
     status, _, _ = await ask(world, "/v1/chat/completions", CALLS["chat/completions"])
     assert status == 200
     identities = world.gateway.identities
-    assert pool.actor._journal is not None
-    with pool.full_disk():
-        pool.actor._journal.put_state("ballast", b"x" * 200_000)
+    with full_disk():
         await asyncio.sleep(0.3)
         assert len(world.gateway.trajectories) == 1
         assert not identities._sweeper.done()
     async with asyncio.timeout(10):
         while len(world.gateway.trajectories):  # noqa: ASYNC110 - what a user can see
             await asyncio.sleep(0.02)
-    assert await pool.actor.lease_batch(1) != "nothing_yet"
+    assert await world.pool.lease_batch(1) is not None
 
 
 async def test_the_sweeper_outlives_errors_that_nobody_foresaw(worlds: Any) -> None:
@@ -210,8 +145,7 @@ def blocking() -> PoolConfig:
 
 
 async def test_nothing_is_generated_for_a_channel_that_is_full(worlds: Any, tmp_path: Path) -> None:
-    pool = ActorPool(blocking(), tmp_path)
-    world = await worlds(pool=pool, queue_timeout_s=0.2)
+    world = await worlds(pool_config=blocking(), pool_folder=tmp_path, queue_timeout_s=0.2)
     url = "/{0}/p-{0}/v1/chat/completions"
     assert (await ask(world, url.format("a"), CALLS["chat/completions"]))[0] == 200
     status, _, _ = await ask(world, "/a/p-a/v1/complete_trajectory", {"reward": 1})
@@ -225,20 +159,19 @@ async def test_nothing_is_generated_for_a_channel_that_is_full(worlds: Any, tmp_
         assert int(headers["retry-after"]) >= 1
         assert "max_queue_size=1 ready groups" in answer["error"]["message"]
         assert "did not answer" not in answer["error"]["message"]
-    steps = [{"trajectory_uid": "w", "prompt_uid": "w", "prompt_ids": [1], "response_ids": [1]}]
-    status, _, answer = await ask(world, "/submit_steps", {"steps": steps})
+    body = [{"trajectory_uid": "w", "prompt_uid": "w", "prompt_ids": [1], "response_ids": [1]}]
+    status, _, answer = await ask(world, "/submit_steps", {"steps": body})
     assert (status, answer["error"]["code"]) == (503, "channel_full")
     status, _, answer = await ask(world, "/init_trajectory", {})
     assert (status, answer["error"]["code"]) == (503, "channel_full")
     assert len(world.engine.requests) == before
-    assert len(await pool.steps()) == 1
+    assert len(await steps(world)) == 1
 
 
 async def test_a_call_that_waits_for_room_goes_on_when_something_is_leased(
     worlds: Any, tmp_path: Path
 ) -> None:
-    pool = ActorPool(blocking(), tmp_path)
-    world = await worlds(pool=pool)
+    world = await worlds(pool_config=blocking(), pool_folder=tmp_path)
     await ask(world, "/a/p-a/v1/chat/completions", CALLS["chat/completions"])
     await ask(world, "/a/p-a/v1/complete_trajectory", {"reward": 1})
     waiting = [
@@ -248,33 +181,34 @@ async def test_a_call_that_waits_for_room_goes_on_when_something_is_leased(
         for u in "bc"
     ]
     until = time.monotonic() + 10
-    while (await pool.actor.get_statistics("train"))["waiting"]["producers"] != 2:
+    while (await world.pool.get_statistics("train"))["waiting"]["producers"] != 2:
         assert time.monotonic() < until
         await asyncio.sleep(0.01)
-    assert len(await pool.steps()) == 1
-    assert await pool.actor.lease_batch(1) != "nothing_yet"
+    assert len(await steps(world)) == 1
+    assert await world.pool.lease_batch(1) is not None
     assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200, 200]
-    assert len(await pool.steps()) == 3
+    assert len(await steps(world)) == 3
 
 
 async def test_the_openai_client_gets_through_a_full_disk_by_itself(
     worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = ActorPool(PoolConfig(), tmp_path)
-    world = await worlds(pool=pool)
+    world = await worlds(pool_folder=tmp_path)
     client = await world.client(max_retries=2)
     waits: list[float] = []
+    disk = ExitStack()
 
     async def at_once(seconds: float) -> None:
         waits.append(seconds)
-        pool.actor._journal._db.execute(f"PRAGMA max_page_count = {ROOMY}")  # type: ignore[union-attr]
+        disk.close()
 
     monkeypatch.setattr("openai._base_client.anyio.sleep", at_once)
     await ask(world, "/t1/p1/v1/register_trajectory", {})
     world.say("a long enough reply " * 400)
-    with pool.full_disk():
+    with disk:
+        disk.enter_context(full_disk())
         got = await client.chat.completions.create(model="m", messages=MESSAGES, max_tokens=3000)
     assert got.choices[0].message.content.startswith("a long enough reply")
     assert waits == [10.0]
     assert len(world.engine.requests) == 1
-    assert len(await pool.steps()) == 1
+    assert len(await steps(world)) == 1

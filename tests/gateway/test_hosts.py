@@ -71,9 +71,9 @@ async def test_a_body_is_taken_as_json_only_if_it_is_said_to_be(
         status, got = await post(session, url, body, content_type=kind)
         assert (status, "content-type: application/json" in str(got)) == (415, True)
     assert (await post(session, url, body))[0] == 415
-    assert not world.pool.stored()
+    assert not world.stored()
     assert not world.engine.requests
-    assert not world.pool.core.list_trajectories("train", None, 10, now=0.0).items
+    assert not (await world.pool.list_trajectories("train")).items
     for kind in ("application/json; charset=utf-8", "Application/JSON", "application/x+json"):
         assert (await post(session, url, body, content_type=kind))[0] != 415
 

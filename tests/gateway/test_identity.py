@@ -37,7 +37,7 @@ async def talk(client: openai.AsyncOpenAI, messages: list[Any], **options: Any) 
 
 
 def uids(world: Any) -> list[str]:
-    return [s.trajectory_uid for s in world.pool.stored()]
+    return [s.trajectory_uid for s in world.stored()]
 
 
 async def test_a_conversation_without_identity_is_one_trajectory(world: Any) -> None:
@@ -46,7 +46,7 @@ async def test_a_conversation_without_identity_is_one_trajectory(world: Any) -> 
     for turn in range(3):
         messages = [*await talk(client, messages), user(f"and {turn}?")]
     assert len(set(uids(world))) == 1
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, 0, 1]
     assert len({s.prompt_uid for s in steps}) == 1
     world.check_exact()
@@ -61,7 +61,7 @@ async def test_a_plain_text_whose_reply_ended_by_itself_goes_on_in_its_trajector
         got = await client.completions.create(model="m", prompt=text, max_tokens=20)
         assert got.choices[0].finish_reason == "stop"
         text += got.choices[0].text + " and"
-    first, second = world.pool.stored()
+    first, second = world.stored()
     assert second.trajectory_uid == first.trajectory_uid
     # The token that ended the first reply is not in the text: these are other tokens.
     assert second.metadata["branch"] == "new_conversation"
@@ -79,7 +79,7 @@ async def test_a_plain_text_that_goes_on_without_identity_is_one_trajectory(
             prompt: Any = world.tokenizer.encode(text).tolist() if as_ids else text
             got = await client.completions.create(model="m", prompt=prompt, max_tokens=2)
             texts[name] = f"{text}{got.choices[0].text}" + f" and {turn} more" * (not as_ids)
-    steps = world.pool.stored()
+    steps = world.stored()
     assert len(steps) == 6
     assert len(set(uids(world))) == 2
     for uid in set(uids(world)):
@@ -101,7 +101,7 @@ async def test_two_conversations_without_identity_are_two_groups(world: Any) -> 
     second = await talk(client, [user("hi")])  # the very same words are another conversation
     await talk(client, [*second, user("go on")])
     await talk(client, [*first, user("go on")])
-    a, b, c, d = world.pool.stored()
+    a, b, c, d = world.stored()
     assert a.trajectory_uid != b.trajectory_uid
     assert a.prompt_uid != b.prompt_uid
     assert (c.trajectory_uid, c.parent_index) == (b.trajectory_uid, 0)
@@ -238,7 +238,7 @@ async def test_idle_conversations_are_completed_unscored_and_others_are_not(worl
     assert await identities.close_idle(time.monotonic() - 1) == 0
     assert await identities.close_idle(time.monotonic()) == 1
     first = uids(world)[0]
-    lease = world.pool.core.lease_batch(1, "train", now=0.0)
+    lease = await world.pool.lease_batch(1, "train")
     [trajectory] = lease.groups[0].trajectories
     assert trajectory.trajectory_uid == first
     assert trajectory.reward is None
@@ -256,7 +256,7 @@ async def test_the_sweeper_completes_by_itself(worlds: Any) -> None:
     async with asyncio.timeout(5):
         while len(world.gateway.trajectories):  # noqa: ASYNC110 - what a user can see
             await asyncio.sleep(0.02)
-    assert world.pool.core.lease_batch(1, "train", now=0.0) is not None
+    assert await world.pool.lease_batch(1, "train") is not None
 
 
 async def test_a_trajectory_that_the_pool_closed_is_let_go_without_another_call(world: Any) -> None:
@@ -299,7 +299,7 @@ async def test_headers_name_a_trajectory(world: Any) -> None:
     client = await plain(world, **{"x-trajectory-uid": "t7", "x-prompt-uid": "p%207"})
     await talk(client, [user("hi")])
     await talk(client, [user("something else")])
-    assert {(s.trajectory_uid, s.prompt_uid) for s in world.pool.stored()} == {("t7", "p 7")}
+    assert {(s.trajectory_uid, s.prompt_uid) for s in world.stored()} == {("t7", "p 7")}
     async with aiohttp.ClientSession() as session:
         url = f"{world.base_url('t7', 'p 7')}/v1/complete_trajectory"
         async with session.post(url, json={"reward": 1}) as response:
@@ -307,14 +307,14 @@ async def test_headers_name_a_trajectory(world: Any) -> None:
     with pytest.raises(openai.APIStatusError) as e:
         await talk(client, [user("late")])
     assert e.value.status_code == 410
-    assert len(world.pool.stored()) == 2
+    assert len(world.stored()) == 2
 
 
 async def test_a_malformed_header_is_refused_by_name(world: Any) -> None:
     client = await plain(world, **{"x-trajectory-uid": ""})
     with pytest.raises(openai.BadRequestError, match="x-trajectory-uid is empty"):
         await talk(client, [user("hi")])
-    assert not world.pool.stored()
+    assert not world.stored()
 
 
 async def test_the_url_wins_over_headers(world: Any) -> None:
@@ -331,7 +331,7 @@ async def test_a_session_with_its_sub_agents_is_one_trajectory(world: Any) -> No
     await talk(sub, [{"role": "system", "content": "You search."}, user("find it")])
     await talk(main, [*messages, user("go on")])
     await talk(other, [user("hi")])
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.trajectory_uid for s in steps] == ["session-s1"] * 3 + ["session-s2"]
     assert [s.parent_index for s in steps] == [None, None, 0, None]
     assert steps[1].metadata["branch"] == "new_conversation"
@@ -365,7 +365,7 @@ async def test_text_that_changes_on_every_call_can_be_normalised(worlds: Any) ->
     for turn in range(3):
         system = {"role": "system", "content": f"Be kind. It is 12:0{turn}."}
         messages = [*(await talk(client, [system, *messages]))[1:], user("go on")]
-    assert [s.parent_index for s in world.pool.stored()] == [None, 0, 1]
+    assert [s.parent_index for s in world.stored()] == [None, 0, 1]
     assert "It is now." in world.tokenizer.decode(world.engine.requests[0]["input_ids"])
     world.check_exact()
 

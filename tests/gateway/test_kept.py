@@ -280,7 +280,7 @@ async def test_other_paths_are_the_routers(world: Any, path: str) -> None:
     async with httpx.AsyncClient(base_url=world.url) as http:
         assert (await http.post(path, json={})).status_code in (404, 405)
         assert (await http.get("/v1/chat/completions")).status_code == 405
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 async def test_rollouts_that_begin_together_render_their_prompt_once(

@@ -119,7 +119,7 @@ async def test_no_route_answers_without_a_key_but_health_and_probes(
         status, _ = await http(method, path)
         is_open = path == "/health" or (method, path) in (("HEAD", "/"), ("HEAD", "/t/p"))
         assert (status == 401) != is_open, (method, path, status)
-    assert not locked.pool.stored()
+    assert not locked.stored()
 
 
 async def test_paths_that_do_not_exist_tell_nothing(http: Http) -> None:
@@ -246,7 +246,7 @@ async def test_a_trajectory_key_names_its_trajectory_where_the_url_has_none(
         await claude.messages.create(
             model="m", max_tokens=9, messages=[{"role": "user", "content": "hello"}]
         )
-    assert [(s.trajectory_uid, s.prompt_uid) for s in world.pool.stored()] == [("t ü", "p.1")] * 2
+    assert [(s.trajectory_uid, s.prompt_uid) for s in world.stored()] == [("t ü", "p.1")] * 2
 
 
 async def test_a_trajectory_key_reads_no_other_trajectorys_stored_response(
@@ -269,7 +269,7 @@ async def test_a_trajectory_key_continues_no_other_trajectorys_response(
     assert (status, refused["error"]["code"]) == (400, "previous_response_not_found")
     for key in (mine, bearer(ADMIN)):
         assert (await http("POST", "/v1/responses", key, more))[0] == 200
-    assert [s.trajectory_uid for s in locked.pool.stored()] == ["mine"] * 3
+    assert [s.trajectory_uid for s in locked.stored()] == ["mine"] * 3
 
 
 async def test_a_trajectory_key_refers_to_no_other_trajectorys_items(
@@ -285,7 +285,7 @@ async def test_a_trajectory_key_refers_to_no_other_trajectorys_items(
     assert "not found" in refused["error"]["message"]
     for key in (mine, bearer(ADMIN)):
         assert (await http("POST", "/v1/responses", key, more))[0] == 200
-    assert "other" not in {s.trajectory_uid for s in locked.pool.stored()}
+    assert "other" not in {s.trajectory_uid for s in locked.stored()}
 
 
 async def test_a_trajectory_key_works_for_its_trajectory_alone(locked: Any, http: Http) -> None:
@@ -298,7 +298,7 @@ async def test_a_trajectory_key_works_for_its_trajectory_alone(locked: Any, http
     for path in ("/init_trajectory", "/generate", "/statistics"):
         assert (await http("POST", path, key))[0] == 403
     assert (await http("POST", "/t/p/v1/complete_trajectory", key, {}))[0] == 200
-    assert {s.trajectory_uid for s in locked.pool.stored()} == {"t"}
+    assert {s.trajectory_uid for s in locked.stored()} == {"t"}
 
 
 async def test_without_keys_a_trajectory_key_is_still_held_to_its_url(world: Any) -> None:

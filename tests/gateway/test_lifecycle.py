@@ -54,7 +54,7 @@ async def test_init_hands_out_an_address_that_works(world: Any, http: Http) -> N
         await ask(client)
     status, done = await http.post(got["base_url"] + "/v1/complete_trajectory", reward=1.0)
     assert (status, done["outcome"]) == (200, "complete")
-    lease = world.pool.core.lease_batch(1, "val", now=0.0)
+    lease = await world.pool.lease_batch(1, "val")
     [trajectory] = lease.groups[0].trajectories
     assert (trajectory.reward, trajectory.attempt) == (1.0, 2)
     assert trajectory.metadata["task"] == 3
@@ -66,7 +66,7 @@ async def test_an_address_works_whatever_characters_its_names_have(world: Any, h
     _, got = await http.post(f"{world.url}/init_trajectory", **names)
     async with openai.AsyncOpenAI(base_url=got["base_url"] + "/v1", api_key="x") as client:
         await ask(client)
-    (step,) = world.pool.stored()
+    (step,) = world.stored()
     assert {"trajectory_uid": step.trajectory_uid, "prompt_uid": step.prompt_uid} == names
 
 
@@ -106,9 +106,9 @@ async def test_ids_with_slashes_are_percent_encoded_in_addresses(
     # Without a path: by the key alone.
     async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=key) as client:
         await ask(client)
-    for step in world.pool.stored():
+    for step in world.stored():
         assert {"trajectory_uid": step.trajectory_uid, "prompt_uid": step.prompt_uid} == names
-    assert len(world.pool.stored()) == 4
+    assert len(world.stored()) == 4
     mine = {"authorization": f"Bearer {key}"}
     async with http.session.post(
         f"{base_url}/v1/complete_trajectory", json={"reward": 1.0}, headers=mine
@@ -125,7 +125,7 @@ async def test_headers_name_ids_with_slashes(world: Any) -> None:
         base_url=world.url + "/v1", api_key="x", default_headers=headers
     ) as client:
         await ask(client)
-    (step,) = world.pool.stored()
+    (step,) = world.stored()
     assert (step.trajectory_uid, step.prompt_uid) == ("harbor/one:0", "harbor/one")
 
 
@@ -154,13 +154,14 @@ async def test_a_repeated_init_with_its_own_uid_is_one_trajectory(world: Any, ht
     body = {"trajectory_uid": "mine", "prompt_uid": "p"}
     first = await http.post(f"{world.url}/init_trajectory", **body)
     assert first == await http.post(f"{world.url}/init_trajectory", **body)
-    assert world.pool.core.get_statistics("train", now=0.0)["trajectories"]["submitted"] == 1
+    counts = await world.pool.get_statistics("train")
+    assert counts["trajectories"]["submitted"] == 1
 
 
 async def test_an_unknown_url_registers_itself(world: Any) -> None:
     client = await world.client("made-up", "some-prompt")
     await ask(client)
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert (step.trajectory_uid, step.prompt_uid) == ("made-up", "some-prompt")
 
 
@@ -168,7 +169,7 @@ async def test_registering_chooses_the_channel(world: Any, http: Http) -> None:
     url = world.base_url() + "/v1/register_trajectory"
     assert (await http.post(url, channel="val", metadata={"a": 1}))[1]["channel"] == "val"
     await ask(await world.client())
-    assert [c for _, c in world.pool.steps] == ["val"]
+    assert [c for _, c in world.port.steps] == ["val"]
     status, refusal = await http.post(url, channel="train")
     assert status == 409
     assert "open in channel 'val'" in refusal["error"]["message"]
@@ -193,7 +194,7 @@ async def test_a_closed_trajectory_answers_410_and_gains_no_step(world: Any, htt
         assert "completed with reward 0.5" in closed.value.message
     status, _ = await http.post(world.base_url() + "/v1/register_trajectory")
     assert status == 410
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
     assert len(world.gateway.trajectories) == 0
 
 
@@ -229,7 +230,7 @@ async def test_aborting_ends_calls_in_flight_and_the_engine_hears_of_it(
         while not world.engine.aborts:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0.005)
     gate.set()
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 async def test_a_step_that_comes_after_completion_is_refused(world: Any, http: Http) -> None:
@@ -245,7 +246,7 @@ async def test_a_step_that_comes_after_completion_is_refused(world: Any, http: H
     with pytest.raises(openai.APIStatusError) as closed:
         await call
     assert closed.value.status_code == 410
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,7 @@ async def test_a_white_box_agent_generates_and_submits_its_own_steps(
     assert got["policy_version"] == 3
     assert got["finish_reason"] == "stop"
     assert len(got["rollout_log_probs"]) == len(said.ids)
-    assert world.pool.stored() == []
+    assert world.stored() == []
     step = {
         "prompt_ids": got["prompt_ids"],
         "response_ids": got["response_ids"],
@@ -334,7 +335,7 @@ async def test_black_box_calls_go_behind_submitted_steps(world: Any, http: Http)
     }
     await http.post(world.url + "/submit_steps", steps=[step])
     await ask(client, "again")
-    assert [s.step_index for s in world.pool.stored("t")] == [0, 1, 2]
+    assert [s.step_index for s in world.stored("t")] == [0, 1, 2]
 
 
 async def test_white_box_messages_extend_exact_tokens_too(world: Any, http: Http) -> None:
@@ -344,13 +345,13 @@ async def test_white_box_messages_extend_exact_tokens_too(world: Any, http: Http
     _, two = await http.post(world.url + "/generate", **identity, messages=messages)
     before = one["prompt_ids"] + one["response_ids"]
     assert two["prompt_ids"][: len(before)] == before
-    assert world.pool.stored() == []
+    assert world.stored() == []
     # A black-box call may go on from there; its parent would be a Step the gateway did not store.
     client = await world.client("t", "p")
     await client.chat.completions.create(
         model="m", messages=[*messages, two["message"], {"role": "user", "content": "end"}]
     )
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert step.parent_index is None
     before = two["prompt_ids"] + two["response_ids"]
     assert step.prompt_ids.tolist()[: len(before)] == before
@@ -446,7 +447,7 @@ async def test_a_step_from_outside_with_a_wrong_field_is_refused_by_its_name(
     assert remedy in error["message"]
     shown = value if field not in ("version_spans", "response_ids", "rollout_log_probs") else ""
     assert field == "attempt" or str(shown) in error["message"]
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 @pytest.mark.parametrize("attempt", [1e30, 10**30, 1.5, "1", True, -1])
@@ -472,7 +473,7 @@ async def test_a_deleted_trajectory_leaves_nothing_in_gateway_and_pool(
             200,
             {"deleted": ["mine"], "leased": []},
         )
-    stats = world.pool.core.get_statistics("train", now=0.0)
+    stats = await world.pool.get_statistics("train")
     assert stats["groups"]["drop_reasons"] == {"deleted": 1}
     assert world.gateway.trajectories.known("mine") is None
     assert world.gateway.calls.renderer._cached_tokens == 0
@@ -505,7 +506,7 @@ async def test_no_log_line_has_what_agents_and_model_say(
     caplog.set_level("DEBUG")
     client = await world.client("t", "p")
     await ask(client, "a secret of mine")
-    world.pool.failures = ["before"]
+    world.port.failures = ["before"]
     with pytest.raises(openai.APIStatusError):
         await ask(client, "a secret of mine, again")
     with pytest.raises(openai.APIStatusError):

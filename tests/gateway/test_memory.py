@@ -61,7 +61,7 @@ async def converse(
             messages.append({"role": "assistant", "content": said})
         else:
             messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-    last = world.pool.stored("t1")[-1]
+    last = world.stored("t1")[-1]
     assert (last.step_index, last.parent_index) == (turns - 1, turns - 2)
     ids = [*last.prompt_ids.tolist(), *last.response_ids.tolist()]
     return len(ids), len(world.tokenizer.decode(ids).encode())
@@ -187,12 +187,12 @@ async def test_a_retry_is_told_the_same_as_the_call_was(
     url = f"{world.base_url()}/{path}"
     first = await http.post(url, body)
     more = await http.post(url, {**body, "temperature": 0.25})  # another call stands between
-    n_stored = len(world.pool.stored())
+    n_stored = len(world.stored())
     for _ in range(2):
         assert _known(await http.post(url, body, retry=True)) == _known(first)
     again = await http.post(url, {**body, "temperature": 0.25}, retry=True)
     assert _known(again) == _known(more)
-    assert len(world.pool.stored()) == len(world.engine.requests) == n_stored
+    assert len(world.stored()) == len(world.engine.requests) == n_stored
 
 
 def _known(answer: Any) -> Any:
@@ -228,7 +228,7 @@ async def test_retries_of_every_turn_leave_no_more_in_memory(world: World, http:
     gc.collect()
     assert trajectory_size(world.gateway, "t1") <= before + 1024
     assert [a["choices"][0]["message"] for a in told] == messages[1::2]
-    assert len(world.pool.stored()) == 12
+    assert len(world.stored()) == 12
 
 
 async def test_a_gateway_that_takes_a_trajectory_over_holds_no_more(worlds: Any) -> None:

@@ -320,7 +320,7 @@ async def test_bodies_in_pieces_and_requests_behind_one_another_are_read_whole(
                 await reader.readexactly(length)
     finally:
         writer.close()
-    prompts = [world.tokenizer.decode(s.prompt_ids.tolist()) for s in world.pool.stored()]
+    prompts = [world.tokenizer.decode(s.prompt_ids.tolist()) for s in world.stored()]
     assert all(f"user\n{text}<" in prompt for text, prompt in zip(said, prompts, strict=True))
 
 
@@ -446,7 +446,7 @@ async def test_waiting_too_long_is_a_429_with_retry_after_in_each_shape(worlds: 
             await claude.messages.create(
                 model="m", max_tokens=9, messages=[{"role": "user", "content": "hi"}]
             )
-    assert not world.pool.stored("t1")
+    assert not world.stored("t1")
     gate.set()
     assert await busy == "busy"
     assert await chat(await world.client()) == "fine"  # the refused ones left nothing behind
@@ -465,7 +465,7 @@ async def test_a_client_that_leaves_the_queue_takes_no_place(worlds: Any) -> Non
     await until(lambda: waiting()["waiting"] == 0)
     gate.set()
     assert await busy == "busy"
-    assert not world.pool.stored("leaver")
+    assert not world.stored("leaver")
 
 
 async def test_a_stream_that_waits_its_turn_is_kept_alive(worlds: Any) -> None:
@@ -484,7 +484,7 @@ async def test_a_stream_that_waits_its_turn_is_kept_alive(worlds: Any) -> None:
         gate.set()
         assert b'"finish_reason":"stop"' in await response.read()
     await busy
-    assert len(world.pool.stored("t1")) == 1
+    assert len(world.stored("t1")) == 1
 
 
 async def test_a_trajectory_has_so_many_turns_and_retries_are_none(worlds: Any) -> None:
@@ -496,7 +496,7 @@ async def test_a_trajectory_has_so_many_turns_and_retries_are_none(worlds: Any) 
         await chat(client, "three")
     again = {"x-stainless-retry-count": "1"}
     assert await chat(client, "two", extra_headers=again) == "fine"
-    assert len(world.pool.stored()) == 2
+    assert len(world.stored()) == 2
     async with aiohttp.ClientSession() as session:
         done = await session.post(f"{world.base_url()}/v1/complete_trajectory", json={})
         assert done.status == 200
@@ -506,7 +506,7 @@ async def test_a_trajectory_has_so_many_tokens(worlds: Any) -> None:
     world = await worlds(max_tokens_per_trajectory=10)
     client = await world.client()
     await chat(client, "this prompt alone has more than ten tokens")
-    step = world.pool.stored()[0]
+    step = world.stored()[0]
     n = len(step.prompt_ids) + len(step.response_ids)
     with pytest.raises(openai.BadRequestError, match=f"has {n} tokens and may have 10"):
         await chat(client, "more")
@@ -522,7 +522,7 @@ async def test_init_hands_out_a_key_that_is_identity_enough(worlds: Any) -> None
         got = await response.json()
     async with openai.AsyncOpenAI(base_url=f"{world.url}/v1", api_key=got["api_key"]) as client:
         assert await chat(client) == "fine"
-    assert [s.trajectory_uid for s in world.pool.stored()] == [got["trajectory_uid"]]
+    assert [s.trajectory_uid for s in world.stored()] == [got["trajectory_uid"]]
 
 
 async def test_samples_beyond_the_turns_are_refused_together(worlds: Any) -> None:
@@ -534,4 +534,4 @@ async def test_samples_beyond_the_turns_are_refused_together(worlds: Any) -> Non
         )
     assert refused.value.code == "trajectory_limit_exceeded"
     await until(lambda: not any(t.in_flight for t in world.gateway.trajectories))
-    assert not world.pool.stored()
+    assert not world.stored()

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from openai import AsyncOpenAI
 from pydantic import ValidationError
 
-from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.files.export import read, write
+from stepwell.datapool.ops import ResumeTrajectory, SubmitSteps
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
@@ -35,7 +35,7 @@ from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
-from tests.gateway.conftest import LocalPool, World, serving
+from tests.gateway.conftest import World, serving
 
 TOOLS: list[Any] = [
     {
@@ -67,7 +67,7 @@ class Fleet:
         return replace(self.world, url=url, app=app)
 
     @property
-    def pool(self) -> LocalPool:
+    def pool(self) -> DataPoolClient:
         return self.world.pool
 
 
@@ -145,9 +145,9 @@ async def test_a_conversation_that_moves_before_every_turn_is_one_branch(
             messages.append({"role": "tool", "tool_call_id": calls[0].id, "content": "3"})
         else:
             messages.append(user(f"and {turn}?"))
-    check_one_branch(fleet.pool.stored("t1"))
+    check_one_branch(fleet.world.stored("t1"))
     fleet.world.check_exact()
-    assert not any("branch" in s.metadata for s in fleet.pool.stored())
+    assert not any("branch" in s.metadata for s in fleet.world.stored())
 
 
 async def test_a_truncated_turn_and_one_with_a_thought_are_extended_elsewhere(
@@ -164,7 +164,7 @@ async def test_a_truncated_turn_and_one_with_a_thought_are_extended_elsewhere(
     await ask(await here.client(), messages, max_tokens=100)
     messages.append(user("and then"))
     await ask(await (await fleet.another()).client(), messages)
-    check_one_branch(fleet.pool.stored("t1"))
+    check_one_branch(fleet.world.stored("t1"))
     fleet.world.check_exact()
 
 
@@ -189,12 +189,13 @@ async def test_the_rebuilt_graph_is_the_one_that_made_the_steps(
     for prompt in ("Once upon", "Once upona time<|im_end|> there"):
         say("a time")
         await begin(fleet.world, ChatRequest([], prompt_text=prompt))
-    assert fleet.pool.stored()[-1].parent_index == 6
+    assert fleet.world.stored()[-1].parent_index == 6
     made = fleet.world.gateway.trajectories.known("t1").graph
     rebuilt = TurnGraph()
-    finished = restore(rebuilt, fleet.pool.core.resume_trajectory("t1", "p1", now=0.0).steps)
+    resumed = await fleet.pool.resume_trajectory("t1", "p1")
+    finished = restore(rebuilt, resumed.steps)
     assert turns(rebuilt) == turns(made)
-    assert len(finished) == len(fleet.pool.stored("t1")) == 8
+    assert len(finished) == len(fleet.world.stored("t1")) == 8
     assert [call.delivered for _, call in finished] == [i in (0, 6) for i in range(8)]
 
 
@@ -206,8 +207,8 @@ async def test_steps_of_a_white_box_agent_are_only_counted(fleet: Fleet) -> None
     ):
         assert response.status == 200
     await ask(await (await fleet.another()).client(), [user("hi")])
-    assert [s.step_index for s in fleet.pool.stored("t1")] == [0, 1]
-    assert fleet.pool.stored("t1")[1].parent_index is None
+    assert [s.step_index for s in fleet.world.stored("t1")] == [0, 1]
+    assert fleet.world.stored("t1")[1].parent_index is None
 
 
 async def test_a_gateway_catches_up_with_what_another_one_stored_meanwhile(
@@ -219,7 +220,7 @@ async def test_a_gateway_catches_up_with_what_another_one_stored_meanwhile(
     for here in (a, b, b, a, b):
         await ask(await here.client(), messages)
         messages.append(user("more"))
-    check_one_branch(fleet.pool.stored("t1"))
+    check_one_branch(fleet.world.stored("t1"))
     fleet.world.check_exact()
 
 
@@ -241,13 +242,13 @@ async def test_steps_of_two_gateways_at_once_get_their_own_indices_and_both_know
         at_b.append(user("again"))
     gate.set()
     await slow
-    steps = fleet.pool.stored("t1")
+    steps = fleet.world.stored("t1")
     assert [(s.step_index, s.parent_index) for s in steps] == [(0, None), (1, 0), (2, 1), (3, 0)]
     # `a` met the conflict: it read what `b` had stored, and goes on from there.
     graph = a.gateway.trajectories.known("t1").graph
     assert graph.steps().keys() == {0, 1, 2, 3}
     await ask(await a.client(), at_b)
-    assert fleet.pool.stored("t1")[4].parent_index == 2
+    assert fleet.world.stored("t1")[4].parent_index == 2
     fleet.world.check_exact()
 
 
@@ -278,14 +279,14 @@ async def test_a_retry_elsewhere_gets_the_recorded_reply(
     fleet.world.say(f"so {CALL}{CALL} it is, stop here")
     client = await fleet.world.client()
     first = await client.chat.completions.create(model="m", messages=messages, **options)
-    asked, stored = len(fleet.world.engine.requests), len(fleet.pool.stored())
+    asked, stored = len(fleet.world.engine.requests), len(fleet.world.stored())
     other = await (await fleet.another()).client()
     for _ in range(2):
         again = await other.chat.completions.create(
             model="m", messages=messages, extra_headers=RETRY, **options
         )
         assert shown(again) == shown(first)
-    assert (len(fleet.world.engine.requests), len(fleet.pool.stored())) == (asked, stored)
+    assert (len(fleet.world.engine.requests), len(fleet.world.stored())) == (asked, stored)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ async def test_a_recalled_call_is_the_one_that_was_made(
         assert other.reply.finish_reason == one.reply.finish_reason
         assert other.n_prompt == one.n_prompt
     assert len({call.uid for call in again}) == n
-    assert len(fleet.pool.stored()) == len(fleet.world.engine.requests) == n
+    assert len(fleet.world.stored()) == len(fleet.world.engine.requests) == n
 
 
 async def begin(
@@ -343,7 +344,7 @@ async def test_a_streamed_retry_elsewhere_says_the_same(fleet: Fleet) -> None:
 
     first = await read_all(fleet.world)
     assert await read_all(await fleet.another(), extra_headers=RETRY) == first
-    assert len(fleet.pool.stored()) == 1
+    assert len(fleet.world.stored()) == 1
 
 
 BODIES: dict[str, Any] = {
@@ -381,12 +382,12 @@ async def test_a_retry_at_a_gateway_that_serves_the_trajectory_too_is_answered_f
     first_mark = {} if mark is RETRY else mark
     fleet.world.say("the one")
     first = await say_again(a, path, body, **first_mark)
-    asked, stored = len(fleet.world.engine.requests), len(fleet.pool.stored())
+    asked, stored = len(fleet.world.engine.requests), len(fleet.world.stored())
     for _ in range(2):
         again = await say_again(b, path, body, **mark)
         assert again[0] == first[0]
         assert "the one" in again[1].replace('"the', "the") or stream
-    assert (len(fleet.world.engine.requests), len(fleet.pool.stored())) == (asked, stored)
+    assert (len(fleet.world.engine.requests), len(fleet.world.stored())) == (asked, stored)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first", "later"])
@@ -397,7 +398,7 @@ async def test_a_first_try_that_hangs_becomes_the_retry_that_another_gateway_sto
     if known:
         for here in (a, b):
             await ask(await here.client(), [user(f"before {here.url}")])
-    before = len(fleet.pool.stored())
+    before = len(fleet.world.stored())
     gate = asyncio.Event()
     a.say("the first", gate=gate)
     a.engine.arrived.clear()
@@ -408,10 +409,10 @@ async def test_a_first_try_that_hangs_becomes_the_retry_that_another_gateway_sto
     gate.set()
     assert (await hanging)[0] == retried[0]
     assert "the retry" in (await hanging)[1]
-    assert len(fleet.pool.stored()) == before + 1
+    assert len(fleet.world.stored()) == before + 1
     messages: list[Any] = [user("hi"), {"role": "assistant", "content": "the retry"}, user("on")]
     await ask(await a.client(), messages)
-    assert fleet.pool.stored()[-1].parent_index == before
+    assert fleet.world.stored()[-1].parent_index == before
 
 
 async def test_a_retry_becomes_the_first_try_that_was_stored_while_it_was_generated(
@@ -433,10 +434,10 @@ async def test_a_retry_becomes_the_first_try_that_was_stored_while_it_was_genera
         await each
     assert tries[0].result()[0] == tries[1].result()[0]
     assert a.url in tries[1].result()[1]
-    assert len(fleet.pool.stored()) == 3
+    assert len(fleet.world.stored()) == 3
     # Not a retry, and both have clients: two samples.
     await say_again(b, "chat/completions", BODIES["chat/completions"])
-    assert len(fleet.pool.stored()) == 4
+    assert len(fleet.world.stored()) == 4
 
 
 async def test_a_reply_that_may_not_have_arrived_is_given_once_without_a_retry_mark(
@@ -450,11 +451,11 @@ async def test_a_reply_that_may_not_have_arrived_is_given_once_without_a_retry_m
     await ask(client, second)
     other = await (await fleet.another()).client()
     assert (await ask(other, second[:-1])).choices[0].message.content == "the second"
-    assert len(fleet.pool.stored()) == 2
+    assert len(fleet.world.stored()) == 2
     # The first has been gone on from: it has arrived, so this is another sample.
     await ask(other, messages[:1])
     await ask(other, second[:-1])
-    assert len(fleet.pool.stored()) == 4
+    assert len(fleet.world.stored()) == 4
 
 
 async def test_an_idempotency_key_with_another_body_is_refused_elsewhere_too(fleet: Fleet) -> None:
@@ -465,7 +466,7 @@ async def test_an_idempotency_key_with_another_body_is_refused_elsewhere_too(fle
         await ask(other, [user("not that")], extra_headers=key)
     again = await ask(other, [user("hi")], extra_headers=key)
     assert again.id == first.id
-    assert len(fleet.pool.stored()) == 1
+    assert len(fleet.world.stored()) == 1
 
 
 # -- the pool --------------------------------------------------------------------------------
@@ -477,22 +478,14 @@ async def post(url: str, **body: Any) -> tuple[int, Any]:
 
 
 async def test_a_new_trajectory_costs_one_question_to_the_pool_beside_its_steps(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet,
 ) -> None:
-    asked: list[str] = []
-    for name in ("open_trajectory", "resume_trajectory", "submit_steps", "list_trajectories"):
-
-        def counted(*args: Any, _name: str = name, **options: Any) -> Any:
-            asked.append(_name)
-            return getattr(LocalPool, _name)(fleet.pool, *args, **options)
-
-        monkeypatch.setattr(fleet.pool, name, counted)
     messages: list[Any] = [user("hi")]
     client = await fleet.world.client()
     for _ in range(3):
         await ask(client, messages)
         messages.append(user("more"))
-    assert asked == ["resume_trajectory", *["submit_steps"] * 3]
+    assert [type(op) for op in fleet.world.port.asked] == [ResumeTrajectory, *[SubmitSteps] * 3]
 
 
 async def test_a_trajectory_stays_in_the_channel_that_it_was_opened_in(fleet: Fleet) -> None:
@@ -507,14 +500,14 @@ async def test_a_trajectory_stays_in_the_channel_that_it_was_opened_in(fleet: Fl
     messages: list[Any] = [user("hi")]
     await ask(await fleet.world.client(), messages)
     await ask(await (await fleet.another()).client(), [*messages, user("more")])
-    assert [channel for _, channel in fleet.pool.steps] == ["val", "val"]
+    assert [channel for _, channel in fleet.world.port.steps] == ["val", "val"]
     last = await fleet.another()
     url = f"{last.base_url()}/v1/complete_trajectory"
     assert await post(url, reward=1.0) == (200, {"trajectory_uid": "t1", "outcome": "complete"})
-    (trajectory,) = fleet.pool.core.list_trajectories("val", now=0.0).items
+    (trajectory,) = (await fleet.pool.list_trajectories("val")).items
     assert (trajectory.state, trajectory.reward, trajectory.n_steps) == ("complete", 1.0, 2)
     assert trajectory.metadata == {"a": 1}
-    assert fleet.pool.core.list_trajectories("train", now=0.0).items == ()
+    assert (await fleet.pool.list_trajectories("train")).items == ()
 
 
 async def test_a_greedy_baseline_is_sampled_at_temperature_0_wherever_it_is_served(
@@ -567,7 +560,7 @@ async def test_a_first_call_is_generated_while_the_pool_is_asked(
     client = await fleet.world.client()
     await ask(client, messages)
     await ask(client, [*messages, user("more")])
-    check_one_branch(fleet.pool.stored())
+    check_one_branch(fleet.world.stored())
     assert len(fleet.world.engine.requests) == 2
     counts = fleet.world.gateway.statistics()["calls"]
     assert (counts["calls"], counts["stored"], counts.get("failed", 0)) == (2, 2, 0)
@@ -600,7 +593,7 @@ async def test_what_another_gateway_recorded_takes_the_place_of_a_call_that_bega
         fleet.world.say("sampled twice", gate=gate)
     assert await told(other, extra_headers=RETRY) == first
     gate.set()
-    assert len(fleet.pool.stored()) == n
+    assert len(fleet.world.stored()) == n
 
 
 async def test_a_baseline_that_another_gateway_was_told_of_is_greedy_from_its_first_call(
@@ -614,7 +607,7 @@ async def test_a_baseline_that_another_gateway_was_told_of_is_greedy_from_its_fi
     fleet.world.say("sampled")
     fleet.world.say("the likeliest")
     await ask(await other.client(), [user("hi")], temperature=0.5)
-    (step,) = fleet.pool.stored()
+    (step,) = fleet.world.stored()
     assert step.metadata["sampling_params"]["temperature"] == 0.0
     assert other.tokenizer.decode(step.response_ids.tolist()).startswith("the likeliest")
 
@@ -628,7 +621,7 @@ async def test_a_trajectory_that_another_gateway_put_into_a_channel_is_sampled_a
     other = await fleet.another(sampling=sampling)
     slow_to_answer(other, monkeypatch)
     await ask(await other.client(), [user("hi")])
-    (step,) = fleet.pool.stored()
+    (step,) = fleet.world.stored()
     assert step.metadata["sampling_params"]["temperature"] == 0.2
 
 
@@ -642,7 +635,7 @@ async def test_a_first_call_on_a_trajectory_that_is_closed_elsewhere_answers_410
     with pytest.raises(openai.APIStatusError) as closed:
         await ask(await other.client(), [user("another")])
     assert closed.value.status_code == 410
-    assert len(fleet.pool.stored()) == 1
+    assert len(fleet.world.stored()) == 1
     assert other.gateway.statistics()["calls"].get("disconnected", 0) == 0
 
 
@@ -654,9 +647,9 @@ async def test_a_first_call_that_the_pool_did_not_answer_is_made_again(
         slow_to_answer(fleet.world, broken, "the line is cut")
         with pytest.raises(openai.InternalServerError, match="did not answer"):
             await ask(client, [user("hi")])
-    assert fleet.pool.stored() == []
+    assert fleet.world.stored() == []
     await ask(client, [user("hi")], extra_headers=RETRY)
-    assert len(fleet.pool.stored()) == 1
+    assert len(fleet.world.stored()) == 1
 
 
 async def test_a_retry_that_joined_a_first_call_goes_on_when_the_pool_answers_it(
@@ -687,29 +680,29 @@ async def test_a_retry_that_joined_a_first_call_goes_on_when_the_pool_answers_it
     with pytest.raises(openai.InternalServerError, match="did not answer"):
         await first
     assert (await again).choices[0].message.content == "fine"
-    assert len(fleet.pool.stored()) == len(fleet.world.engine.requests) == 1
+    assert len(fleet.world.stored()) == len(fleet.world.engine.requests) == 1
 
 
 # -- the pool's part ---------------------------------------------------------------------------
 
 
-def test_a_pool_finds_a_trajectory_in_the_channel_where_it_is_open() -> None:
-    pool = DataPool(PoolConfig())
-    pool.open_trajectory("t", "p", 1, {"m": 1}, "val", now=0.0)
-    step = Step(prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid="p")
-    pool.submit_step(step, "val", now=0.0)
-    found = pool.resume_trajectory("t", "p", elsewhere=True, now=0.0)
-    assert (found.outcome, found.channel, found.is_open) == ("duplicate", "val", True)
-    assert found.steps == [replace(step, is_last=True)]
-    new = pool.resume_trajectory("t", "p", now=0.0)
-    assert (new.outcome, new.channel, new.steps) == ("accepted", "train", [])
-    assert pool.resume_trajectory("t", "p", elsewhere=True, now=0.0).channel == "train"
-    pool.complete_trajectory("t", 0.0, channel="val", now=0.0)
-    pool.abort_trajectory("t", "gone", now=0.0)
-    closed = pool.resume_trajectory("t", "p", elsewhere=True, now=0.0)
-    assert (closed.outcome, closed.channel, closed.is_open) == ("late", "train", False)
-    complete = pool.resume_trajectory("t", "p", channel="val", now=0.0)
-    assert (complete.outcome, complete.is_open, complete.steps) == ("duplicate", False, [])
+async def test_a_pool_finds_a_trajectory_in_the_channel_where_it_is_open() -> None:
+    async with DataPoolClient.local() as pool:
+        await pool.open_trajectory("t", "p", 1, {"m": 1}, "val")
+        step = Step(prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid="p")
+        await pool.submit_step(step, "val")
+        found = await pool.resume_trajectory("t", "p", elsewhere=True)
+        assert (found.outcome, found.channel, found.is_open) == ("duplicate", "val", True)
+        assert found.steps == [replace(step, is_last=True)]
+        new = await pool.resume_trajectory("t", "p")
+        assert (new.outcome, new.channel, new.steps) == ("accepted", "train", [])
+        assert (await pool.resume_trajectory("t", "p", elsewhere=True)).channel == "train"
+        await pool.complete_trajectory("t", 0.0, channel="val")
+        await pool.abort_trajectory("t", "gone")
+        closed = await pool.resume_trajectory("t", "p", elsewhere=True)
+        assert (closed.outcome, closed.channel, closed.is_open) == ("late", "train", False)
+        complete = await pool.resume_trajectory("t", "p", channel="val")
+        assert (complete.outcome, complete.is_open, complete.steps) == ("duplicate", False, [])
 
 
 # -- the note --------------------------------------------------------------------------------
@@ -766,14 +759,14 @@ async def test_notes_survive_an_export(fleet: Fleet, tmp_path: Path, suffix: str
     fleet.world.say(CALL)
     await ask(await fleet.world.client(), [user("hi")], tools=TOOLS)
     path = tmp_path / f"x.{suffix}"
-    write(path, fleet.pool.core.read_trajectories(now=0.0).unpack())
+    write(path, (await fleet.pool.read_trajectories()).unpack())
     (back,) = read(path)
     (step,) = back.trajectory.steps
     made, again = TurnGraph(), TurnGraph()
-    restore(made, fleet.pool.stored())
+    restore(made, fleet.world.stored())
     restore(again, [step])
     assert turns(again) == turns(made)
-    assert np.array_equal(step.prompt_ids, fleet.pool.stored()[0].prompt_ids)
+    assert np.array_equal(step.prompt_ids, fleet.world.stored()[0].prompt_ids)
 
 
 # -- whose address is handed out -------------------------------------------------------------
@@ -820,7 +813,7 @@ async def test_any_replica_hands_out_the_addresses_of_all_that_answer(
         base_url = answers[0][1]["base_url"]
         async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key="x") as client:
             await ask(client, [user("hi")])
-    assert [channel for _, channel in fleet.pool.steps] == ["val"] * 3
+    assert [channel for _, channel in fleet.world.port.steps] == ["val"] * 3
     # Who hands an address out does not keep what is served elsewhere.
     assert len(a.gateway.trajectories) + len(b.gateway.trajectories) <= 12 + 3
     async with (

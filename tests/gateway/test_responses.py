@@ -120,7 +120,7 @@ async def connect(world: Any, base: str | None = None) -> Http:
 
 def chain(world: Any, uid: str | None = "t1") -> list[int | None]:
     world.check_exact(uid)
-    return [s.parent_index for s in world.pool.stored(uid)]
+    return [s.parent_index for s in world.stored(uid)]
 
 
 def prompt(world: Any, index: int = -1) -> str:
@@ -164,7 +164,7 @@ async def test_an_answer_is_a_whole_response(http: Http) -> None:
         "text": {"format": {"type": "text"}, "verbosity": None},
     }.items():
         assert got[name] == value
-    [step] = http.world.pool.stored("t1")
+    [step] = http.world.stored("t1")
     assert got["usage"]["output_tokens"] == len(said.ids)
     assert got["usage"]["input_tokens"] == len(step.prompt_ids)
     assert got["usage"]["total_tokens"] == len(said.ids) + len(step.prompt_ids)
@@ -379,7 +379,7 @@ async def test_a_tool_conversation_is_one_branch(
             new = [{"role": "user", "content": "Thanks!"}]
         items = [*items, *output, *new]
     assert chain(world) == [None, 0, 1, 2]
-    assert all("branch" not in s.metadata for s in world.pool.stored())
+    assert all("branch" not in s.metadata for s in world.stored())
     assert prompt(world, 1).index("result 0") < prompt(world, 1).index("result 1")
 
 
@@ -393,7 +393,7 @@ async def test_instructions_are_not_carried_over(http: Http) -> None:
     assert "Be kind." not in prompt(http.world)
     assert prompt(http.world).startswith("<|im_start|>system\nBe brief.")
     assert chain(http.world) == [None, 0, None]
-    assert http.world.pool.stored()[2].metadata["branch"] == "history_edited"
+    assert http.world.stored()[2].metadata["branch"] == "history_edited"
 
 
 async def test_one_response_can_be_continued_twice(http: Http) -> None:
@@ -413,7 +413,7 @@ async def test_previous_response_id_names_the_trajectory_where_nothing_else_does
     second = await http.create("hi")
     for got in (first, second):
         await http.create("go on", previous_response_id=got["id"])
-    a, b, c, d = (s.trajectory_uid for s in world.pool.stored())
+    a, b, c, d = (s.trajectory_uid for s in world.stored())
     assert a != b
     assert [c, d] == [a, b]
     assert chain(world, None) == [None, None, 0, 0]
@@ -627,7 +627,7 @@ async def test_an_unsupported_item_is_refused_in_openais_shape(http: Http) -> No
     assert error["type"] == "invalid_request_error"
     assert error["param"] == "input[0].type"
     assert "'web_search_call'" in error["message"]
-    assert not http.world.pool.stored()
+    assert not http.world.stored()
 
 
 # -- tools -----------------------------------------------------------------------------------
@@ -924,7 +924,7 @@ async def test_a_failure_in_the_middle_is_an_error_event_and_a_failed_response(
     assert failed["response"]["status"] == "failed"
     assert failed["response"]["error"]["code"] == "server_error"
     assert failed["response"]["id"] == events[0]["response"]["id"]
-    assert not world.pool.stored()
+    assert not world.stored()
 
 
 async def test_a_failure_before_the_first_token_is_a_status(worlds: Any) -> None:
@@ -963,7 +963,7 @@ async def test_deltas_arrive_while_the_engine_still_samples(http: Http) -> None:
         async for chunk in answer.content.iter_any():
             seen += chunk
             if not gate.is_set() and b"response.output_text.delta" in seen:
-                assert not http.world.pool.steps
+                assert not http.world.port.steps
                 gate.set()
     assert rebuilt(read_events(seen.decode()))[0]["content"][0]["text"] == "one two three"
 

@@ -18,9 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig, SelectionConfig
-from stepwell.datapool.core.pool import DataPool
-from stepwell.datapool.remote.actor import start_data_pool
-from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
@@ -128,10 +126,8 @@ async def group(world: Any, prompt_uid: str, n: int = 2, **how: Any) -> None:
         await rollout(world, prompt_uid, f"{prompt_uid}-{i}", **how)
 
 
-def filtered(world: Any) -> None:
-    """The pool holds unscored groups back."""
-    channel = ChannelConfig(selection=SelectionConfig(filters=("scored",)))
-    world.pool.core = DataPool(PoolConfig(default=channel))
+FILTERED = PoolConfig(default=ChannelConfig(selection=SelectionConfig(filters=("scored",))))
+"""The pool holds unscored groups back."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -143,8 +139,8 @@ def statistics(world: Any) -> dict[str, Any]:
     return world.gateway.statistics()["rollout_buffer"]  # type: ignore[no-any-return]
 
 
-def pool_groups(world: Any) -> dict[str, Any]:
-    return world.pool.core.get_statistics("train", now=0.0)["groups"]  # type: ignore[no-any-return]
+async def pool_groups(world: Any) -> dict[str, Any]:
+    return (await world.pool.get_statistics("train"))["groups"]  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -193,14 +189,14 @@ async def test_a_slime_consumer_gets_its_groups_in_its_shapes(world: Any, consum
         "delivery": 1,
         "label": "42",
     }
-    step = world.pool.stored("a")[0]
+    step = world.stored("a")[0]
     assert first["tokens"] == [*step.prompt_ids.tolist(), *step.response_ids.tolist()]
     assert first["response_length"] == len(step.response_ids)
     assert first["loss_mask"] == [1] * len(step.response_ids)
     assert first["rollout_log_probs"] == pytest.approx(step.rollout_log_probs.tolist())
     assert first["weight_versions"] == ["0"]
     assert first["branches"] == []
-    assert pool_groups(world)["acked"] == 2
+    assert (await pool_groups(world))["acked"] == 2
 
 
 async def test_nothing_to_read_is_said_as_slime_says_it(world: Any, consumer: Consumer):
@@ -230,18 +226,18 @@ async def test_a_group_with_more_trajectories_is_served_at_its_size(world: Any, 
 
 async def test_a_declared_group_that_ended_smaller_is_dropped(world: Any, consumer: Consumer):
     await consumer.start()
-    world.pool.core.open_group("p", 2, min_rollouts=1, now=0.0)
+    await world.pool.open_group("p", 2, min_rollouts=1)
     await group(world, "p", n=1)
-    world.pool.core.open_trajectory("gone", "p", now=0.0)
-    world.pool.core.abort_trajectory("gone", "crashed", now=0.0)
+    await world.pool.open_trajectory("gone", "p")
+    await world.pool.abort_trajectory("gone", "crashed")
     await group(world, "q")
     assert list(consumer.groups(await consumer.items())) == ["q"]
-    assert pool_groups(world)["drop_reasons"] == {"group_size": 1}
+    assert (await pool_groups(world))["drop_reasons"] == {"group_size": 1}
     assert consumer.meta[0]["dropped_groups"] == {"group_size": 1}
 
 
 async def test_before_start_rollout_the_pools_own_group_size_counts(world: Any, consumer: Consumer):
-    world.pool.core.open_group("p", 2, now=0.0)
+    await world.pool.open_group("p", 2)
     await group(world, "p")
     assert [i["uid"] for i in await consumer.items()] == ["p-0", "p-1"]
 
@@ -264,7 +260,7 @@ async def test_answers_of_exactly_one_batch_leave_nothing_to_throw_away(
     await consumer.start()
     await group(world, "p0")
     assert await consumer.items() == []
-    assert pool_groups(world)["leased"] == 0
+    assert (await pool_groups(world))["leased"] == 0
     await group(world, "p1")
     await group(world, "p2")
     assert list(consumer.groups(await consumer.items())) == ["p0", "p1"]
@@ -314,7 +310,7 @@ async def test_a_conversation_is_one_item_with_the_exact_ids_and_readable_text(
 
     (item,) = await consumer.items()
 
-    steps = world.pool.stored("t")
+    steps = world.stored("t")
     assert item["tokens"] == [*steps[-1].prompt_ids.tolist(), *steps[-1].response_ids.tolist()]
     start = len(steps[0].prompt_ids)
     assert item["response_length"] == len(item["tokens"]) - start
@@ -433,7 +429,7 @@ async def test_listed_instances_are_skipped_once_per_entry(world: Any, consumer:
     await group(world, "p3")
     served = list(consumer.groups(await consumer.items()))
     assert served == [1, "p3"]
-    assert pool_groups(world)["drop_reasons"] == {"skip_instance_ids": 3}
+    assert (await pool_groups(world))["drop_reasons"] == {"skip_instance_ids": 3}
 
 
 async def test_several_consumers_never_get_the_same_group(world: Any):
@@ -444,7 +440,7 @@ async def test_several_consumers_never_get_the_same_group(world: Any):
     got = await asyncio.gather(*(c.items() for c in consumers for _ in range(2)))
     uids = [i["uid"] for items in got for i in items]
     assert sorted(uids) == sorted(f"p{k}-{i}" for k in range(8) for i in range(2))
-    assert pool_groups(world)["acked"] == 8
+    assert (await pool_groups(world))["acked"] == 8
 
 
 async def disconnecting(world: Any, path: str) -> Callable[[], None]:
@@ -474,9 +470,10 @@ async def test_a_consumer_that_leaves_before_the_end_loses_nothing(
     monkeypatch.setattr(buffer, "encode", slowly)
     leave = await disconnecting(world, "/get_rollout_data")
     await reached.wait()
-    assert pool_groups(world)["leased"] == 2
+    assert (await pool_groups(world))["leased"] == 2
     leave()
-    await until(lambda: pool_groups(world)["ready"] == 2)
+    while (await pool_groups(world))["ready"] != 2:  # noqa: ASYNC110 - no event tells of it
+        await asyncio.sleep(0.001)
     go.set()
     monkeypatch.undo()
     assert statistics(world)["returned_groups"] == 2
@@ -505,7 +502,7 @@ async def test_an_ack_whose_answer_is_lost_is_asked_for_again(
     assert len(await consumer.items()) == 2
     assert len(calls) == 2
     assert await consumer.items() == []
-    assert pool_groups(world)["acked"] == 1
+    assert (await pool_groups(world))["acked"] == 1
 
 
 async def test_an_answer_whose_lease_ran_out_is_cut_and_its_groups_are_served_again(
@@ -517,7 +514,7 @@ async def test_an_answer_whose_lease_ran_out_is_cut_and_its_groups_are_served_ag
     encode = buffer.encode
 
     async def too_slowly(served: Any) -> bytes:
-        world.pool.core.tick(now=1e6)
+        world.port.pass_time(1e6)
         return await encode(served)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(buffer, "encode", too_slowly)
@@ -531,12 +528,12 @@ async def test_a_consumer_that_holds_acks_itself(world: Any, consumer: Consumer)
     await consumer.start()
     await group(world, "p")
     meta = (await consumer.poll(hold=True))["data"]["meta_info"]
-    assert pool_groups(world)["leased"] == 1
+    assert (await pool_groups(world))["leased"] == 1
     assert await consumer.items() == []
     body = {"lease_id": meta["lease_id"]}
     assert (await consumer.post("/ack_rollout_data", body))[0] == 200
     assert (await consumer.post("/ack_rollout_data", body))[0] == 200
-    assert pool_groups(world)["acked"] == 1
+    assert (await pool_groups(world))["acked"] == 1
     assert (await consumer.post("/ack_rollout_data", {"lease_id": "none-1"}))[0] == 400
     assert (await consumer.post("/ack_rollout_data", {}))[0] == 400
 
@@ -545,7 +542,7 @@ async def test_held_groups_come_again_when_nobody_acks(world: Any, consumer: Con
     await consumer.start()
     await group(world, "p")
     meta = (await consumer.poll(hold=True))["data"]["meta_info"]
-    world.pool.core.tick(now=meta["expires_at"])
+    world.port.pass_time(PoolConfig().default.lease_s)
     assert len(await consumer.items()) == 2
     assert (await consumer.post("/ack_rollout_data", {"lease_id": meta["lease_id"]}))[0] == 409
 
@@ -554,7 +551,8 @@ async def test_held_groups_come_again_when_nobody_acks(world: Any, consumer: Con
 async def test_a_pool_that_dies_during_an_answer_neither_loses_nor_repeats_it(
     tokenizer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
-    pool = DataPoolClient(start_data_pool(PoolConfig()))
+    handle = start_data_pool(PoolConfig())
+    pool = client_of([handle])
     app = create_app(GatewayConfig(), Wiring(), pool, tokenizer_of("chatml"))
     async with serving(app) as url:
         consumer = Consumer(url)
@@ -567,7 +565,7 @@ async def test_a_pool_that_dies_during_an_answer_neither_loses_nor_repeats_it(
 
         async def deadly(served: Any) -> bytes:
             if served.instance_id == 0:
-                ray.kill(pool.actor, no_restart=False)
+                ray.kill(handle, no_restart=False)
             return await encode(served)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(buffer, "encode", deadly)
@@ -586,15 +584,16 @@ async def test_an_unscored_group_is_never_served_as_zero(world: Any, consumer: C
     await rollout(world, "p", "b", None)
     await group(world, "q", reward=0.0)
     assert list(consumer.groups(await consumer.items())) == ["q"]
-    assert pool_groups(world)["drop_reasons"] == {"unscored": 1}
+    assert (await pool_groups(world))["drop_reasons"] == {"unscored": 1}
     assert consumer.meta[0]["avg_reward"] == 0.0
     assert consumer.meta[0]["dropped_groups"] == {"unscored": 1}
 
 
 async def test_a_pool_that_filters_holds_an_unscored_group_until_it_is_scored(
-    world: Any, consumer: Consumer
+    worlds: Callable[..., Any],
 ):
-    filtered(world)
+    world = await worlds(pool_config=FILTERED)
+    consumer = Consumer(world.url)
     await consumer.start()
     await group(world, "p", reward=None)
     assert await consumer.items() == []
@@ -653,9 +652,7 @@ async def test_writing_a_recorded_trajectory_completes_it_with_its_reward(
     assert got["messages"] == item["messages"]
     assert got["extra_info"]["finish_reason"] == "length"
     assert got["extra_info"]["label"] == "x"
-    assert got["tokens"] == [
-        i for s in world.pool.stored("t") for i in (*s.prompt_ids, *s.response_ids)
-    ]
+    assert got["tokens"] == [i for s in world.stored("t") for i in (*s.prompt_ids, *s.response_ids)]
     assert (await consumer.post("/buffer/write", item))[0] == 200  # also after it was served
     assert (await consumer.post("/buffer/write", {**item, "reward": 1}))[0] == 410
 
@@ -675,7 +672,7 @@ async def test_written_tokens_come_back_as_they_were(world: Any, consumer: Consu
     await consumer.start(num_repeat_per_sample="1")
     item = written()
     assert (await consumer.post("/buffer/write", item))[0] == 200
-    first, second = world.pool.stored("u0")
+    first, second = world.stored("u0")
     assert first.prompt_ids.tolist() == [1, 2]
     assert first.response_ids.tolist() == [3, 4]
     assert second.prompt_ids.tolist() == [1, 2, 3, 4, 5]
@@ -709,7 +706,7 @@ async def test_an_instance_that_is_called_as_the_next_group_of_another_has_its_o
     for uid, instance in (("a", 17), ("b", 17), ("c", "17#1"), ("d", "17#1")):
         item = written(uid=uid, instance_id=instance)
         assert (await consumer.post("/buffer/write", item))[0] == 200
-    assert len({step.prompt_uid for step in world.pool.stored()}) == 4
+    assert len({step.prompt_uid for step in world.stored()}) == 4
 
 
 async def test_written_items_fill_one_group_after_the_other(world: Any, consumer: Consumer):
@@ -755,7 +752,7 @@ async def test_a_write_that_failed_keeps_its_place(
 ):
     await consumer.start()
     for failure in ("before", "after"):
-        world.pool.failures.append(failure)
+        world.port.failures.append(failure)
         assert (await consumer.post("/buffer/write", written()))[0] == 503
     assert (await consumer.post("/buffer/write", written()))[0] == 200
     assert (await consumer.post("/buffer/write", written(uid="u1")))[0] == 200
@@ -823,7 +820,7 @@ async def test_a_bad_item_is_refused_by_field_and_stores_nothing(
     status, answer = await consumer.post("/buffer/write", written(**change))
     assert status == 400, answer
     assert answer["error"]["param"] == param
-    assert pool_groups(world)["submitted"] == 0
+    assert (await pool_groups(world))["submitted"] == 0
 
 
 async def test_text_alone_is_refused_with_the_way_to_do_it(world: Any, consumer: Consumer):

@@ -18,8 +18,7 @@ from openai import AsyncOpenAI
 from pydantic import ValidationError
 
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.remote.actor import start_data_pool
-from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.gateway import errors
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
@@ -136,7 +135,7 @@ async def test_the_ray_actor_serves_agents_and_stores_steps_in_the_pool_actor(
     worlds: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     world = await worlds()
-    pool = DataPoolClient(start_data_pool(PoolConfig(), name="pool"))
+    pool = client_of([start_data_pool(PoolConfig(), name="pool")])
     config = GatewayConfig(
         port=0,
         tokenizer_path=saved(tokenizer, tmp_path),
@@ -184,7 +183,7 @@ async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping
 ) -> None:
     monkeypatch.setattr("stepwell.gateway.server.STOP_TIMEOUT_S", 1.0)
     world = await worlds()
-    world.pool.door.clear()
+    world.port.door.clear()
     config = GatewayConfig(
         port=0,
         tokenizer_path=saved(tokenizer, tmp_path),
@@ -202,7 +201,7 @@ async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping
         body = {"messages": [{"role": "user", "content": "x"}]}
         url = f"{origin}/t/p/v1/chat/completions"
         call = asyncio.create_task(http.post(url, json=body, headers=headers))
-        await world.pool.waiting.wait()
+        await world.port.waiting.wait()
         await asyncio.to_thread(server.stop)
         await asyncio.wait([call])
     async with asyncio.timeout(10):

@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.core.pool import DataPool
-from tests.gateway.conftest import LocalPool
+from stepwell.datapool.ops import AbortTrajectory
 
 VERSION, TRAJECTORY = "x-stepwell-version", "x-stepwell-trajectory"
 
@@ -73,7 +72,7 @@ async def test_every_reply_names_its_version_and_its_trajectory(
     world.say("fine", version="3")
     status, _ = await agent.post(f"/v1/{path}", {"model": "m", "stream": stream, **CALLS[path]})
     assert status == 200
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert agent.headers[VERSION] == "3" == str(step.policy_version)
     assert agent.headers[TRAJECTORY] == step.trajectory_uid
 
@@ -94,13 +93,13 @@ async def test_a_reply_that_several_versions_sampled_names_the_newest(
     world.say("two", version="8")
     await agent.say(user("hi"))
     assert agent.headers[VERSION] == "8"
-    assert world.pool.stored()[0].policy_version == 7
+    assert world.stored()[0].policy_version == 7
 
 
 async def test_a_trajectory_is_named_as_urls_name_it(world: Any, agents: Any) -> None:
     agent = agents(world)
     await agent.say(user("hi"), **{"x-trajectory-uid": "caf%C3%A9%2F1"})
-    assert world.pool.stored()[0].trajectory_uid == "café/1"
+    assert world.stored()[0].trajectory_uid == "café/1"
     assert agent.headers[TRAJECTORY] == "caf%C3%A9%2F1"
 
 
@@ -113,11 +112,11 @@ FORMED = {"form": "first_prompt", "n": 2, "within_s": 60.0}
 
 def groups(world: Any) -> list[str]:
     """Of all Steps, in the order they came in."""
-    return [step.prompt_uid for step in world.pool.stored()]
+    return [step.prompt_uid for step in world.stored()]
 
 
-def group(world: Any, prompt_uid: str, channel: str = "train") -> Any:
-    page = world.pool.core.list_groups(channel, prompt_uid=prompt_uid, now=0.0)
+async def group(world: Any, prompt_uid: str, channel: str = "train") -> Any:
+    page = await world.pool.list_groups(channel, prompt_uid=prompt_uid)
     return page.items[0]
 
 
@@ -130,8 +129,9 @@ async def test_conversations_with_one_first_prompt_form_groups_of_n(
     first, _, second, _, third = groups(world)
     assert groups(world) == [first, first, second, second, third]
     assert len({first, second, third}) == 3
-    assert group(world, first).n_rollouts == 2
-    assert group(world, first).deadline == 60.0
+    row = await group(world, first)
+    assert row.n_rollouts == 2
+    assert row.deadline - row.opened_at == pytest.approx(60.0)
 
 
 async def test_a_first_prompt_is_what_is_said_first_and_the_tools(worlds: Any, agents: Any) -> None:
@@ -158,7 +158,7 @@ async def test_turns_of_a_conversation_stay_in_its_group(worlds: Any, agents: An
         world.say(name)
         said = {"role": "assistant", "content": await agents(world).say(user("hi"))}
         await agents(world).say(user("hi"), said, user("and now?"))
-    steps = world.pool.stored()
+    steps = world.stored()
     assert len({s.prompt_uid for s in steps}) == 1
     assert [s.step_index for s in steps] == [0, 1, 0, 1]
 
@@ -168,9 +168,10 @@ async def test_a_group_that_stays_small_is_served_at_its_deadline(worlds: Any, a
     agent = agents(world)
     await agent.say(user("hi"))
     await agent.post("/v1/complete_trajectory", {"trajectory_uid": agent.headers[TRAJECTORY]})
-    assert world.pool.core.lease_batch(8, "train", now=59.0) is None
-    world.pool.core.tick(now=61.0)
-    lease = world.pool.core.lease_batch(8, "train", now=61.0)
+    world.port.pass_time(59.0)
+    assert await world.pool.lease_batch(8, "train") is None
+    world.port.pass_time(2.0)
+    lease = await world.pool.lease_batch(8, "train")
     assert [len(g.trajectories) for g in lease.groups] == [1]
 
 
@@ -180,7 +181,7 @@ async def test_conversations_that_outlive_their_groups_are_told_of_with_the_reme
     world = await worlds(groups=FORMED)
     for _ in range(2):
         await agents(world).say(user("hi"))
-    world.pool.core.tick(now=61.0)
+    world.port.pass_time(61.0)
     assert await world.gateway.identities.close_idle(float("inf")) == 2
     told = [r.message for r in caplog.records if "within_s is 60" in r.message]
     assert len(told) == 1
@@ -203,7 +204,7 @@ async def test_a_conversation_that_began_elsewhere_is_a_group_of_its_own(
     for _ in range(2):
         await agents(world).say(*history)
     assert len(set(groups(world))) == 2
-    assert group(world, groups(world)[0]).n_rollouts == 1
+    assert (await group(world, groups(world)[0])).n_rollouts == 1
 
 
 async def test_a_call_that_is_refused_takes_no_place_in_a_group(worlds: Any, agents: Any) -> None:
@@ -225,8 +226,8 @@ async def test_conversations_that_name_one_group_are_one_whatever_they_say(
     for text in ("hi", "hello", "good day"):
         await agents(world).say(user(text), **{"x-prompt-uid": "task%2F1"})
     assert groups(world) == ["task/1"] * 3
-    assert len({s.trajectory_uid for s in world.pool.stored()}) == 3
-    assert group(world, "task/1").n_rollouts == 2
+    assert len({s.trajectory_uid for s in world.stored()}) == 3
+    assert (await group(world, "task/1")).n_rollouts == 2
 
 
 async def test_a_name_whose_group_was_served_names_another_one(worlds: Any, agents: Any) -> None:
@@ -236,7 +237,7 @@ async def test_a_name_whose_group_was_served_names_another_one(worlds: Any, agen
         await agent.say(user("hi"), **{"x-prompt-uid": "task"})
         by_name = {"trajectory_uid": agent.headers[TRAJECTORY], "reward": 1.0}
         assert (await agent.post("/v1/complete_trajectory", by_name))[1]["outcome"] == "complete"
-        assert world.pool.core.lease_batch(8, "train", now=0.0) is not None
+        assert await world.pool.lease_batch(8, "train") is not None
     first, second = groups(world)
     assert (first, second.startswith("task~")) == ("task", True)
 
@@ -268,10 +269,10 @@ async def test_a_service_declares_a_group_and_gets_its_addresses(world: Any, age
         await agent.say(user(f"hi {reward}"), under=trajectory["base_url"].removeprefix(world.url))
         at = f"{trajectory['base_url']}/v1/complete_trajectory"
         assert (await agent.post(at, {"reward": reward}))[0] == 200
-    lease = world.pool.core.lease_batch(8, "train", now=0.0)
+    lease = await world.pool.lease_batch(8, "train")
     assert [t.reward for t in lease.groups[0].trajectories] == [0, 1]
     assert lease.groups[0].metadata == {"level": 3}
-    world.pool.core.ack(lease.lease_id, now=0.0)
+    await world.pool.ack(lease.lease_id)
     status, got = await agent.post("/v1/groups", declared)
     assert status == 410
     assert "open a new prompt_uid" in got["error"]["message"]
@@ -304,7 +305,7 @@ async def test_an_agent_completes_what_a_replys_header_names(world: Any, agents:
     for _ in range(2):
         status, got = await agent.post("/v1/complete_trajectory", done)
         assert (status, got["outcome"]) == (200, "complete")
-    [trajectory] = world.pool.core.lease_batch(1, "train", now=0.0).groups[0].trajectories
+    [trajectory] = (await world.pool.lease_batch(1, "train")).groups[0].trajectories
     assert trajectory.reward == 0.5
     assert trajectory.metadata["by"] == "user"
     await agent.say(user("hi"))
@@ -325,7 +326,7 @@ async def test_a_reward_may_come_before_completion_or_after_but_not_after_the_le
     )
     await agent.post("/v1/complete_trajectory", {"trajectory_uid": "café"})
     assert (await agent.post("/v1/rewards", {**reward, "reward": 0.75}))[1]["outcome"] == "accepted"
-    [trajectory] = world.pool.core.lease_batch(1, "train", now=0.0).groups[0].trajectories
+    [trajectory] = (await world.pool.lease_batch(1, "train")).groups[0].trajectories
     assert trajectory.reward == 0.75
     assert (await agent.post("/v1/rewards", reward))[1]["outcome"] == "late"
 
@@ -342,7 +343,7 @@ async def test_a_reward_finds_its_trajectory_whatever_channel_it_is_in(
     reward = {"trajectory_uid": "t1", "reward": 1}
     assert (await agent.post("/v1/rewards", reward))[1]["outcome"] == "accepted"
     assert (await agent.post("/v1/complete_trajectory", reward))[1]["outcome"] == "complete"
-    [trajectory] = world.pool.core.lease_batch(1, "games", now=0.0).groups[0].trajectories
+    [trajectory] = (await world.pool.lease_batch(1, "games")).groups[0].trajectories
     assert trajectory.reward == 1
 
 
@@ -371,7 +372,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def channels(world: Any) -> list[str]:
-    return [channel for _, channel in world.pool.steps]
+    return [channel for _, channel in world.port.steps]
 
 
 async def test_a_key_has_a_channel_of_its_own(worlds: Any, agents: Any) -> None:
@@ -399,7 +400,7 @@ async def test_sessions_of_two_channels_may_have_one_name(worlds: Any, agents: A
     for key in (SUPPORT, OTHER, SUPPORT):
         await agent.say(user("hi"), **bearer(key), **{"x-session-id": "1"})
     assert channels(world) == ["support", "train", "support"]
-    first, second, third = (step.trajectory_uid for step in world.pool.stored())
+    first, second, third = (step.trajectory_uid for step in world.stored())
     assert first == third != second
 
 
@@ -430,7 +431,7 @@ async def test_a_share_of_the_groups_is_held_out_whole(worlds: Any, agents: Any)
     for i in range(24):
         await agent.say(user(f"hi {i // 2}"))
     by_group: dict[str, set[str]] = {}
-    for step, channel in world.pool.steps:
+    for step, channel in world.port.steps:
         by_group.setdefault(step.prompt_uid, set()).add(channel)
     assert len(by_group) == 12
     assert all(len(each) == 1 for each in by_group.values())
@@ -456,7 +457,7 @@ async def test_two_channels_may_name_their_groups_alike(worlds: Any, agents: Any
             done = {"trajectory_uid": agent.headers[TRAJECTORY]}
             await agent.post("/v1/complete_trajectory", done, **bearer(key))
         for channel in ("support", "train"):
-            assert world.pool.core.lease_batch(1, channel, now=0.0) is not None
+            assert await world.pool.lease_batch(1, channel) is not None
     assert channels(world) == ["support", "train"] * 3
 
 
@@ -516,7 +517,7 @@ async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
     body = {"n": 2, "prompt_uid": "p3", "tags": ["user-7", "beta"]}
     for _ in range(2):
         assert (await agent.post("/v1/groups", body))[0] == 200
-    deleted = world.pool.core.delete(tag="user-7", now=0.0)
+    deleted = await world.pool.delete(tag="user-7")
     assert deleted.trajectories == ("t1", "p3-0", "p3-1")
     status, got = await agent.post("/init_trajectory", {"tags": [""]})
     assert (status, got["error"]["param"]) == (400, "tags.0")
@@ -525,33 +526,6 @@ async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
 # -- calls that are not recorded -------------------------------------------------------------
 
 SERVES: Any = {"on_pool_failure": "serve_unrecorded", "pool_patience_s": 0.2}
-
-
-class FailingPool(LocalPool):
-    """A pool that can be away: it refuses everything, or does not answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_away = self.is_silent = False
-        self.aborted: list[str] = []
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if not asyncio.iscoroutinefunction(found):
-            return found
-
-        async def asked(*args: Any, **options: Any) -> Any:
-            if self.is_silent:
-                await asyncio.Event().wait()
-            if self.is_away:
-                raise ConnectionError("the pool is away")
-            return await found(*args, **options)
-
-        return asked
-
-    async def abort_trajectory(self, trajectory_uid: str, *args: Any, **options: Any) -> Any:
-        self.aborted.append(trajectory_uid)
-        return await super().abort_trajectory(trajectory_uid, *args, **options)
 
 
 async def recording(agent: Agent) -> Any:
@@ -571,9 +545,9 @@ async def until_settled(agent: Agent) -> None:
 async def test_without_the_pool_an_agent_gets_its_answer_all_the_same(
     worlds: Any, agents: Any, how: str, stream: bool, path: str
 ) -> None:
-    world = await worlds(pool=FailingPool(), **SERVES)
+    world = await worlds(**SERVES)
     agent = agents(world)
-    setattr(world.pool, how, True)
+    setattr(world.port, how, True)
     ends = dict(zip(CALLS, ["[DONE]", "[DONE]", "response.completed", "message_stop"], strict=True))
     body = {"model": "m", "stream": stream, **CALLS[path]}
     status, got = await agent.post(f"/v1/{path}", body)
@@ -581,11 +555,11 @@ async def test_without_the_pool_an_agent_gets_its_answer_all_the_same(
     assert not stream or ends[path] in got
     assert stream or "fine" in json.dumps(got)
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 1}
-    setattr(world.pool, how, False)
+    setattr(world.port, how, False)
     await until_settled(agent)
     status, _ = await agent.post(f"/v1/{path}", body)
     assert status == 200
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert step.trajectory_uid == agent.headers[TRAJECTORY]
     assert (await recording(agent))["unrecorded_share"] == 0.5
 
@@ -595,29 +569,30 @@ async def test_without_the_pool_an_agent_gets_its_answer_all_the_same(
 async def test_a_trajectory_with_a_hole_is_aborted_and_its_agent_hears_nothing_of_it(
     worlds: Any, agents: Any, how: str, under: str
 ) -> None:
-    world = await worlds(pool=FailingPool(), **SERVES)
+    world = await worlds(**SERVES)
     agent = agents(world)
     said = [user("hi")]
     for turn in range(4):
         if how in ("before", "after"):
-            world.pool.failures = [how] if turn == 1 else []
+            world.port.failures = [how] if turn == 1 else []
         else:
-            setattr(world.pool, how, turn == 1)
+            setattr(world.port, how, turn == 1)
         reply = await agent.say(*said, under=under)
         said += [{"role": "assistant", "content": reply}, user(f"and {turn}?")]
     uid = agent.headers[TRAJECTORY]
     await until_settled(agent)
-    assert world.pool.aborted == [uid]
+    aborts = [op for op in world.port.asked if isinstance(op, AbortTrajectory)]
+    assert [op.trajectory_uid for op in aborts] == [uid]
     done = {"trajectory_uid": uid, "reward": 1}
     assert (await agent.post("/v1/complete_trajectory", done))[1]["outcome"] == "aborted"
-    assert world.pool.core.lease_batch(1, "train", now=0.0) is None
+    assert await world.pool.lease_batch(1, "train") is None
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 3}
     # Each turn went on from what was said before, token for token.
     sent = [r["input_ids"] for r in world.engine.requests]
     for before, after in itertools.pairwise(sent):
         assert after[: len(before)] == before
     await agent.say(user("something new"))
-    assert world.pool.stored()[-1].trajectory_uid == agent.headers[TRAJECTORY] != uid
+    assert world.stored()[-1].trajectory_uid == agent.headers[TRAJECTORY] != uid
 
 
 async def test_what_waited_behind_a_lost_commit_is_not_stored_either(
@@ -626,39 +601,37 @@ async def test_what_waited_behind_a_lost_commit_is_not_stored_either(
     world = await worlds(on_pool_failure="serve_unrecorded", pool_patience_s=0.5)
     agent = agents(world)
     await agent.say(user("hi"), under="/t1/p1")
-    world.pool.door.clear()
+    world.port.door.clear()
     lost = asyncio.create_task(agent.say(user("one"), under="/t1/p1"))
-    await world.pool.waiting.wait()
+    await world.port.waiting.wait()
     await asyncio.sleep(0.25)
     behind = asyncio.create_task(agent.say(user("two"), under="/t1/p1"))
     await lost
-    world.pool.door.set()
+    world.port.door.set()
     await behind
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 2}
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 async def test_by_default_a_pool_that_is_away_refuses(worlds: Any, agents: Any) -> None:
-    world = await worlds(pool=FailingPool())
-    world.pool.is_away = True
+    world = await worlds()
+    world.port.is_away = True
     status, got = await agents(world).post("/v1/chat/completions", {"messages": [user("hi")]})
     assert (status, got["error"]["code"]) == (503, "pool_unavailable")
 
 
 async def test_a_full_channel_delays_no_agent(worlds: Any, agents: Any) -> None:
-    pool = LocalPool()
     full = ChannelConfig(max_queue_size=1, overflow="block")
-    pool.core = DataPool(PoolConfig(default=full))
-    world = await worlds(pool=pool, **SERVES)
+    world = await worlds(pool_config=PoolConfig(default=full), **SERVES)
     agent = agents(world)
     for _ in range(3):
         assert await agent.say(user("hi")) == "fine"
         await agent.post("/v1/complete_trajectory", {"trajectory_uid": agent.headers[TRAJECTORY]})
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
     assert (await recording(agent))["unrecorded"] == {"pool_failure": 2}
-    assert world.pool.core.lease_batch(1, "train", now=0.0) is not None
+    assert await world.pool.lease_batch(1, "train") is not None
     await agent.say(user("hi"))
-    assert len(world.pool.stored()) == 2
+    assert len(world.stored()) == 2
 
 
 async def test_a_conversation_whose_group_was_served_is_answered_and_goes_on_in_another(
@@ -671,13 +644,13 @@ async def test_a_conversation_whose_group_was_served_is_answered_and_goes_on_in_
     first = agent.headers[TRAJECTORY]
     await other.say(user("hi"))
     await other.post("/v1/complete_trajectory", {"trajectory_uid": other.headers[TRAJECTORY]})
-    world.pool.core.tick(now=61.0)
-    assert world.pool.core.lease_batch(8, "train", now=61.0) is not None
+    world.port.pass_time(61.0)
+    assert await world.pool.lease_batch(8, "train") is not None
     for turn in range(2):
         said += [user(f"and {turn}?")]
         said += [{"role": "assistant", "content": await agent.say(*said)}]
     assert (await recording(agent))["unrecorded"] == {"closed": 1}
-    assert world.pool.stored()[-1].trajectory_uid == agent.headers[TRAJECTORY] != first
+    assert world.stored()[-1].trajectory_uid == agent.headers[TRAJECTORY] != first
 
 
 @pytest.mark.parametrize("path", CALLS)
@@ -695,8 +668,8 @@ async def test_a_call_that_is_not_to_be_recorded_leaves_nothing(
         assert VERSION in agent.headers
         assert TRAJECTORY not in agent.headers
     assert "unspeakable" in world.tokenizer.decode(world.engine.requests[0]["input_ids"])
-    assert world.pool.stored() == []
-    counts = world.pool.core.get_statistics("train", now=0.0)
+    assert world.stored() == []
+    counts = await world.pool.get_statistics("train")
     assert (counts["groups"]["submitted"], counts["trajectories"]["submitted"]) == (0, 0)
     assert len(world.gateway.trajectories) == 0
     assert "unspeakable" not in caplog.text
@@ -717,7 +690,7 @@ async def test_a_conversation_goes_on_exactly_around_a_call_that_is_not_recorded
         world.say(f"reply {turn}")
         reply = await agent.say(*said, **headers)
         said += [{"role": "assistant", "content": reply}, user(f"and {turn}?")]
-    first, last = world.pool.stored()
+    first, last = world.stored()
     assert (last.trajectory_uid, last.parent_index) == (first.trajectory_uid, 0)
     world.check_exact()
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from stepwell.cli import main
-from stepwell.datapool import DataPool, PoolConfig, Step, Trajectory
-from stepwell.datapool.files.export import ExportedTrajectory, read, write
-from stepwell.datapool.store.journal import Journal
-from stepwell.datapool.store.replay import restore
+from stepwell.datapool import DataPoolClient, Step, Trajectory
+from stepwell.datapool.files.export import read, write
+from stepwell.datapool.files.rows import ExportedTrajectory
 
 
 def say(uid: str, prompt_uid: str) -> Step:
@@ -25,22 +25,18 @@ def say(uid: str, prompt_uid: str) -> Step:
     )
 
 
-def opened(folder: Path) -> tuple[DataPool, Journal]:
-    pool, journal = DataPool(PoolConfig()), Journal(folder, "process")
-    restore(pool, journal, journal.rows(), journal.states(), journal.read)
-    return pool, journal
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A journal of three groups; `mine` and `tagged` leased together with `mate`."""
-    pool, journal = opened(tmp_path / "pool")
-    pool.submit_steps([say(uid, f"p-{uid}") for uid in ("mine", "tagged", "mate")], now=1.0)
-    pool.mark(trajectory_uid="tagged", tags=["ann"], now=1.0)
-    pool.lease_batch(batch_size=3, lease_s=1e6, now=2.0)
-    pool.submit_steps([say(uid, f"p-{uid}") for uid in ("ready", "running")], now=3.0)
-    pool.write_counts()
-    journal.close()
+
+    async def fill() -> None:
+        async with DataPoolClient.local(folder=tmp_path / "pool") as pool:
+            await pool.submit_steps([say(u, f"p-{u}") for u in ("mine", "tagged", "mate")])
+            await pool.mark(trajectory_uid="tagged", tags=["ann"])
+            await pool.lease_batch(batch_size=3, lease_s=1e6)
+            await pool.submit_steps([say(u, f"p-{u}") for u in ("ready", "running")])
+
+    asyncio.run(fill())
     return tmp_path / "pool"
 
 
@@ -58,12 +54,15 @@ def test_a_stopped_run_has_no_byte_of_it_and_goes_on_without(
     assert f"deleted 1 trajectories: {gone}" in capsys.readouterr().out
     assert f"said by {gone}".encode() not in bytes_of(folder)
     assert b"said by mate" in bytes_of(folder)
-    pool, journal = opened(folder)
-    groups = pool.get_statistics("train", now=4.0)["groups"]
-    assert (groups["leased"], groups["ready"]) == (0, 4), "nobody had the lease any more"
-    assert groups["drop_reasons"] == {"deleted": 1}
-    assert pool.submit_step(say(gone, f"p-{gone}"), now=4.0) == "late"
-    journal.close()
+
+    async def look() -> None:
+        async with DataPoolClient.local(folder=folder) as pool:
+            groups = (await pool.get_statistics("train"))["groups"]
+            assert (groups["leased"], groups["ready"]) == (0, 4), "nobody had the lease any more"
+            assert groups["drop_reasons"] == {"deleted": 1}
+            assert await pool.submit_step(say(gone, f"p-{gone}")) == "late"
+
+    asyncio.run(look())
     assert main(["data", "delete", str(folder), meant]) == 0
     assert "deleted 0 trajectories" in capsys.readouterr().out
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -26,7 +25,9 @@ from stepwell.backends.base import LossFn, TokenBatch, TrainingBackend
 from stepwell.backends.engines.client import EngineClient, version_number
 from stepwell.cluster import Parts
 from stepwell.config import RunConfig
-from stepwell.datapool import DataPoolActor, DataPoolClient, PoolConfig, Step, VersionSpan
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, VersionSpan
+from stepwell.datapool.remote.link import LocalPort
+from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.types import GREEDY, TRAIN, VAL
 from stepwell.presets import load_config
 from stepwell.trainer.checkpoint import CheckpointStore
@@ -55,23 +56,6 @@ SMALL = (
 """Two groups of two rollouts a step, weights published after each."""
 
 Reward = Callable[[Task, int], float | None]
-
-
-class LocalPool:
-    """The pool's actor without Ray: what is asked and answered is pickled on its way, as there."""
-
-    def __init__(self, config: PoolConfig) -> None:
-        self._actor = DataPoolActor(config)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))
-            answer = await getattr(self._actor, name)(*args, **kwargs)
-            if name == "lease_batch" and isinstance(answer, str):  # why there is none
-                return None
-            return pickle.loads(pickle.dumps(answer))
-
-        return call
 
 
 class FakeEngine:
@@ -314,6 +298,12 @@ def pool_config(config: RunConfig) -> PoolConfig:
     return PoolConfig(channels={TRAIN: train, VAL: config.pool.channel(VAL)})
 
 
+def local_pool(config: RunConfig) -> DataPoolClient:
+    """The pool of the run in this process. Without a journal there is nothing to close, so a second
+    run may go on with it."""
+    return DataPoolClient([LocalPort(PoolService(pool_config(config)))])
+
+
 @asynccontextmanager
 async def small_run(
     config: RunConfig,
@@ -325,7 +315,7 @@ async def small_run(
     **rollouts: Any,
 ) -> AsyncIterator[SmallRun]:
     """Everything of a run, in this process but for a `pool` that is given."""
-    pool = pool or cast(DataPoolClient, LocalPool(pool_config(config)))
+    pool = pool or local_pool(config)
     engine, backend = FakeEngine(), backend or RecordingBackend()
     worker = Rollouts(pool, engine, **rollouts)
     engines = cast("list[EngineClient]", [engine])  # what is needed of one

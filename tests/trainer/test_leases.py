@@ -17,7 +17,7 @@ import ray
 
 from stepwell.backends.base import LossFn, TokenBatch
 from stepwell.config import RunConfig
-from stepwell.datapool import DataPoolClient, start_data_pool
+from stepwell.datapool import client_of, start_data_pool
 from stepwell.datapool.types import TRAIN, VAL
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import Task
@@ -154,7 +154,7 @@ async def test_a_process_that_stood_still_longer_than_a_lease_trains_every_promp
     config = config_of(tmp_path, mode)
     handle = start_data_pool(pool_config(config), name=uuid.uuid4().hex)
     try:
-        async with small_run(config, pool=DataPoolClient(handle)) as run:
+        async with small_run(config, pool=client_of([handle])) as run:
             async with aclosing(run.trainer.train(UPDATES)) as steps:
                 async for _ in steps:
                     time.sleep(LONG_S)  # noqa: ASYNC251 - that is the point

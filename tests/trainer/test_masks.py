@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.graph import Turn as GatewayTurn
 from stepwell.gateway.graph import TurnGraph
 from stepwell.gateway.render import ChatRenderer
@@ -518,12 +517,12 @@ def test_steps_hold_every_turn_once_and_extend_their_parents(
     assert [s.is_last for s in steps] == [False] * (len(steps) - 1) + [True] * bool(steps)
 
 
-def test_steps_of_messages_go_through_the_pool() -> None:
-    pool = DataPool(PoolConfig())
+async def test_steps_of_messages_go_through_the_pool() -> None:
     generator = mask_generator("auto", tokenizer("qwen3"))
     steps = to_steps(generator, THOUGHTFUL, trajectory_uid="t", prompt_uid="p", reward=1.0)
-    assert pool.submit_steps(steps, "sft", now=0.0) == ["accepted", "accepted"]
-    lease = pool.lease_batch(1, "sft", 1, now=1.0)
+    async with DataPoolClient.local() as pool:
+        assert await pool.submit_steps(steps, "sft") == ["accepted", "accepted"]
+        lease = await pool.lease_batch(1, "sft", 1)
     assert lease is not None
     assert [s.response_ids.tolist() for s in lease.steps] == [
         s.response_ids.tolist() for s in steps

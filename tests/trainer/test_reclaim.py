@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import ray
 
-from stepwell.datapool import DataPoolClient, PoolConfig, Step, start_data_pool
+from stepwell.datapool import DataPoolClient, PoolConfig, Step, client_of, start_data_pool
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import DataExhaustedError, PromptSource
 from stepwell.trainer.ledger import Ledger
@@ -19,7 +19,7 @@ from stepwell.trainer.rollout import Producer, WorkerHandle
 @pytest.fixture
 def pool(cluster: str) -> Any:
     handle = start_data_pool(PoolConfig(), name=uuid.uuid4().hex)
-    yield DataPoolClient(handle)
+    yield client_of([handle])
     ray.kill(handle)
 
 

@@ -16,7 +16,7 @@ from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import VersionNotKeptError
 from stepwell.backends.weights import WeightStore
 from stepwell.config import RunConfig
-from stepwell.datapool import DataPoolClient, Step
+from stepwell.datapool import Step
 from stepwell.trainer.guard import Sample, falls_below
 from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.progress import Progress
@@ -25,10 +25,9 @@ from stepwell.trainer.releases import Releases
 from stepwell.trainer.rollback_file import Answer, RollBackFile, wait_for
 from tests.trainer.small_run import (
     FakeEngine,
-    LocalPool,
     RecordingBackend,
     SmallRun,
-    pool_config,
+    local_pool,
     small_config,
     small_run,
 )
@@ -214,7 +213,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         config = small_config(folder, "publish.guard.n=16", "publish.guard.wait_s=20")
         self.folder = folder
-        self.pool = cast(DataPoolClient, LocalPool(pool_config(config)))
+        self.pool = local_pool(config)
         self.engines = [FakeEngine(), FakeEngine()]
         for name, engine in zip("ab", self.engines, strict=True):
             engine.url = f"http://{name}"

@@ -18,7 +18,7 @@ import pytest
 import ray
 import uvicorn
 
-from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
+from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_pool
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
@@ -147,7 +147,7 @@ class Rig:
 async def rig_in(folder: Path, outstanding: int = 16) -> AsyncIterator[Rig]:
     channel = ChannelConfig(max_outstanding_groups=outstanding)
     handle = start_data_pool(PoolConfig(channels={TRAIN: channel}), name=uuid.uuid4().hex)
-    pool, engine = DataPoolClient(handle), Machine()
+    pool, engine = client_of([handle]), Machine()
     await engine.start()
     gateway = Gateway(pool, engine)
     await gateway.start()

@@ -35,7 +35,7 @@ REPLIES = [
 def check_one_branch(world: World, n: int) -> None:
     """`n` steps of the trajectory t1 were stored, exact, each going on from the one before."""
     world.check_exact()
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, *range(n - 1)]
     assert {s.trajectory_uid for s in steps} == {"t1"}
     assert all("branch" not in s.metadata for s in steps)

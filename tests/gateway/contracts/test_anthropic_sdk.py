@@ -48,7 +48,7 @@ def call_text(expression: str) -> str:
 
 
 def check_one_branch(world: World, n: int) -> None:
-    steps = world.pool.stored()
+    steps = world.stored()
     assert [s.parent_index for s in steps] == [None, *range(n - 1)]
     world.check_exact()
 
@@ -66,7 +66,7 @@ async def test_create(world: World) -> None:
     assert message.content[0].type == "text"
     assert message.content[0].text == "naïve 東京 🦊"
     assert message.stop_reason == "end_turn"
-    (step,) = world.pool.stored()
+    (step,) = world.stored()
     assert message.usage.input_tokens == len(step.prompt_ids)
     assert message.usage.output_tokens == len(step.response_ids)
     assert step.metadata["sampling_params"]["temperature"] == 0.7
@@ -221,7 +221,7 @@ async def test_count_tokens(world: World) -> None:
         model="m", messages=HI, tools=[CALC], system="Be kind.", betas=["x"]
     )
     assert beta.input_tokens == counted.input_tokens
-    assert world.pool.stored() == []
+    assert world.stored() == []
     message = await client.messages.create(
         model="m", max_tokens=100, messages=HI, tools=[CALC], system="Be kind."
     )
@@ -241,7 +241,7 @@ async def test_plain_urls_group_calls_by_conversation(world: World, credentials:
     await client.messages.create(
         model="m", max_tokens=100, messages=[{"role": "user", "content": "A title, please."}]
     )
-    a, b, c = world.pool.stored()
+    a, b, c = world.stored()
     assert (a.trajectory_uid, b.parent_index) == (b.trajectory_uid, 0)
     assert c.trajectory_uid != a.trajectory_uid
 
@@ -294,7 +294,7 @@ async def test_a_retry_of_the_sdk_after_503_is_one_step(
 ) -> None:
     client = await connect(world, max_retries=2)
     world.say("the one and only")
-    world.pool.failures.append(failure)
+    world.port.failures.append(failure)
     options: dict[str, Any] = {"model": "m", "max_tokens": 100, "messages": HI}
     if stream:
         # Only the first event can still become a status; the failure comes behind it.
@@ -309,7 +309,7 @@ async def test_a_retry_of_the_sdk_after_503_is_one_step(
     assert message.content[0].type == "text"
     assert message.content[0].text == "the one and only"
     assert len(world.engine.requests) == 1
-    (step,) = world.pool.stored()
+    (step,) = world.stored()
     assert step.metadata["dialect"] == "anthropic_messages"
 
 
@@ -324,7 +324,7 @@ async def test_an_engine_that_fails_before_the_stream_begins_is_tried_again(
         message = await events.get_final_message()
     assert message.content[0].type == "text"
     assert message.content[0].text == "yes"
-    assert len(world.pool.stored()) == 1
+    assert len(world.stored()) == 1
 
 
 async def test_a_stream_that_nothing_comes_on_survives_its_pings(

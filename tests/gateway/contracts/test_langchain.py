@@ -75,7 +75,7 @@ async def test_a_loop_of_bound_tools_is_one_branch(
                 messages.append(await chosen.ainvoke(made))
     assert texts == ["I need both.", "", "It is 9.", "You are welcome 🙂"]
     check_one_branch(world, 4)
-    last = world.tokenizer.decode(world.pool.stored()[-1].prompt_ids.tolist())
+    last = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
     for result in ("calculator: 1 + 2", "lookup: three", "calculator: 3 * 3"):
         assert last.count(result) == 1
 
@@ -107,7 +107,7 @@ async def test_structured_output_is_asked_for_in_every_way(world: Any, method: s
     world.say(' {"value": 3}}\n</tool_call>' if method == "function_calling" else '{"value": 3}')
     agent = model(world).with_structured_output(Answer, method=method)
     assert await agent.ainvoke("1 + 2, as JSON?") == Answer(value=3)
-    [step] = world.pool.stored()
+    [step] = world.stored()
     if method == "function_calling":
         assert step.metadata["forced_tool"] == "Answer"
     else:

@@ -96,7 +96,7 @@ async def test_a_loop_of_tools_is_one_branch(
                 )
     assert texts == ["I need both.", "", "It is 9.", "You are welcome 🙂"]
     check_one_branch(world, 4)
-    last = world.tokenizer.decode(world.pool.stored()[-1].prompt_ids.tolist())
+    last = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
     for result in ("calculator: 1 + 2", "lookup: three", "calculator: 3 * 3"):
         assert last.count(result) == 1
 

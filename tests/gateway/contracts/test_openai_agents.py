@@ -89,7 +89,7 @@ async def test_a_run_with_tools_and_the_next_one_are_one_branch(
     result = await run(agent, again, stream)
     assert result.final_output == "Bye 🙂"
     check_one_branch(world, 5)
-    last = world.tokenizer.decode(world.pool.stored()[-1].prompt_ids.tolist())
+    last = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
     assert "1 + 2 is 3" in last
     assert "bye is a word" in last
 
@@ -134,7 +134,7 @@ async def test_a_handoff_is_a_branch_with_a_cause_and_both_sides_are_exact(
     result = await run(agent, "Who knows?", False)
     assert result.final_output == "I know."
     assert result.last_agent is expert
-    first, second = world.pool.stored()
+    first, second = world.stored()
     assert first.parent_index is second.parent_index is None
     assert second.metadata["branch"] in ("history_edited", "tools_changed")
     world.check_exact()

@@ -84,7 +84,7 @@ async def test_a_conversation_with_parallel_tool_calls_is_one_branch(
         "You are welcome 🙂",
     ]
     check_one_branch(world, 4)
-    last = world.tokenizer.decode(world.pool.stored()[-1].prompt_ids.tolist())
+    last = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
     assert last.count("<tool_response>") == 3
     assert last.count("Which one?") == (3 if thought else 0)
 
@@ -151,7 +151,7 @@ async def test_samples_with_log_probs_stream_into_the_sdks_accumulator(world: An
     for choice in final.choices:
         raw = b"".join(bytes(e.bytes) for e in choice.logprobs.content)
         assert raw.decode() == choice.message.content + "<|im_end|>"
-    n_sampled = sum(len(s.response_ids) for s in world.pool.stored())
+    n_sampled = sum(len(s.response_ids) for s in world.stored())
     assert final.usage.completion_tokens == n_sampled
     world.check_exact()
 
@@ -167,7 +167,7 @@ async def test_an_sdk_retry_is_one_step(worlds: Any, stream: bool) -> None:
         elif stream:
             continue  # the stream has begun by then; what a client does is its own affair
         else:
-            world.pool.failures = ["after"]
+            world.port.failures = ["after"]
         world.say(f"answer {i}")
         body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         if stream:
@@ -176,7 +176,7 @@ async def test_an_sdk_retry_is_one_step(worlds: Any, stream: bool) -> None:
         else:
             content = (await client.chat.completions.create(**body)).choices[0].message.content
         assert content == f"answer {i}"
-        [step] = world.pool.stored(f"t-{broken}")
+        [step] = world.stored(f"t-{broken}")
         assert world.tokenizer.decode(step.response_ids.tolist()) == f"answer {i}<|im_end|>"
     world.check_exact()
 
@@ -197,7 +197,7 @@ async def test_a_client_that_gives_up_on_a_stream_aborts_its_generation(world: A
             break
         await asyncio.sleep(0.01)
     assert len(world.engine.aborts) == 1
-    assert world.pool.stored() == []
+    assert world.stored() == []
 
 
 async def test_errors_are_the_sdks_own(world: Any) -> None:

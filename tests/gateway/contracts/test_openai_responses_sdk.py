@@ -131,7 +131,7 @@ async def test_a_stream_that_fails_raises(worlds: Any) -> None:
     with pytest.raises(openai.APIError) as e:
         [event async for event in stream]
     assert e.value.code in ("engine_unavailable", "engine_error")
-    assert not world.pool.stored()
+    assert not world.stored()
 
 
 async def test_what_cannot_be_honoured_is_a_bad_request(world: Any) -> None:

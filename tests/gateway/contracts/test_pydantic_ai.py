@@ -57,7 +57,7 @@ async def test_an_agent_with_tools_over_two_runs_is_one_branch(worlds: Any, stre
         history = result.all_messages()
     assert [o.strip() for o in outputs] == ["It is 9.", "You are welcome 🙂"]
     check_one_branch(world, 5)
-    last = world.tokenizer.decode(world.pool.stored()[-1].prompt_ids.tolist())
+    last = world.tokenizer.decode(world.stored()[-1].prompt_ids.tolist())
     assert last.count("<tool_response>") == 4
     assert last.count("Which one?") == 4
     assert len([e for e in heard if e.event_kind == "part_delta"]) >= 10 * stream
@@ -87,7 +87,7 @@ async def test_structured_output_is_a_required_call_or_a_format(world: Any, how:
         made = agent(world, output_type=NativeOutput(Answer))
     result = await made.run("1 + 2?")
     assert result.output == Answer(value=3)
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert step.metadata.get("forced_tool") == ("" if how == "tool" else None)
     assert step.metadata.get("constraint") == (None if how == "tool" else "json_schema")
     world.check_exact()
@@ -106,7 +106,7 @@ async def test_a_reply_that_fails_validation_is_asked_for_again_in_the_same_bran
 async def test_usage_is_that_of_the_steps(world: Any) -> None:
     world.say("fine")
     result = await agent(world).run("hi")
-    [step] = world.pool.stored()
+    [step] = world.stored()
     assert (result.usage.input_tokens, result.usage.output_tokens) == (
         len(step.prompt_ids),
         len(step.response_ids),
