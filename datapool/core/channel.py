@@ -610,6 +610,7 @@ class Channel:
     def _retire(self, group: GroupRecord, reason: str) -> None:
         """Drop a group; one that a consumer has, once it is handed back."""
         if group.prompt_uid not in self._leased:
+            group.retired = reason
             self._drop(group, reason)
         elif group.retired is None:
             group.retired = reason
@@ -1277,6 +1278,8 @@ class Channel:
         self._stop_timers(group, RETENTION)
         if self.log is not None:
             self.log.delete(group.rows)
+            if group.retired is not None:
+                self.log.scrub()
         self._remember(group.prompt_uid, how, closings)
         return n_steps
 

@@ -375,6 +375,8 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(trajectory_uid, tag)
+        if self.log is not None:
+            self.log.scrub()  # also what was acked before
         return found
 
     def advance_version(self, version: int, channel: str = TRAIN, *, now: float) -> None:

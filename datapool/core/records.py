@@ -104,6 +104,9 @@ class Log(Protocol):
     def put_state(self, key: str, value: bytes) -> None:
         """Remember the last value of `key`."""
 
+    def scrub(self) -> None:
+        """Erase the rows that were forgotten, so that nobody can read them any more."""
+
 
 @dataclass(slots=True, eq=False)
 class TrajectoryRecord:

@@ -63,7 +63,7 @@ from stepwell.datapool.remote.incarnation import Incarnation, Known, former_of, 
 from stepwell.datapool.remote.line import LineServer
 from stepwell.datapool.remote.turns import Numbering, Order, Turns
 from stepwell.datapool.selection import DryRun, Marks
-from stepwell.datapool.store.journal import FILE_NAME as JOURNAL_FILE
+from stepwell.datapool.store.folder import journal_exists
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, Step
@@ -203,7 +203,7 @@ class DataPoolActor:
                 logger.warning("DataPool restarted without a journal: what it held is gone")
         else:
             self._pool = DataPool(config, epoch=str(shard), life=f"{shard}.{uuid.uuid4().hex[:12]}")
-            if has_journal and not (folder / JOURNAL_FILE).exists():
+            if has_journal and not journal_exists(folder):
                 raise PoolReplacedError(
                     f"shard {shard} had its journal in {folder}, and on {socket.gethostname()} "
                     "there is none: what it acknowledged would be missing. Put the folder back, or "
@@ -229,7 +229,7 @@ class DataPoolActor:
     def _recover(self, folder: Path, restarted: bool) -> Journal:
         """Open the journal and make the pool what it says."""
         began = time.monotonic()
-        former = former_of(folder, JOURNAL_FILE)
+        former = former_of(folder, journal_exists(folder))
         journal = Journal(
             folder,
             "power" if self._pool.config.durability == "power" else "process",
@@ -1073,7 +1073,7 @@ def _check_shards(folder: Path, n_shards: int) -> None:
     try:
         if note.exists():
             before = next(iter(note.read_text().split()), "unknown")
-        elif (folder / JOURNAL_FILE).exists():
+        elif journal_exists(folder):
             before = "1"
         else:
             before = str(n_shards)

@@ -4,6 +4,7 @@ come again, and nothing that was generated is lost or generated for nothing."""
 from __future__ import annotations
 
 import asyncio
+import resource
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,6 @@ from stepwell.datapool.types import Step
 from tests.gateway.conftest import World
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
-ROOMY = 10**6
-"""Pages."""
 
 
 class ActorPool:
@@ -33,15 +32,18 @@ class ActorPool:
 
     @contextmanager
     def full_disk(self) -> Iterator[None]:
-        """SQLite takes no page more."""
+        """No file can grow beyond what the journal has."""
         assert self.actor._journal is not None
-        database = self.actor._journal._db
-        (used,) = database.execute("PRAGMA page_count").fetchone()
-        database.execute(f"PRAGMA max_page_count = {used}")
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.actor._journal.size_bytes, hard))
         try:
             yield
         finally:
-            database.execute(f"PRAGMA max_page_count = {ROOMY}")
+            self.free_disk()
+
+    def free_disk(self) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
     async def resume_trajectory(self, *arguments: Any, **options: Any) -> Any:
         return await self._roomy("resume_trajectory", *arguments, **options)
@@ -267,7 +269,7 @@ async def test_the_openai_client_gets_through_a_full_disk_by_itself(
 
     async def at_once(seconds: float) -> None:
         waits.append(seconds)
-        pool.actor._journal._db.execute(f"PRAGMA max_page_count = {ROOMY}")  # type: ignore[union-attr]
+        pool.free_disk()
 
     monkeypatch.setattr("openai._base_client.anyio.sleep", at_once)
     await ask(world, "/t1/p1/v1/register_trajectory", {})
