@@ -176,7 +176,7 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     trajectories: dict[str, TrajectoryRecord] = {}
     complete: list[TrajectoryRecord] = []
     """In the order of completion, which is the order they are served in."""
-    prompts: dict[bytes, tuple[bytes, int | None]] = {}
+    prompts: dict[bytes, tuple[memoryview, int | None]] = {}
     """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
     rows: array[int] = msgspec.field(default_factory=lambda: array("q"))
     """Rows of the log that are about this group; they go with it."""
