@@ -344,16 +344,39 @@ def _lay_out(
             tokens[packed.step_index] = array[: packed.header.n_tokens]
 
 
+class Extra(NamedTuple):
+    """What no index looks at."""
+
+    metadata: dict[str, Any]
+    finish_reason: FinishReason | None
+    version_spans: tuple[VersionSpan, ...]
+    multi_modal_data: dict[str, Any] | None
+    routed_experts: npt.NDArray[Any] | None
+
+
+def read_extra(packed: PackedStep) -> Extra:
+    """What a step holds besides its columns."""
+    payload, header = packed.payload, packed.header
+    n_columns = header.n_new + header.n_response * (2 if header.has_log_probs else 1)
+    extra = memoryview(payload)[_HEADER.size + 4 * n_columns :]
+    metadata, *more = _extra_decoder.decode(extra)
+    spans, multi_modal_data, routed_experts = more or ((), None, None)
+    return Extra(
+        metadata,
+        _REASONS[header.flags >> _REASON_SHIFT],
+        tuple(VersionSpan(*span) for span in spans) if spans else (),
+        multi_modal_data,
+        routed_experts,
+    )
+
+
 def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str) -> Step:
-    payload = packed.payload
-    n_prompt, n_new, n_response, flags, _, _ = _HEADER.unpack_from(payload)
-    offset = _HEADER.size + 4 * (n_new + n_response)
+    n_prompt, n_new, n_response, flags, _, _ = _HEADER.unpack_from(packed.payload)
     log_probs = None
     if flags & _LOG_PROBS:
-        log_probs = np.frombuffer(payload, np.float32, n_response, offset)
-        offset += 4 * n_response
-    metadata, *more = _extra_decoder.decode(memoryview(payload)[offset:])
-    spans, multi_modal_data, routed_experts = more or ((), None, None)
+        offset = _HEADER.size + 4 * (n_new + n_response)
+        log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
+    metadata, finish_reason, spans, multi_modal_data, routed_experts = read_extra(packed)
     return trusted_step(
         tokens[:n_prompt],
         tokens[n_prompt:],
@@ -365,9 +388,9 @@ def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_ui
         packed.is_last,
         metadata,
         log_probs,
-        _REASONS[flags >> _REASON_SHIFT],
+        finish_reason,
         packed.parent_index,
-        tuple(VersionSpan(*span) for span in spans) if spans else (),
+        spans,
         multi_modal_data,
         routed_experts,
     )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
-from stepwell.datapool.codec import PackedTrajectory, unpack
+from stepwell.datapool.codec import PackedTrajectory, read_extra, unpack
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.files.rows import ExportedTrajectory
@@ -260,12 +260,17 @@ def _step_rows(channel: Channel, pager: Pager, include_tokens: bool) -> Iterator
         version = chain[0].policy_version
         if not pager.admits_sums(reward, version, version):
             continue
-        packed = channel.payloads.read(chain)
+        packed = channel.payloads.read(chain if include_tokens else chain[:1])
         pager.spend(n_bytes=sum(len(step.payload) for step in packed))
-        step, *_ = unpack(PackedTrajectory(record.trajectory_uid, record.prompt_uid, packed))
-        if not pager.admits(finish_reason=step.finish_reason):
+        header, extra = packed[0].header, read_extra(packed[0])
+        if not pager.admits(finish_reason=extra.finish_reason):
             continue
-        log_probs = step.rollout_log_probs
+        columns: dict[str, Any] = {}
+        if include_tokens:
+            uids = record.trajectory_uid, record.prompt_uid
+            step, *_ = unpack(PackedTrajectory(*uids, packed))
+            for name in ("prompt_ids", "response_ids", "rollout_log_probs"):
+                columns[name] = _frozen(getattr(step, name))
         yield StepRow(
             trajectory_uid=record.trajectory_uid,
             prompt_uid=record.prompt_uid,
@@ -273,23 +278,21 @@ def _step_rows(channel: Channel, pager: Pager, include_tokens: bool) -> Iterator
             state=_state(record),
             group_state=found.group_state,
             policy_version=version,
-            version_spans=step.version_spans,
+            version_spans=extra.version_spans,
             reward=reward,
-            is_last=step.is_last or (record.is_complete and is_last),
-            parent_index=step.parent_index,
-            n_prompt=len(step.prompt_ids),
-            n_response=len(step.response_ids),
-            has_log_probs=log_probs is not None,
-            finish_reason=step.finish_reason,
-            metadata=step.metadata,
-            # Copies: a view would keep all of its buffer.
-            prompt_ids=_frozen(step.prompt_ids) if include_tokens else None,
-            response_ids=_frozen(step.response_ids) if include_tokens else None,
-            rollout_log_probs=_frozen(log_probs) if include_tokens else None,
+            is_last=packed[0].is_last or (record.is_complete and is_last),
+            parent_index=packed[0].parent_index,
+            n_prompt=header.n_prompt,
+            n_response=header.n_response,
+            has_log_probs=header.has_log_probs,
+            finish_reason=extra.finish_reason,
+            metadata=extra.metadata,
+            **columns,
         )
 
 
 def _frozen(column: Any) -> Any:
+    """A copy: a view would keep all of its buffer."""
     if column is not None:
         column = column.copy()
         column.flags.writeable = False
