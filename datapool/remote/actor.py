@@ -5,7 +5,8 @@
 
 Who has the bare Ray handle uses the documented methods below; all else goes through a
 `DataPoolClient`. Calls of one handle take effect in the order they were made, as those of any Ray
-actor: they run one by one. Only `fetch_batch` has threads of its own, since it may wait.
+actor: they run one by one. Only `fetch_batch` has threads of its own, since it may wait, and comes
+after what was called before it all the same.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ R = TypeVar("R")
 SHARDS_FILE = "shards"
 """In a journal_dir that several shards share: how many, and whether each has a journal."""
 WAITING = "waiting"
+FINDING = "finding"
+"""Clients do not wait behind bare handles' calls to be told where the pool is."""
 N_WAITING = 16
 """Bare handles' `fetch_batch` calls that may wait at a time."""
 
@@ -99,6 +102,7 @@ class DataPoolActor:
         settle_heap()
         return_large_blocks(1 << 18)
 
+    @ray.method(concurrency_group=FINDING)
     def door(self, from_node: str) -> Door:
         """Where clients on that node of the cluster reach this pool."""
         is_here = from_node == ray.get_runtime_context().get_node_id()
@@ -156,13 +160,17 @@ class DataPoolActor:
         Nothing takes them back if the consumer dies on the way; who cannot afford that leases.
         """
 
-        lease = self._run(
-            self._service.call(LeaseBatch(n_rollouts, channel, batch_size), timeout_s)
-        )
+        me: Any = ray.get_runtime_context().current_actor
+        ray.get(me.wait_for_earlier.remote())
+        op = LeaseBatch(n_rollouts, channel, batch_size)
+        lease = self._run(self._service.call(op, timeout_s))
         if not isinstance(lease, PackedLease):
             return None
         self._call(Ack(lease.lease_id))
         return Fetched(lease)
+
+    def wait_for_earlier(self) -> None:
+        """Return after every call that this actor was sent before: its turn comes after theirs."""
 
     def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
         """As `questions.GetStatistics`."""
