@@ -44,8 +44,8 @@ from benchmarks.pool.workload import (
 )
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.errors import LeaseExpiredError
-from stepwell.datapool.remote.actor import start_data_pool
 from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Lease, Step
 
 KILLS = 100
@@ -379,6 +379,6 @@ def _pool() -> Iterator[DataPoolClient]:
         )
         actor = start_data_pool(config, f"bench-crash-{Path(folder).name}")
         try:
-            yield DataPoolClient(actor)
+            yield client_of([actor])
         finally:
             ray.kill(actor)

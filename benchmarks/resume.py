@@ -333,18 +333,12 @@ def _settled(found: Audit) -> int:
 
 def _acked(folder: Path) -> int:
     """Groups of the train channel acked, or dropped as trained, by the pool's own journal."""
-    from stepwell.datapool.config import PoolConfig
-    from stepwell.datapool.core.pool import DataPool
-    from stepwell.datapool.store.journal import Journal
-    from stepwell.datapool.store.replay import restore
+    from stepwell.datapool.remote.client import DataPoolClient
 
-    journal = Journal(folder, "process")
-    try:
-        pool = DataPool(PoolConfig())
-        restore(pool, journal, journal.rows(), journal.states(), journal.read)
-        counts = pool.get_statistics("train", now=time.time())
-    finally:
-        journal.close()
-    groups = counts["groups"]
+    async def statistics() -> Any:
+        async with DataPoolClient.local(folder=folder) as pool:
+            return await pool.get_statistics("train")
+
+    groups = asyncio.run(statistics())["groups"]
     dropped = groups["drop_reasons"]
     return int(groups["acked"] + dropped.get(TRAINED, 0) + dropped.get(USED, 0))

@@ -23,8 +23,7 @@ import ray
 
 from benchmarks.pool.workload import GROUPS_PER_FETCH, ROLLOUTS, STEPS_PER_FETCH, Call
 from stepwell.datapool.config import Durability, PoolConfig
-from stepwell.datapool.remote.actor import start_data_pool
-from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Step
 
 
@@ -77,13 +76,12 @@ class Stepwell(System):
     async def start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
         folder = None if self.durability == "none" else Path(self._folder.name)
-        self.client = DataPoolClient(
-            await asyncio.to_thread(
-                start_data_pool,
-                PoolConfig(durability=self.durability, journal_dir=folder),
-                f"bench-{os.urandom(4).hex()}",
-            )
+        self._actor = await asyncio.to_thread(
+            start_data_pool,
+            PoolConfig(durability=self.durability, journal_dir=folder),
+            f"bench-{os.urandom(4).hex()}",
         )
+        self.client = client_of([self._actor])
 
     async def submit(self, calls: Sequence[Call]) -> None:
         await self.client.submit_steps([call.step() for call in calls])
@@ -100,10 +98,10 @@ class Stepwell(System):
         return [Call.of(step) for step in batch]
 
     async def pids(self) -> list[int]:
-        return [await pid_of(self.client.actor)]
+        return [await pid_of(self._actor)]
 
     async def stop(self) -> None:
-        ray.kill(self.client.actor)
+        ray.kill(self._actor)
         self._folder.cleanup()
 
 
