@@ -75,6 +75,11 @@ class SlimeSample:
     metadata: dict[str, Any] = field(default_factory=dict)
     """`prompt_uid`, `trajectory_uid`, `step_indices`, `source_name`."""
 
+    def get_reward_value(self, args: Any) -> float | None:
+        """The reward, as slime's functions ask for it; `args.reward_key` has no meaning here,
+        where rewards are numbers."""
+        return self.reward
+
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes, slime's too."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -10,8 +10,9 @@ Kills at random points, while producers and consumers work; nobody is told::
 A ledger here, outside the pool, knows what was sent, what was acknowledged and what came back. In
 the end every acknowledged step was served with equal content or (unfinished groups) is stored.
 
-Recovery: a pool is filled, killed and asked; `recovery_s` is the actor's own time to read its
-journal, `first_answer_s` is from the kill to the answer, most of it Ray starting a process.
+Recovery: pools of 100 k and 1 M small steps, and one of workload A, are filled, killed and asked.
+`recovery_s` is the actor's own time to read its journal, `first_answer_s` is from the kill to the
+answer, most of it Ray starting a process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,22 +33,28 @@ from typing import Any
 import psutil
 import ray
 
-from benchmarks.checks import BenchResult, Check
+from benchmarks.checks import BenchResult, Check, chosen_sections
 from benchmarks.pool.cluster import bench_cluster
 from benchmarks.pool.workload import (
     ROLLOUTS,
     STEPS_PER_GROUP,
     Call,
-    chunks,
     small_calls,
+    submit_all,
     workload_a,
 )
-from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.errors import LeaseExpiredError
-from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.start import client_of, start_data_pool
-from stepwell.datapool.types import Lease, Step
+from stepwell.datapool import (
+    ChannelConfig,
+    DataPoolClient,
+    Lease,
+    LeaseExpiredError,
+    PoolConfig,
+    Step,
+    client_of,
+    start_data_pool,
+)
 
+SECTIONS = ("kills", "recovery")
 KILLS = 100
 QUICK_KILLS = 5
 PRODUCERS = 12
@@ -58,7 +65,7 @@ RETRIES = 0.1
 ABANDONED = 0.05
 LEASE_S = 3.0
 BETWEEN_KILLS_S = (0.02, 0.6)
-SMALL_STEPS = 100_000
+SMALL_STEPS = (100_000, 1_000_000)
 WORKLOAD_A_STEPS = 20_000
 QUICK_STEPS = 1_280
 RECOVERY_S = 5.0
@@ -120,20 +127,28 @@ class _Lives:
     recovery_s: list[float] = field(default_factory=list)
 
 
-async def run(*, kills: int = KILLS, quick: bool = False) -> BenchResult:
-    """All of it. A quick run has few kills and no bound on recovery."""
+async def run(*, kills: int = KILLS, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
+    """Both sections, or those named in `only`. A quick run has few kills and no bound on recovery.
+
+    Raises:
+        ConfigError: `only` names no section.
+    """
+    wanted = chosen_sections(only, SECTIONS)
     kills = min(kills, QUICK_KILLS) if quick else kills
-    small, large = (QUICK_STEPS, QUICK_STEPS) if quick else (SMALL_STEPS, WORKLOAD_A_STEPS)
+    small, large = ((QUICK_STEPS,), QUICK_STEPS) if quick else (SMALL_STEPS, WORKLOAD_A_STEPS)
+    result = BenchResult()
     # Ray tells of every death on stdout, where the result goes.
     with redirect_stdout(sys.stderr), bench_cluster():
-        result = await _killed_under_load(kills)
-        rows = [
-            await _recovery("small steps", small, small_calls),
-            await _recovery("workload A", large, workload_a),
-        ]
-    if not quick:
-        result.checks["recovery_s"] = Check(rows[0]["recovery_s"], RECOVERY_S)
-    result.figures["recovery"] = rows
+        if "kills" in wanted:
+            result = await _killed_under_load(kills)
+        if "recovery" in wanted:
+            rows = [await _recovery("small steps", steps, small_calls) for steps in small]
+            if not quick:
+                for row in rows:
+                    name = f"recovery_s_at_{row['steps']}"
+                    result.checks[name] = Check(row["recovery_s"], RECOVERY_S)
+            rows.append(await _recovery("workload A", large, workload_a))
+            result.figures["recovery"] = rows
     return result
 
 
@@ -345,15 +360,11 @@ async def _recovery(
     """Fill a pool, kill it, ask it."""
     n_groups = -(-steps // STEPS_PER_GROUP)
     with _pool() as client:
-        waiting = chunks(calls(n_groups, "stored"), STEPS_PER_SUBMIT)
 
-        async def produce() -> None:
-            for chunk in waiting:
-                await client.submit_steps([call.step() for call in chunk])
+        async def submit(chunk: list[Call]) -> None:
+            await client.submit_steps([call.step() for call in chunk])
 
-        async with asyncio.TaskGroup() as tasks:
-            for _ in range(SUBMITS_IN_FLIGHT):
-                tasks.create_task(produce())
+        await submit_all(submit, calls(n_groups, "stored"), STEPS_PER_SUBMIT, SUBMITS_IN_FLIGHT)
         before = await client.describe()
         _, first_answer_s, recovery_s = await _kill_once(client, before["pid"])
         counts = await client.get_statistics("train")

@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
 from stepwell.datapool.types import (
     FinishReason,
@@ -46,6 +47,9 @@ from stepwell.datapool.types import (
 
 _HEADER = Struct("<6I")
 _N_TOKENS = Struct("<I4xI")
+_SPILLED_BYTES = _HEADER.size + 5
+"""A header and a number below 10^12. A payload has one more at least: a token, and what is extra.
+"""
 
 
 class Header(NamedTuple):
@@ -135,9 +139,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     prompt: bytes | None
     """The whole prompt, int32; None with a base."""
     payload: bytes
-    """See the module; its header only, if it is spilled."""
-    row: int = 0
-    """Of the journal, if it is spilled."""
+    """See the module; if it is spilled, its header and the row of the journal."""
 
     @property
     def header(self) -> Header:
@@ -157,11 +159,18 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_spilled(self) -> bool:
-        """Whether the journal alone has the payload, in `row`; its header is here, too."""
-        return len(self.payload) <= _HEADER.size
+        """Whether the journal alone has the payload."""
+        return len(self.payload) <= _SPILLED_BYTES
+
+    @property
+    def row(self) -> int:
+        """Of the journal, if it is spilled."""
+        return int.from_bytes(self.payload[_HEADER.size :], "little")
 
     def spill(self, row: int) -> None:
-        self.payload, self.row = self.payload[: _HEADER.size], row
+        """Leave the payload to the journal."""
+        number = row.to_bytes(_SPILLED_BYTES - _HEADER.size, "little")
+        self.payload = self.payload[: _HEADER.size] + number
 
 
 class Tokens(NamedTuple):
@@ -328,25 +337,46 @@ def _lay_out(
     leaf: PackedStep, by_index: Mapping[int, PackedStep], tokens: dict[int, TokenIds]
 ) -> None:
     """The tokens of a chain, from its leaf, in one array; each step of it sees its part."""
-    chain = [leaf]
-    while (base := chain[-1].base) is not None:
-        chain.append(by_index[base])
+    chain = path_to_root(leaf, lambda p: None if p.base is None else by_index[p.base])
     array = np.frombuffer(chain_tokens(chain), np.int32)
     for packed in chain:
         if packed.step_index not in tokens:
             tokens[packed.step_index] = array[: packed.header.n_tokens]
 
 
+class Extra(NamedTuple):
+    """What no index looks at."""
+
+    metadata: dict[str, Any]
+    finish_reason: FinishReason | None
+    version_spans: tuple[VersionSpan, ...]
+    multi_modal_data: dict[str, Any] | None
+    routed_experts: npt.NDArray[Any] | None
+
+
+def read_extra(packed: PackedStep) -> Extra:
+    """What a step holds besides its columns."""
+    payload, header = packed.payload, packed.header
+    n_columns = header.n_new + header.n_response * (2 if header.has_log_probs else 1)
+    extra = memoryview(payload)[_HEADER.size + 4 * n_columns :]
+    metadata, *more = _extra_decoder.decode(extra)
+    spans, multi_modal_data, routed_experts = more or ((), None, None)
+    return Extra(
+        metadata,
+        _REASONS[header.flags >> _REASON_SHIFT],
+        tuple(VersionSpan(*span) for span in spans) if spans else (),
+        multi_modal_data,
+        routed_experts,
+    )
+
+
 def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str) -> Step:
-    payload = packed.payload
-    n_prompt, n_new, n_response, flags, _, _ = _HEADER.unpack_from(payload)
-    offset = _HEADER.size + 4 * (n_new + n_response)
+    n_prompt, n_new, n_response, flags, _, _ = _HEADER.unpack_from(packed.payload)
     log_probs = None
     if flags & _LOG_PROBS:
-        log_probs = np.frombuffer(payload, np.float32, n_response, offset)
-        offset += 4 * n_response
-    metadata, *more = _extra_decoder.decode(memoryview(payload)[offset:])
-    spans, multi_modal_data, routed_experts = more or ((), None, None)
+        offset = _HEADER.size + 4 * (n_new + n_response)
+        log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
+    metadata, finish_reason, spans, multi_modal_data, routed_experts = read_extra(packed)
     return trusted_step(
         tokens[:n_prompt],
         tokens[n_prompt:],
@@ -358,9 +388,9 @@ def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_ui
         packed.is_last,
         metadata,
         log_probs,
-        _REASONS[flags >> _REASON_SHIFT],
+        finish_reason,
         packed.parent_index,
-        tuple(VersionSpan(*span) for span in spans) if spans else (),
+        spans,
         multi_modal_data,
         routed_experts,
     )

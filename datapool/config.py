@@ -17,7 +17,7 @@ class _Section(BaseModel):
 
 
 class SelectionConfig(_Section):
-    """Which ready groups of a channel are served, and in what order (`selection.py`)."""
+    """Which ready groups of a channel are served, and in what order (`selection/`)."""
 
     order: str = "fifo"
     """`fifo` (by readiness), `freshest`, `highest_reward_std`, or the dotted path of a function

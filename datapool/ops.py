@@ -54,9 +54,10 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
         return cls(type(error).__name__, str(error))
 
     def error(self) -> DataPoolError:
-        found = getattr(errors, self.kind, DataPoolError)
-        error: DataPoolError = found(self.message)
-        return error
+        found = getattr(errors, self.kind, None)
+        if isinstance(found, type) and issubclass(found, DataPoolError):
+            return found(self.message)
+        return DataPoolError(self.message)
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True):

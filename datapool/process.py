@@ -25,6 +25,7 @@ third of the gateway's CPU time. A walk through 50,000 young objects takes 12 to
 call goes on."""
 
 M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 """mallopt(3)."""
 TRIM_S = 10.0
 """A trim takes 5 to 10 ms in a heap of 400 MB, while which allocations wait; rarer ones longer."""
@@ -73,11 +74,13 @@ def return_large_blocks(n_bytes: int) -> None:
 
 def return_free_pages() -> None:
     """Give free pages between smaller blocks back every `TRIM_S` seconds: a heap keeps the size of
-    its busiest moment, and the longer a process runs the busier that was. Elsewhere than on glibc:
-    nothing.
+    its busiest moment, and the longer a process runs the busier that was. One heap for all threads
+    from now on: with one for each, what a thread of the tokeniser takes stands between the holes
+    that the event loop's calls leave. Elsewhere than on glibc: nothing.
     """
     if (libc := _glibc()) is None:
         return
+    libc.mallopt(M_ARENA_MAX, 1)
 
     def trim() -> None:
         while True:

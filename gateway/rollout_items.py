@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import FinishReason, Group, Step, Trajectory
 from stepwell.gateway.errors import RequestError
@@ -272,9 +273,7 @@ def rows(steps: Sequence[Step]) -> list[Row]:
     owned: set[int] = set()
     made = []
     for leaf in sorted((s for s in steps if s.step_index not in inner), key=_index, reverse=True):
-        chain = [leaf]
-        while (parent := parents[chain[-1].step_index]) is not None:
-            chain.append(parent)
+        chain = path_to_root(leaf, lambda step: parents[step.step_index])
         made.append(_row(chain[::-1], owned))
         owned.update(map(_index, chain))
     return made

@@ -12,7 +12,7 @@ A buffer filter has the signature of slime's `--buffer-filter-path`::
 What it returns is handed out; what it only takes out of `buffer` is given up, and counted; what it
 leaves there stays. An answer with fewer, or none, is filled up from the data set. Where slime's
 buffer holds groups of samples, this one holds prompts: the tokens of an interrupted rollout are
-with the gateway. (The pool has filters of finished groups: `datapool/selection.py`.)
+with the gateway. (The pool has filters of finished groups: `datapool/selection`.)
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ pool's `max_outstanding_groups` is the brake.
 
 Owns the credit, the channel's settings that follow from the mode, and the filter of scored groups.
 Does not own: issuing groups (`rollout.py`), scoring (`scoring.py`), the rules themselves
-(`datapool/selection.py`). Pure but for `Pace`'s event. Loads no torch.
+(`datapool/selection`). Pure but for `Pace`'s event. Loads no torch.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class GroupFilter:
 
 
 def group_info(group: Group) -> GroupInfo:
-    """A leased group as a filter of `datapool/selection.py` sees it."""
+    """A leased group as a filter of `datapool/selection` sees it."""
     return GroupInfo(
         prompt_uid=group.prompt_uid,
         channel=TRAIN,

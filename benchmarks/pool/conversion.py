@@ -26,8 +26,8 @@ from benchmarks.pool.workload import GROUPS_PER_FETCH, VOCABULARY, chunks, workl
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.rows import micro_batches
 from stepwell.backends.torch_backend import TorchBackend, TorchBatch
+from stepwell.datapool import Step
 from stepwell.datapool.process import settle_heap
-from stepwell.datapool.types import Step
 
 
 @dataclass(frozen=True, slots=True)

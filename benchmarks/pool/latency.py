@@ -6,7 +6,6 @@ back as many small steps as it leases: the sizes stay. Medians.
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,10 +21,10 @@ from benchmarks.pool.workload import (
     STEPS_PER_GROUP,
     chunks,
     small_calls,
+    submit_all,
 )
+from stepwell.datapool import DataPoolClient, Step
 from stepwell.datapool.process import settle_heap
-from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.types import Step
 
 STEPS_PER_SUBMIT = 16
 FILL_STEPS_PER_SUBMIT = 512
@@ -79,18 +78,9 @@ async def latency_by_size(sizes: Sequence[int], turns: int) -> list[PoolOfSize]:
 
 
 async def _fill(pool: PoolOfSize) -> None:
-    client = pool.system.client
     calls = small_calls(-(-pool.stored // STEPS_PER_GROUP), "stored")
-    waiting = chunks(calls, FILL_STEPS_PER_SUBMIT)
-
-    async def produce() -> None:
-        for chunk in waiting:
-            await client.submit_steps([call.step() for call in chunk])
-
     began = time.perf_counter()
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(FILL_IN_FLIGHT):
-            tasks.create_task(produce())
+    await submit_all(pool.system.submit, calls, FILL_STEPS_PER_SUBMIT, FILL_IN_FLIGHT)
     pool.fill_steps_per_s = pool.stored / (time.perf_counter() - began)
     (pid,) = await pool.system.pids()
     pool.rss_bytes = psutil.Process(pid).memory_info().rss

@@ -1,4 +1,4 @@
-"""Steps/s end to end, and memory per stored step, on workload A.
+"""Steps/s end to end, memory per stored step and bytes written per acked step, on workload A.
 
     producers ── 16 or 1 a submit, 1 .. 64 in flight ──► system ──128 steps a fetch──► consumer
     └──────────── one process, one event loop; first submit to last fetched step ─────────────┘
@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 
@@ -30,7 +30,7 @@ from benchmarks.pool.workload import (
     STEPS_PER_GROUP,
     Call,
     check_exact,
-    chunks,
+    submit_all,
     workload_a,
 )
 from stepwell.datapool.process import settle_heap
@@ -60,6 +60,7 @@ MODES = (ONE_AT_A_TIME, PIPELINED, ONE_BY_ONE, CONCURRENT)
 
 Rates = dict[str, dict[str, list[float]]]
 """System -> mode -> steps/s, one per round."""
+Timed: TypeAlias = tuple[System, Mode]
 
 
 @asynccontextmanager
@@ -91,13 +92,7 @@ async def steps_per_s(system: System, calls: Sequence[Call], mode: Mode) -> floa
     Raises:
         RuntimeError: it is not exactly what was submitted.
     """
-    waiting = chunks(calls, mode.per_submit)
     fetched: list[Any] = []
-
-    async def produce() -> None:
-        for chunk in waiting:
-            await system.submit(chunk)
-
     fetches = iter(range(len(calls) // STEPS_PER_FETCH))
 
     async def consume() -> None:
@@ -111,8 +106,7 @@ async def steps_per_s(system: System, calls: Sequence[Call], mode: Mode) -> floa
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(mode.fetches, system.max_fetches)):
             tasks.create_task(consume())
-        for _ in range(mode.in_flight):
-            tasks.create_task(produce())
+        tasks.create_task(submit_all(system.submit, calls, mode.per_submit, mode.in_flight))
     elapsed = time.perf_counter() - began
     check_exact(calls, [call for batch in fetched for call in system.unpack(batch)])
     await system.drained()
@@ -124,7 +118,7 @@ def median(rates: Rates, system: System, mode: Mode) -> float:
     return statistics.median(rates[system.name][mode.name])
 
 
-def ratio(rates: Rates, of: tuple[System, Mode], to: tuple[System, Mode]) -> float:
+def ratio(rates: Rates, of: Timed, to: Timed) -> float:
     """Median over the rounds of one rate by another of the same round."""
     above, below = (rates[system.name][mode.name] for system, mode in (of, to))
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
@@ -144,23 +138,45 @@ async def memory(system: System, steps: int) -> Memory:
     never held more than a batch: memory it had freed would be used again."""
     pids = await system.pids()
     before = _memory(pids)
-    calls = list(workload_a(steps // STEPS_PER_GROUP, "stored"))
-    waiting = chunks(calls, PIPELINED.per_submit)
-
-    async def produce() -> None:
-        for chunk in waiting:
-            await system.submit(chunk)
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(PIPELINED.in_flight):
-            tasks.create_task(produce())
+    calls = await _store(system, steps, "stored")
     after = _memory(pids)
-    fetched = [system.unpack(await system.fetch()) for _ in range(steps // STEPS_PER_FETCH)]
-    check_exact(calls, [call for batch in fetched for call in batch])
-    await system.drained()
+    await _fetch_all(system, calls)
     return Memory((after.rss - before.rss) / steps, (after.private - before.private) / steps)
 
 
 def _memory(pids: Sequence[int]) -> Memory:
     full = [psutil.Process(pid).memory_full_info() for pid in pids]
     return Memory(sum(m.rss for m in full), sum(m.uss for m in full))
+
+
+async def bytes_written_by_acks(system: System, steps: int, settle_s: float) -> float:
+    """Bytes that the store's processes write, to disk or to a socket, per step that is leased and
+    acked: of `steps` (a multiple of 128) of workload A that are stored.
+
+    Args:
+        settle_s: longer than the store takes to write what it has put off; waited for before the
+            first lease and after the last ack.
+    """
+    calls = await _store(system, steps, "acked")
+    await asyncio.sleep(settle_s)
+    before = await _written(system)
+    await _fetch_all(system, calls)
+    await asyncio.sleep(settle_s)
+    return (await _written(system) - before) / steps
+
+
+async def _written(system: System) -> int:
+    # Not `write_bytes`, which misses pages that are written again before the disk has them.
+    return sum(psutil.Process(pid).io_counters().write_chars for pid in await system.pids())
+
+
+async def _store(system: System, steps: int, name: str) -> list[Call]:
+    calls = list(workload_a(steps // STEPS_PER_GROUP, name))
+    await submit_all(system.submit, calls, PIPELINED.per_submit, PIPELINED.in_flight)
+    return calls
+
+
+async def _fetch_all(system: System, calls: Sequence[Call]) -> None:
+    fetched = [system.unpack(await system.fetch()) for _ in range(len(calls) // STEPS_PER_FETCH)]
+    check_exact(calls, [call for batch in fetched for call in batch])
+    await system.drained()

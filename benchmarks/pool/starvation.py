@@ -28,9 +28,7 @@ from benchmarks.checks import BenchResult, Check
 from benchmarks.pool.cluster import bench_cluster
 from benchmarks.pool.systems import pid_of
 from benchmarks.pool.workload import ROLLOUTS, Call, small_calls
-from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.datapool.remote.start import client_of, start_data_pool
+from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_pool
 
 GROUPS = 10_000
 QUICK_GROUPS = 120

@@ -22,9 +22,8 @@ import numpy.typing as npt
 import ray
 
 from benchmarks.pool.workload import GROUPS_PER_FETCH, ROLLOUTS, STEPS_PER_FETCH, Call
-from stepwell.datapool.config import Durability, PoolConfig
-from stepwell.datapool.remote.start import client_of, start_data_pool
-from stepwell.datapool.types import Step
+from stepwell.datapool import PoolConfig, Step, connect, start_shards
+from stepwell.datapool.config import Durability
 
 
 class System(ABC):
@@ -67,27 +66,28 @@ async def pid_of(actor: Any) -> int:
 
 
 class Stepwell(System):
-    """The DataPool through `DataPoolClient`, at one level of durability."""
+    """The DataPool through its client, at one level of durability."""
 
-    def __init__(self, durability: Durability) -> None:
-        self.name = f"Stepwell ({durability})"
+    def __init__(self, durability: Durability, shards: int = 1) -> None:
+        self.name = f"Stepwell ({durability})" + (f", {shards} shards" if shards > 1 else "")
         self.durability = durability
+        self._shards = shards
 
     async def start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
         folder = None if self.durability == "none" else Path(self._folder.name)
-        self._actor = await asyncio.to_thread(
-            start_data_pool,
-            PoolConfig(durability=self.durability, journal_dir=folder),
-            f"bench-{os.urandom(4).hex()}",
-        )
-        self.client = client_of([self._actor])
+        config = PoolConfig(durability=self.durability, journal_dir=folder, shards=self._shards)
+        name = f"bench-{os.urandom(4).hex()}"
+        self._actors: list[Any] = await asyncio.to_thread(start_shards, config, name)
+        self.client = await asyncio.to_thread(connect, name)
+        self._submit_steps: Any = self.client.submit_steps
+        self._fetch_batch: Any = self.client.fetch_batch
 
     async def submit(self, calls: Sequence[Call]) -> None:
-        await self.client.submit_steps([call.step() for call in calls])
+        await self._submit_steps([call.step() for call in calls])
 
     async def fetch(self) -> list[Step]:
-        steps = await self.client.fetch_batch(
+        steps: list[Step] | None = await self._fetch_batch(
             n_rollouts=ROLLOUTS, batch_size=GROUPS_PER_FETCH, timeout_s=None
         )
         if steps is None:
@@ -98,11 +98,26 @@ class Stepwell(System):
         return [Call.of(step) for step in batch]
 
     async def pids(self) -> list[int]:
-        return [await pid_of(self._actor)]
+        return [await pid_of(actor) for actor in self._actors]
 
     async def stop(self) -> None:
-        ray.kill(self._actor)
+        for actor in self._actors:
+            ray.kill(actor)
         self._folder.cleanup()
+
+
+class BareHandle(Stepwell):
+    """The DataPool through the documented methods of its Ray handle, without a client."""
+
+    def __init__(self) -> None:
+        super().__init__("process")
+        self.name += ", bare handle"
+
+    async def start(self) -> None:
+        await super().start()
+        (actor,) = self._actors
+        self._submit_steps = actor.submit_steps.remote
+        self._fetch_batch = actor.fetch_batch.remote
 
 
 Packed: TypeAlias = tuple[

@@ -12,15 +12,16 @@ Nothing here knows of any store: what a `Call` is turned into is inside each sys
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
 
-from stepwell.datapool.types import Step
+from stepwell.datapool import Step
 
 T = TypeVar("T")
 
@@ -144,6 +145,24 @@ def chunks(items: Iterator[T] | Sequence[T], size: int) -> Iterator[list[T]]:
     iterator = iter(items)
     while chunk := list(islice(iterator, size)):
         yield chunk
+
+
+async def submit_all(
+    submit: Callable[[list[Call]], Awaitable[object]],
+    calls: Iterator[Call] | Sequence[Call],
+    per_submit: int,
+    in_flight: int,
+) -> None:
+    """`calls` to `submit`, `per_submit` a call of it, with `in_flight` calls under way."""
+    waiting = chunks(calls, per_submit)
+
+    async def produce() -> None:
+        for chunk in waiting:
+            await submit(chunk)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(in_flight):
+            tasks.create_task(produce())
 
 
 def check_exact(sent: Sequence[Call], received: Sequence[Call]) -> None:

@@ -277,8 +277,8 @@ class Channel(Serving):
             if self._is_same(record, stored, step):
                 return "duplicate"
             raise StepConflictError(
-                f"{self._name(uid, step)} is already stored with other content; give every call "
-                "its own step_index"
+                f"step {uid!r}[{step.step_index}] is already stored in channel {self.name!r} with "
+                "other content; give every call its own step_index"
             )
         if record.closing is not None:
             return "late"
@@ -313,19 +313,20 @@ class Channel(Serving):
         self._put(group, record, step, number)
 
     def _put(
-        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, row: int
+        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, row: int | None
     ) -> None:
         record.put(step)
         self.payloads.put(step, row)
         self.counts.tokens += step.n_tokens
         self.counts.steps.stored += 1
         self._touch(group)
-        if record.last_index is not None and len(record.steps) == record.max_index + 1:
+        last = record.steps[-1]
+        if last.is_last and len(record.steps) == last.step_index + 1:
             before = group.complete[-1].closing if group.complete else None
             closing = Closing(record.prompt_uid, "is_last")
             self._complete(record, before if before is not None and before == closing else closing)
 
-    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int]:
+    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int | None]:
         """The group's own copy of a root's prompt, and the row that holds it."""
         kept = group.prompts.get(prompt)
         if kept is None:

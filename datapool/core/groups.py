@@ -79,6 +79,7 @@ class Groups:
         self.changed = False
         """The counts changed since they were last written down."""
         self.replaying = False
+        """Nothing is judged, refused, dropped or told of."""
         self.selection = Selection(config.selection)
         self._tell = notice
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
@@ -139,11 +140,11 @@ class Groups:
 
     def _write(
         self, group: GroupRecord, record: msgspec.Struct, payload: bytes | None = None
-    ) -> int:
+    ) -> int | None:
         """A change of a live group; its row."""
         self.changed = True
         if self.log is None:
-            return 0
+            return None
         row = rows.write(self.log, self.name, record, self.now, group.number, payload)
         group.rows.append(row)
         return row
@@ -308,18 +309,18 @@ class Groups:
     def _remember(self, closed: GroupClosed) -> None:
         """Leave behind how a group and its trajectories were closed."""
         self.changed = True
-        row = 0
+        row = None
         if self.log is not None:
             row = rows.write(self.log, self.name, closed, self.now, 0, None)
         self.recall(closed, row)
 
-    def recall(self, closed: GroupClosed, row: int) -> None:
+    def recall(self, closed: GroupClosed, row: int | None) -> None:
         """Remember closed uids, as far as the memory for them reaches."""
         for uid, closing in closed.closings.items():
             self._closed_trajectories.put(uid, closing)
         if closed.how is not None:
             self._closed_groups.put(closed.prompt_uid, closed.how)
-        if row:
+        if row is not None:
             self._closed_rows.append(row)
         if self.log is not None and len(self._closed_rows) > self._remembered_uids:
             self.log.delete([self._closed_rows.popleft()])

@@ -121,7 +121,7 @@ class LeaseBook:
         counts.ended[how] += 1
         if reason is not None:
             count_reason(counts.nack_reasons, reason)
-        ended, row = LeaseEnded(lease_id, how), 0
+        ended, row = LeaseEnded(lease_id, how), None
         if self.log is not None:
             self.log.delete([lease.row])
             row = write(self.log, POOL, ended, now, 0, None)
@@ -161,9 +161,9 @@ class LeaseBook:
             self._requests[lease.request_id] = lease.lease_id
         self.expiries.set(lease.lease_id, lease.expires_at)
 
-    def restore_ended(self, ended: LeaseEnded, row: int) -> None:
+    def restore_ended(self, ended: LeaseEnded, row: int | None) -> None:
         self._ended.put(ended.lease_id, ended.how)
-        if row:
+        if row is not None:
             self._ended_rows.append(row)
         if self.log is not None and len(self._ended_rows) > self._remembered:
             self.log.delete([self._ended_rows.popleft()])

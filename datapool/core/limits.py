@@ -32,27 +32,28 @@ class Limits(Groups):
         """How much of each limit that `OpenGroup` waits for is used."""
         return Credit(self._used(), op.prompt_uid in self.prompt_groups, self.counts.shut_down)
 
-    def _used(self) -> dict[str, tuple[int, int]]:
-        """By limit, in the order in which they are looked at: how much of it is used, and what it
-        is. What is not limited is missing."""
+    def _used(self, freed: int = 0) -> dict[str, tuple[int, int]]:
+        """By limit, in the order in which they are looked at: how much of it is used, once so many
+        more groups are dropped, and what it is. What is not limited is missing."""
         config, counts = self.config, self.counts
         used: dict[str, tuple[int, int]] = {}
         if config.max_outstanding_groups is not None:
-            outstanding = len(self._open) + self.n_ready - len(self._held)
+            outstanding = len(self._open) + self.n_ready - len(self._held) - freed
             used["max_outstanding_groups"] = outstanding, config.max_outstanding_groups
         if config.max_ahead_versions is not None and config.groups_per_version is not None:
             versions = counts.version - (counts.first_version or 0) + 1 + config.max_ahead_versions
-            started = counts.groups.submitted - counts.groups.dropped
+            started = counts.groups.submitted - counts.groups.dropped - freed
             used["max_ahead_versions"] = started, versions * config.groups_per_version
         if config.overflow == "block" and config.max_queue_size is not None:
-            used[MAX_QUEUE_SIZE] = self.n_ready, config.max_queue_size
+            used[MAX_QUEUE_SIZE] = self.n_ready - freed, config.max_queue_size
         if config.overflow == "block" and config.max_bytes is not None:
             used[MAX_BYTES] = self.memory_bytes, config.max_bytes
         return used
 
-    def _no_credit(self) -> str | None:
-        """Why `OpenGroup` has to wait; None if it would be admitted now."""
-        for name, (used, limit) in self._used().items():
+    def _no_credit(self, freed: int = 0) -> str | None:
+        """Why `OpenGroup` has to wait; None if it would be admitted now, or once so many more
+        groups are dropped."""
+        for name, (used, limit) in self._used(freed).items():
             if used >= limit:
                 return self._describe(name, used, limit)
         return None
@@ -87,10 +88,9 @@ class Limits(Groups):
         if (full := self._no_room()) is not None:
             raise PoolFullError(f"channel {self.name!r} {full}; try again once something is leased")
 
-    @property
-    def more_may_come(self) -> bool:
-        """Whether another group may still become ready."""
-        return bool(self._open) or not (self.counts.shut_down or self._no_credit())
+    def more_may_come(self, n_dropped: int = 0) -> bool:
+        """Whether another group may still become ready, or could after so many drops."""
+        return bool(self._open) or not (self.counts.shut_down or self._no_credit(n_dropped))
 
     def advance_version(self, op: AdvanceVersion) -> None:
         """Versions never go back."""

@@ -28,10 +28,10 @@ class Payloads:
         self._unwritten: list[tuple[PackedStep, int]] = []
         """Steps that came in since the log was last flushed, and their rows."""
 
-    def put(self, step: PackedStep, row: int) -> None:
-        """A step is stored now, and in this row of the log (0: in none)."""
+    def put(self, step: PackedStep, row: int | None) -> None:
+        """A step is stored now, and in this row of the log."""
         self.memory_bytes += len(step.payload)
-        if row:
+        if row is not None:
             self._unwritten.append((step, row))
 
     def release(self, steps: Sequence[PackedStep]) -> None:
@@ -53,7 +53,7 @@ class Payloads:
             if self.load is None:
                 raise JournalError(f"row {spilled[0].row} cannot be read: the pool has no journal")
             for step, payload in zip(spilled, self.load([s.row for s in spilled]), strict=True):
-                step.payload, step.row = payload, 0
+                step.payload = payload
         return copies
 
     def written(self, limit: int | None) -> None:

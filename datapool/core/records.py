@@ -99,10 +99,11 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
 
     def put(self, step: PackedStep) -> None:
         """A step that is not stored yet."""
-        if step.step_index > self.max_index:
-            self.steps.append(step)
+        steps = self.steps
+        if not steps or step.step_index > steps[-1].step_index:
+            steps.append(step)
         else:
-            self.steps.insert(bisect_left(self.steps, step.step_index, key=_INDEX), step)
+            steps.insert(bisect_left(steps, step.step_index, key=_INDEX), step)
 
     def step_reward(self, index: int) -> float | None:
         """The step's own reward, without the outcome."""
@@ -175,7 +176,7 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     trajectories: dict[str, TrajectoryRecord] = {}
     complete: list[TrajectoryRecord] = []
     """In the order of completion, which is the order they are served in."""
-    prompts: dict[bytes, tuple[bytes, int]] = {}
+    prompts: dict[bytes, tuple[bytes, int | None]] = {}
     """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
     rows: array[int] = msgspec.field(default_factory=lambda: array("q"))
     """Rows of the log that are about this group; they go with it."""

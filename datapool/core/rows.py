@@ -17,7 +17,7 @@ where they are kept (`store/journal.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -127,14 +127,6 @@ class LeaseEnded(_Record, frozen=True, array_like=True, gc=False):
     how: LeaseEnd
 
 
-class Head(NamedTuple):
-    """What a row tells beside its payload."""
-
-    now: float
-    number: int
-    record: Any
-
-
 KINDS: Final[tuple[type[msgspec.Struct], ...]] = (
     *(ops.OpenGroup, ops.OpenTrajectory, ops.CompleteTrajectory, ops.AbortTrajectory),
     *(ops.SetReward, ops.Mark, PromptStored, StepStored, GroupDue, RewardsAwaited, GroupRetired),
@@ -152,6 +144,11 @@ def write(
     return log.append(channel, type(record).__name__, head, payload)
 
 
-def read(kind: str, head: bytes) -> Head:
-    """Raises LookupError or msgspec.DecodeError if this release did not write it."""
-    return Head._make(_DECODERS[kind].decode(head))
+def read(kind: str, head: bytes) -> tuple[float, int, Any]:
+    """When a row was written, the number of its group, and its record.
+
+    Raises:
+        LookupError, msgspec.DecodeError: this release did not write it.
+    """
+    found: tuple[float, int, Any] = _DECODERS[kind].decode(head)
+    return found

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from stepwell.datapool.codec import PackedGroup, PackedTrajectory
@@ -35,17 +35,22 @@ from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.questions import DryRunOf
 from stepwell.datapool.selection import (
     NOT_TRAINABLE,
+    STALE,
     UNSCORED,
     Drop,
     DryRun,
     GroupInfo,
     Hold,
+    Selection,
     Verdict,
     dry_run,
 )
 
 GROUP_SERVED = "group_served"
 TOO_FEW_ROLLOUTS = "too_few_rollouts"
+AWAITS_REWARDS: Final = Hold(UNSCORED)
+"""What a group is that lacks rewards which may still come; a filter's equal verdict is another
+object, and for good."""
 AT_ONCE: Final = 300
 """Steps, trajectories and groups that one change deletes, or drops for their age: 3 ms of work."""
 
@@ -139,26 +144,20 @@ class Serving(Limits):
             marks=group.marks,
         )
 
-    def ready_groups(self) -> Iterable[GroupRecord]:
-        """All that are ready or held, the oldest first."""
-        return self._ready.values()
-
     def _judge(self, group: GroupRecord) -> bool:
         """Whether a ready group may be served. Otherwise it is held, or dropped."""
         waits = self.config.reward_wait_s is not None
         if self.replaying or (self.selection.is_trivial and not group.is_marked and not waits):
             return True
         uid = group.prompt_uid
-        try:
-            info = self.info(group)
-            verdict = self.selection.judge(info)
-            if self.config.reward_wait_s is not None:
-                verdict = self._await_rewards(group, info, verdict, self.config.reward_wait_s)
-            # Equal keys stand by readiness for the very n that a consumer asks for.
-            key = 0.0 if self.config.selection.order == "fifo" else self.selection.key(info)
-        except SelectionError as e:
-            # Somebody's function failed; whoever submitted a step cannot help that.
-            verdict, key = Hold(f"selection: {e}"), 0.0
+        verdict, key = self.verdict(self.info(group), self.selection)
+        if verdict is not AWAITS_REWARDS:
+            self._stop_timers(group, REWARD_WAIT)
+        elif uid in self._ready and self.config.reward_wait_s is not None:
+            if group.reward_due is None:
+                group.reward_due = self.now + self.config.reward_wait_s
+                self._write(group, RewardsAwaited(uid, group.reward_due))
+            self.timers.set((REWARD_WAIT, uid), group.reward_due)
         if isinstance(verdict, Drop):
             self._drop(group, verdict.reason)
             return False
@@ -169,25 +168,25 @@ class Serving(Limits):
             return False
         self._order.release(uid)
         self._held.pop(uid, None)
-        self._order.rekey(uid, key)
+        # Equal keys stand by readiness for the very n that a consumer asks for.
+        self._order.rekey(uid, 0.0 if self.config.selection.order == "fifo" else key)
         return True
 
-    def _await_rewards(
-        self, group: GroupRecord, info: GroupInfo, verdict: Verdict | None, seconds: float
-    ) -> Verdict | None:
-        """The verdict on a group that may lack rewards: held for some time from its readiness."""
-        served, refusal = self.selection.gate(info)
-        if refusal or isinstance(verdict, Drop) or served.is_scored or group.frozen:
-            self._stop_timers(group, REWARD_WAIT)
-            return verdict
-        if group.prompt_uid in self._ready:
-            if group.reward_due is None:
-                group.reward_due = self.now + seconds
-                self._write(group, RewardsAwaited(group.prompt_uid, group.reward_due))
-            if group.reward_due == -math.inf:
-                return Drop(UNSCORED) if verdict == Hold(UNSCORED) else verdict
-            self.timers.set((REWARD_WAIT, group.prompt_uid), group.reward_due)
-        return Hold(UNSCORED)
+    def verdict(self, info: GroupInfo, rules: Selection) -> tuple[Verdict | None, float]:
+        """What these rules say of a ready group, and its key in the order. Changes nothing."""
+        try:
+            verdict, key = rules.judge(info), rules.key(info)
+        except SelectionError as e:
+            # Somebody's function failed; whoever submitted a step cannot help that.
+            return Hold(f"selection: {e}"), 0.0
+        group = self.prompt_groups[info.prompt_uid]
+        served, refusal = rules.gate(info)
+        settled = refusal or isinstance(verdict, Drop) or served.is_scored or group.frozen
+        if settled or self.config.reward_wait_s is None:
+            return verdict, key
+        if info.prompt_uid in self._ready and group.reward_due == -math.inf:
+            return Drop(UNSCORED) if verdict == AWAITS_REWARDS else verdict, key
+        return AWAITS_REWARDS, key
 
     def await_rewards(self, record: RewardsAwaited) -> None:
         self.prompt_groups[record.prompt_uid].reward_due = record.until
@@ -203,30 +202,25 @@ class Serving(Limits):
                 with contextlib.suppress(SelectionError):
                     self._order.rekey(group.prompt_uid, self.selection.key(self.info(group)))
 
-    def begin_replay(self) -> None:
-        """Nothing is judged, refused or served until `end_replay`."""
-        self.replaying = True
-        self._order.defer()
-
     def end_replay(self) -> None:
         """After a restart: the limits and filters of today apply to what is there."""
         self.replaying = False
-        self._order.settle()
         for group in (*self._ready.values(), *self._open.values()):
             self._judge_again(group)
         self._trim()
 
     def dry_run(self, op: DryRunOf) -> DryRun:
         """`DryRunOf`."""
-        ready = list(self._ready.values())
-        return dry_run(
-            self.selection if op.selection is None else SelectionConfig(**op.selection),
-            [self.info(group) for group in ready],
-            op.batch_size,
-            more_may_come=self.more_may_come,
-            stale={g.prompt_uid for g in ready if self.is_stale(g)},
-            unscored={g.prompt_uid for g in ready if (REWARD_WAIT, g.prompt_uid) in self.timers},
-        )
+        given = op.selection
+        rules = self.selection if given is None else Selection(SelectionConfig(**given))
+
+        def judge(info: GroupInfo) -> tuple[Verdict | None, float]:
+            verdict, key = self.verdict(info, rules)
+            stale = self.is_stale(self.prompt_groups[info.prompt_uid])
+            return Drop(STALE) if stale else verdict, key
+
+        infos = map(self.info, self._ready.values())
+        return dry_run(rules, infos, op.batch_size, judge=judge, more_may_come=self.more_may_come)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -245,25 +239,13 @@ class Serving(Limits):
 
     def _choose(self, n_wanted: int, batch_size: int) -> list[str]:
         self._drop_stale()
-        filtered = self.config.selection.batch_filter is not None
-        n_seen = max(batch_size, self.config.selection.window) if filtered else batch_size
-        while self._order.count(n_wanted) >= batch_size:
-            if n_wanted != self.config.n_rollouts:
-                self._judge_first(n_wanted, n_seen)
-            seen = self._order.first(n_wanted, n_seen)
-            if not filtered:
-                return seen if len(seen) == batch_size else []
-            choice = self.selection.choose(
-                [self.info(self.prompt_groups[uid]) for uid in seen],
-                batch_size,
-                more_may_come=self.more_may_come,
-            )
-            for prompt_uid, reason in choice.drop.items():
-                self._drop(self.prompt_groups[prompt_uid], reason)
-            if choice.serve or not choice.drop:
-                return list(choice.serve)
-            # Others came into the window.
-        return []
+        return list(self.selection.next_batch(_Ready(self, n_wanted), batch_size))
+
+    def first(self, n_wanted: int, limit: int) -> list[str]:
+        """The groups that a consumer who asks for `n_wanted` gets next, at most `limit`."""
+        if n_wanted != self.config.n_rollouts:
+            self._judge_first(n_wanted, limit)
+        return self._order.first(n_wanted, limit)
 
     def _judge_first(self, n_wanted: int, n_seen: int) -> None:
         """Judge undeclared groups that are ready for this consumer only."""
@@ -396,3 +378,26 @@ class Serving(Limits):
             self._make_due(group, reason)
         else:
             self._drop(group, reason)
+
+
+class _Ready:
+    """What a consumer that asks for `n_rollouts` can be served from."""
+
+    def __init__(self, channel: Serving, n_rollouts: int) -> None:
+        self._channel = channel
+        self._n_rollouts = n_rollouts
+
+    def __len__(self) -> int:
+        return self._channel.n_available(self._n_rollouts)
+
+    def first(self, limit: int) -> list[str]:
+        return self._channel.first(self._n_rollouts, limit)
+
+    def info(self, prompt_uid: str) -> GroupInfo:
+        return self._channel.info(self._channel.prompt_groups[prompt_uid])
+
+    def drop(self, prompt_uid: str, reason: str) -> None:
+        self._channel._drop(self._channel.prompt_groups[prompt_uid], reason)
+
+    def more_may_come(self) -> bool:
+        return self._channel.more_may_come()

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.pool import DataPool
-from stepwell.datapool.core.records import Deleted
 from stepwell.datapool.files.export import format_of_content, read, write
 from stepwell.datapool.files.rows import ExportedTrajectory
+from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.salvage import journals_in
@@ -54,11 +54,11 @@ def _delete(pool: DataPool, trajectory_uid: str | None, tag: str | None) -> Dele
     now = max(channel.now for channel in pool.channels.values())
     found = Deleted(more=True)
     while found.more:
-        found += pool.delete(trajectory_uid, tag, now=now)
+        found += pool.apply(Delete(trajectory_uid, tag), now)
     for lease in pool.leases.active():
         groups = pool.channels[lease.channel].prompt_groups
         if any(groups[uid].retired is not None for uid in lease.prompt_uids):
-            pool.nack(lease.lease_id, "deleted", now=now)
+            pool.apply(Nack(lease.lease_id, "deleted"), now)
     return Deleted(found.trajectories + found.leased)
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from stepwell.datapool.codec import PackedLease, in_trajectories, pack
+from stepwell.datapool.codec import PackedLease, decoder, encoder, in_trajectories, pack
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.errors import InvalidStepError, PoolReplacedError
 from stepwell.datapool.ops import (
@@ -149,16 +149,22 @@ class DataPoolActor:
         channel: str = TRAIN,
         batch_size: int = 1,
         timeout_s: float | None = 0,
-    ) -> list[Step] | None:
-        """Lease and ack: the steps of the next ready groups, or None.
+    ) -> Fetched | None:
+        """Lease and ack: the steps of the next ready groups, as a `list[Step]`, or None.
 
         Nothing takes them back if the consumer dies on the way; who cannot afford that leases.
         """
-        lease = self._call(LeaseBatch(n_rollouts, channel, batch_size), timeout_s)
-        if not isinstance(lease, PackedLease):
-            return None
-        self._call(Ack(lease.lease_id))
-        return lease.unpack().steps
+
+        async def fetch() -> Fetched | None:
+            op = LeaseBatch(n_rollouts, channel, batch_size)
+            lease = await self._service.call(op, timeout_s)
+            if not isinstance(lease, PackedLease):
+                return None
+            await self._service.call(Ack(lease.lease_id))
+            return Fetched(lease)
+
+        fetched: Fetched | None = self._run(fetch())
+        return fetched
 
     def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
         """As `questions.GetStatistics`."""
@@ -172,6 +178,21 @@ class DataPoolActor:
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class Fetched:
+    """Steps on their way through Ray: packed, they arrive as a `list[Step]`."""
+
+    def __init__(self, lease: PackedLease) -> None:
+        self._lease = lease
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _steps_of, (encoder.encode(self._lease),)
+
+
+def _steps_of(data: bytes) -> list[Step]:
+    lease: PackedLease = decoder(PackedLease).decode(data)
+    return lease.unpack().steps
 
 
 def _loop_in_a_thread() -> asyncio.AbstractEventLoop:

@@ -60,15 +60,15 @@ class Batches:
             return await self._ports[0].call(op, timeout_s)
         end = time.monotonic() + timeout_s
         key = op.channel, op.n_rollouts
-        available = self._available.setdefault(key, {})
+        available = dict(self._available.get(key, {}))  # others lease meanwhile
         shut_down = False
         tries = 0
         while True:
             if sum(available.values()) >= op.batch_size:
                 lease = await self._take(op, available)
+                self._available[key] = available
                 if lease is not None:
                     return lease
-                available.clear()
                 tries += 1
                 if tries > 1:
                     if tries > TRIES and time.monotonic() >= end:
@@ -100,7 +100,7 @@ class Batches:
             question = WaitAvailable(op.n_rollouts, op.channel, available.get(k, -1))
             return self._ports[k].call(question, timeout_s)
 
-        tasks = [asyncio.ensure_future(ask(k)) for k in range(self._n)]
+        tasks = [self._shards.later(ask(k)) for k in range(self._n)]
         try:
             done, _ = await asyncio.wait(
                 tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED

@@ -130,9 +130,11 @@ class DataPoolClient:
             JournalError, ReplayError: the journal cannot be opened.
         """
         service = PoolService(config, folder)
+        client = cls([LocalPort(service)])
         try:
-            yield cls([LocalPort(service)])
+            yield client
         finally:
+            await client.close()
             service.close()
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
@@ -458,8 +460,9 @@ class DataPoolClient:
         while True:
             op = GetEvents(cursor, channel, named, limit)
             page = await self._shards.events(op, wait.next_slice())
-            if page.events or wait.is_over():
+            if page.events or page.lost or wait.is_over():
                 return page
+            cursor = page.cursor  # what was looked at is not again
 
     # -- reading -----------------------------------------------------------------------------
 

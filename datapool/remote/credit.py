@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stepwell.datapool.errors import PoolFullError
-from stepwell.datapool.ops import OpenGroup, SubmitOutcome
+from stepwell.datapool.ops import DropGroup, OpenGroup, SubmitOutcome
 from stepwell.datapool.questions import Credit, WaitCredit
 from stepwell.datapool.remote.fanout import ANSWER_S, Shards, shard_of
 
@@ -84,7 +84,15 @@ class CreditLines:
         finally:
             line.lock.release()
         # Outside the line: the shard may be down, and the next group of another one.
-        return await opening
+        try:
+            return await opening
+        except asyncio.CancelledError:
+            if opening.done() and not opening.cancelled() and opening.exception() is None:
+                # It was opened in the same moment, and nobody would ever start its rollouts.
+                drop = DropGroup(op.prompt_uid, "open_cancelled", op.channel)
+                if opening.result() == "accepted":
+                    self._shards.later(home.call(drop))
+            raise
 
     async def _wait_for_credit(self, line: _Line, op: OpenGroup, end: float) -> None:
         """Return once the whole pool has credit for one group more."""
@@ -124,7 +132,7 @@ class CreditLines:
         """Return once a shard has more credit, one of `earlier` is open, or after `left` s."""
         wait = min(left, SLICE_S)
         tasks = [
-            asyncio.ensure_future(
+            self._shards.later(
                 port.call(WaitCredit(op.prompt_uid, op.channel, line.credits[k].used), wait)
             )
             for k, port in enumerate(self._ports)

@@ -19,7 +19,7 @@ import dataclasses
 import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -115,12 +115,11 @@ class Shards:
         self, parts: Mapping[int, SubmitSteps]
     ) -> dict[int, list[SubmitOutcome | Refusal]]:
         """Each shard's answer. An error of a shard is a refusal of each of its steps."""
+        # All are begun now: what is called next, of whatever group, comes after them.
+        began = [self._submit(home, op) for home, op in parts.items()]
         if len(parts) == 1:
-            ((home, op),) = parts.items()
-            return {home: await self._submit(home, op)}
-        answers = await asyncio.gather(
-            *(self._submit(home, op) for home, op in parts.items()), return_exceptions=True
-        )
+            return {home: await began[0] for home in parts}
+        answers = await asyncio.gather(*began, return_exceptions=True)
         results: dict[int, list[SubmitOutcome | Refusal]] = {}
         for (home, op), answer in zip(parts.items(), answers, strict=True):
             if isinstance(answer, DataPoolError):  # of the call: none of these was acknowledged
@@ -132,25 +131,34 @@ class Shards:
                 results[home] = answer
         return results
 
-    async def _submit(self, home: int, op: SubmitSteps) -> list[SubmitOutcome | Refusal]:
+    def _submit(self, home: int, op: SubmitSteps) -> Awaitable[list[SubmitOutcome | Refusal]]:
         if self.n == 1:
-            return await self.ports[0].call(op)
-        refused: dict[int, TrajectoryConflictError] = {}
+            return self.ports[0].begin(op)
+        refused: dict[int, Refusal] = {}
         new: set[str] = set()
         for i, t in enumerate(op.trajectories):
             try:
                 if self._move_in(t.trajectory_uid, home, op.channel):
                     new.add(t.trajectory_uid)
             except TrajectoryConflictError as e:
-                refused[i] = e
+                refused[i] = Refusal.of(e)
         kept = [t for i, t in enumerate(op.trajectories) if i not in refused]
         rest: SubmitSteps = replace(op, trajectories=kept)
-        answered = await self.ports[home].call(rest)
-        answers = iter(answered)
+        return self._outcomes(op, refused, new, self.ports[home].begin(rest))
+
+    async def _outcomes(
+        self,
+        op: SubmitSteps,
+        refused: Mapping[int, Refusal],
+        new: Collection[str],
+        answer: Awaitable[list[SubmitOutcome | Refusal]],
+    ) -> list[SubmitOutcome | Refusal]:
+        """Of all steps of `op`, from the shard's answer to those that were not refused here."""
+        answers = iter(await answer)
         results: list[SubmitOutcome | Refusal] = []
         for i, t in enumerate(op.trajectories):
             if i in refused:
-                results += [Refusal.of(refused[i])] * len(t.steps)
+                results += [refused[i]] * len(t.steps)
                 continue
             own = list(islice(answers, len(t.steps)))
             results += own
@@ -206,7 +214,7 @@ class Shards:
         """The first answer of any shard; its error if none has one."""
         if self.n == 1:
             return await self.ports[0].call(op, timeout_s)
-        tasks = [asyncio.ensure_future(port.call(op, timeout_s)) for port in self.ports]
+        tasks = [self.later(port.call(op, timeout_s)) for port in self.ports]
         error: BaseException = PoolUnavailableError("no shard of the DataPool answered")
         try:
             for answer in asyncio.as_completed(tasks):
@@ -266,17 +274,19 @@ class Shards:
         }
         pending = set(tasks.values())
         end = time.monotonic() + timeout_s + ANSWER_S
-        while pending:
-            done, pending = await asyncio.wait(
-                pending,
-                timeout=max(0.0, end - time.monotonic()),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            found = [page for task in done if (page := if_there(task)) is not None]
-            if not done or (timeout_s and any(page.events for page in found)):
-                break
-        for task in pending:
-            task.cancel()
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending,
+                    timeout=max(0.0, end - time.monotonic()),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                found = [page for task in done if (page := if_there(task)) is not None]
+                if not done or (timeout_s and any(page.events for page in found)):
+                    break
+        finally:
+            for task in pending:
+                task.cancel()
         pages = [if_there(tasks[k]) for k in range(self.n)]
         in_order = heapq.merge(
             *(

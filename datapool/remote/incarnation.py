@@ -72,15 +72,14 @@ class Former(NamedTuple):
 
 
 def former_of(folder: Path, file_name: str) -> Former | None:
-    """What this actor was before it was restarted; None in its first start or without Ray.
+    """What this actor was before it was restarted; None in its first start.
 
     Raises:
         PoolReplacedError: it had a journal, and there is none in `folder`. None is made.
     """
-    from ray.experimental.internal_kv import _internal_kv_get  # as in `_key`
+    from ray.experimental.internal_kv import _internal_kv_get
 
-    key = _key()
-    value = None if key is None else _internal_kv_get(key, namespace=_NAMESPACE)
+    value: bytes | None = _internal_kv_get(_key(), namespace=_NAMESPACE)
     if value is None:
         return None
     pool, generation, host, pid = json.loads(value)
@@ -96,18 +95,14 @@ def former_of(folder: Path, file_name: str) -> Former | None:
 
 def record(incarnation: Incarnation) -> None:
     """Let the cluster know what this actor's pool is now."""
-    from ray.experimental.internal_kv import _internal_kv_put  # as in `_key`
+    from ray.experimental.internal_kv import _internal_kv_put
 
-    if (key := _key()) is not None:
-        value = json.dumps([*incarnation, socket.gethostname(), os.getpid()]).encode()
-        _internal_kv_put(key, value, overwrite=True, namespace=_NAMESPACE)
+    value = json.dumps([*incarnation, socket.gethostname(), os.getpid()]).encode()
+    _internal_kv_put(_key(), value, overwrite=True, namespace=_NAMESPACE)
 
 
-def _key() -> bytes | None:
+def _key() -> bytes:
     """Of this actor, whatever process it is in."""
-    import ray  # not where a pool is only talked to, or is in this process
+    import ray  # not where a pool is only talked to
 
-    if not ray.is_initialized():
-        return None
-    actor_id = ray.get_runtime_context().get_actor_id()
-    return None if actor_id is None else actor_id.encode()
+    return str(ray.get_runtime_context().get_actor_id()).encode()

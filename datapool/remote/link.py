@@ -17,6 +17,7 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from typing import Any, Generic, Protocol, TypeVar
 
 from stepwell.datapool.codec import PackedLease
@@ -25,7 +26,7 @@ from stepwell.datapool.errors import (
     InvalidRequestError,
     PoolUnavailableError,
 )
-from stepwell.datapool.ops import DropGroup, Nack, Op, OpenGroup
+from stepwell.datapool.ops import DropGroup, LeaseBatch, Nack, Op, OpenGroup, ReleaseRequest
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import Connection, Door, Request, Sent, connect
@@ -58,6 +59,9 @@ class Port(Protocol):
             PoolUnavailableError: the pool is gone, or does not come back in time; or `once`.
         """
 
+    def begin(self, op: Op[R]) -> Awaitable[R]:
+        """As `call`, and takes effect before all that is called later, whenever it is awaited."""
+
     def close(self) -> None:
         """Hang up. A later call connects again."""
 
@@ -72,18 +76,24 @@ class LocalPort:
     async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
         return await self.service.call(op, timeout_s)
 
+    def begin(self, op: Op[R]) -> Awaitable[R]:
+        return asyncio.ensure_future(self.call(op))
+
     def close(self) -> None:
         """As `Port.close`: the pool itself goes on."""
 
 
 class _Call(Generic[R]):
-    __slots__ = ("again", "answer", "give_up", "number", "op", "sent", "timeout_s")
+    __slots__ = ("again", "answer", "give_up", "number", "op", "sent", "timeout_s", "was_sent")
 
     def __init__(self, number: int, op: Op[R], timeout_s: float | None, again: bool) -> None:
         self.number, self.op, self.timeout_s, self.again = number, op, timeout_s, again
         self.answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self.sent = False
-        self.give_up = time.monotonic() + RESTART_S + (timeout_s or 0.0)
+        """Through the connection that is up."""
+        self.was_sent = False
+        """Through an earlier one: perhaps it was applied."""
+        self.give_up = time.monotonic() + RESTART_S
 
 
 class Link(ABC):
@@ -119,6 +129,25 @@ class Link(ABC):
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
         """As `Port.call`."""
+        return await self._answer(self._start(op, timeout_s, once))
+
+    def begin(self, op: Op[R]) -> Awaitable[R]:
+        """As `Port.begin`."""
+        return self._answer(self._start(op))
+
+    def close(self) -> None:
+        """Hang up, also on calls that are under way. A later call connects again."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+            self._connecting = None
+        if self._connection is not None:
+            self._connection.transport.close()
+            self._connection = None
+        self._fail_all(PoolUnavailableError("this client hung up meanwhile"))
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _start(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> _Call[R]:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._follow(loop)
@@ -129,21 +158,14 @@ class Link(ABC):
             self._flush_soon(loop)
         elif self._connecting is None:
             self._connecting = loop.create_task(self._connect())
+        return call
+
+    async def _answer(self, call: _Call[R]) -> R:
         try:
             return await call.answer
         except asyncio.CancelledError:
             self._leave(call)
             raise
-
-    def close(self) -> None:
-        """Hang up. A later call connects again."""
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
-        if self._connection is not None:
-            self._connection.transport.close()
-
-    # -- inside ------------------------------------------------------------------------------
 
     def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
         """What an event loop of before left behind gets no answer, and must hold up nobody."""
@@ -176,7 +198,7 @@ class Link(ABC):
         if requests:
             try:
                 self._connection.send(requests[::-1])
-            except (TypeError, ValueError, OverflowError, DataPoolError):
+            except Exception:  # noqa: BLE001 - whose it is, and what, is found out one by one
                 for number, *rest in reversed(requests):
                     self._send_one(number, *rest)
 
@@ -185,7 +207,7 @@ class Link(ABC):
         try:
             if self._connection is not None:
                 self._connection.send([(number, op, timeout_s)])
-        except (TypeError, ValueError, OverflowError, DataPoolError) as e:
+        except Exception as e:  # noqa: BLE001 - whatever it is, its caller is told
             why = f"{type(op).__name__} cannot be sent ({e}); pass JSON values, bytes or arrays"
             self._fail(self._unanswered.pop(number), InvalidRequestError(why))
 
@@ -198,42 +220,59 @@ class Link(ABC):
         except Exception as e:  # noqa: BLE001 - a refusal, or an answer that cannot be read
             self._fail(call, e)
             return
-        if not call.answer.done():
+        if call.answer.done():
+            self._undo(call.op, answer)
+        else:
             call.answer.set_result(answer)
-        elif isinstance(answer, PackedLease):
-            self._forget(Nack(answer.lease_id, "consumer_left"))
-        elif isinstance(call.op, OpenGroup) and answer == "accepted":
-            # Nobody would ever start its rollouts.
-            self._forget(DropGroup(call.op.prompt_uid, "open_cancelled", call.op.channel))
 
     def _leave(self, call: _Call[Any]) -> None:
         """Its caller left; so must its waiter in the pool, or it would be served."""
-        if not call.sent:
-            self._unanswered.pop(call.number, None)
-        elif self.is_up and self._connection is not None and call.number in self._unanswered:
+        if call.number not in self._unanswered:
+            if not call.answer.cancelled() and call.answer.exception() is None:
+                self._undo(call.op, call.answer.result())  # it came in the same moment
+        elif call.sent and self._connection is not None:
             self._connection.send([(call.number, None, 0.0)])
+        else:
+            del self._unanswered[call.number]
+            self._forget(call)
 
-    def _forget(self, op: Op[None]) -> None:
-        """Undo what was granted to a caller that has left."""
-        task = asyncio.ensure_future(self.call(op))
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    def _undo(self, op: Op[Any], answer: Any) -> None:
+        """Give back what was granted to a caller that has left."""
+        if isinstance(answer, PackedLease):
+            self._tell(Nack(answer.lease_id, "consumer_left"))
+        elif isinstance(op, OpenGroup) and answer == "accepted":
+            # Nobody would ever start its rollouts.
+            self._tell(DropGroup(op.prompt_uid, "open_cancelled", op.channel))
+
+    def _forget(self, call: _Call[Any]) -> None:
+        """Its caller left, and the connection broke before the pool could say what it granted."""
+        if call.was_sent and isinstance(call.op, LeaseBatch) and call.op.request_id is not None:
+            self._tell(ReleaseRequest(call.op.request_id, "consumer_left"))
+
+    def _tell(self, op: Op[None]) -> None:
+        """Make a call whose answer nobody needs."""
+        self._start(op).answer.add_done_callback(lambda a: a.cancelled() or a.exception())
 
     def _lost(self, connection: Connection) -> None:
         if connection is not self._connection or self._loop is None:
             return
         self._connection = None
-        for call in [c for c in self._unanswered.values() if c.answer.done() or not c.again]:
-            del self._unanswered[call.number]
-            self._fail(call, PoolUnavailableError("the DataPool went away meanwhile"))
-        for call in self._unanswered.values():
-            call.sent = False
+        give_up = time.monotonic() + RESTART_S
+        for call in list(self._unanswered.values()):
+            call.was_sent, call.sent, call.give_up = call.was_sent or call.sent, False, give_up
+            if call.answer.done():
+                del self._unanswered[call.number]
+                self._forget(call)
+            elif not call.again:
+                del self._unanswered[call.number]
+                self._fail(call, PoolUnavailableError("the DataPool went away meanwhile"))
         if self._unanswered and self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
 
     async def _connect(self) -> None:
         """Connect, and send what has no answer yet."""
         try:
-            while True:
+            while self._unanswered:
                 try:
                     async with asyncio.timeout(CONNECT_S):
                         await self._try_to_connect()
@@ -244,11 +283,10 @@ class Link(ABC):
                     self._give_up(e)
                     await asyncio.sleep(RETRY_S)
         except Exception as e:  # noqa: BLE001 - whatever it is, those who wait are told
-            calls, self._unanswered = self._unanswered, {}
-            for call in calls.values():
-                self._fail(call, e)
+            self._fail_all(e)
         finally:
-            self._connecting = None
+            if self._connecting is asyncio.current_task():  # or it was hung up, and called again
+                self._connecting = None
         self._flush()
 
     async def _try_to_connect(self) -> None:
@@ -271,6 +309,11 @@ class Link(ABC):
             del self._unanswered[call.number]
             gone = f"the DataPool cannot be reached ({why}); what was not acknowledged may be "
             self._fail(call, PoolUnavailableError(f"{gone}submitted again"))
+
+    def _fail_all(self, error: Exception) -> None:
+        calls, self._unanswered = self._unanswered, {}
+        for call in calls.values():
+            self._fail(call, error)
 
     @staticmethod
     def _fail(call: _Call[Any], error: Exception) -> None:

@@ -187,7 +187,7 @@ class PoolService:
         if timeout_s == 0 or not self.can_wait(op):
             answer: Any = self.try_(op)
         else:
-            answer = await self._wait(op, timeout_s)
+            answer = await self.wait(op, timeout_s)
         try:
             (answer,) = await self.settle([(op, answer)])
         except asyncio.CancelledError:
@@ -216,7 +216,7 @@ class PoolService:
         finally:
             self._follow(getattr(op, "channel", None))
 
-    async def settle(self, applied: Sequence[tuple[Op[Any], Any]]) -> list[Any]:
+    async def settle(self, applied: Sequence[tuple[Op[Any] | None, Any]]) -> list[Any]:
         """The answers, or errors, of operations that `try_` has applied, once they are durable."""
         if self._journal is None or not any(isinstance(op, Change) for op, _ in applied):
             return [answer for _, answer in applied]
@@ -226,7 +226,8 @@ class PoolService:
         except JournalError as e:
             error = self._ended(e)
             for op, answer in applied:
-                self._take_back(op, answer)
+                if isinstance(answer, PackedLease):  # a group is there when it is opened again
+                    self._take_back(op, answer)
             return [error if isinstance(op, Change) else answer for op, answer in applied]
         self._pool.written()
         return [answer for _, answer in applied]
@@ -241,7 +242,7 @@ class PoolService:
         result: R = answer
         return result
 
-    def _take_back(self, op: Op[Any], answer: Any) -> None:
+    def _take_back(self, op: Op[Any] | None, answer: Any) -> None:
         """Undo what was granted to a caller that will not hear of it. Also while the journal takes
         nothing: it keeps the change and its end together, until it can write both."""
         if isinstance(answer, PackedLease):
@@ -258,10 +259,15 @@ class PoolService:
 
     # -- waiting -----------------------------------------------------------------------------
 
-    async def _wait(self, op: Op[Any], timeout_s: float | None) -> Any:
-        """The answer, or refusal, to an operation that may not have one yet."""
-        if isinstance(op, LeaseBatch) and self._pool.leases.answer_to(op.request_id) is not None:
+    async def wait(self, op: Op[Any], timeout_s: float | None) -> Any:
+        """The answer, or refusal, to an operation that may not have one yet; as `try_`."""
+        if self._is_repeated(op):
             return self.try_(op)
+        if isinstance(op, OpenGroup):
+            # Credit found here is nobody else's: the change that freed it served whoever waited.
+            answer = self.try_(op)
+            if not isinstance(answer, PoolFullError):
+                return answer
         waiter = _Waiter(op, asyncio.get_running_loop().create_future())
         self._tickets += 1
         ticket = self._tickets
@@ -293,7 +299,13 @@ class PoolService:
 
     def _stands_behind(self, op: LeaseBatch) -> bool:
         """Whether others, who ask for the same, came before."""
-        return bool(self._lines.get(op.channel, {}).get(self._line_of(op, 0)))
+        return not self._is_repeated(op) and bool(
+            self._lines.get(op.channel, {}).get(self._line_of(op, 0))
+        )
+
+    def _is_repeated(self, op: Op[Any]) -> bool:
+        """Whether it has a lease already."""
+        return isinstance(op, LeaseBatch) and self._pool.leases.answer_to(op.request_id) is not None
 
     @staticmethod
     def _line_of(op: Op[Any], ticket: int) -> Hashable:

@@ -227,12 +227,12 @@ def _create_actor(
         "name": name,
         "namespace": namespace,
         "max_restarts": -1,
-        "concurrency_groups": {WAITING: N_WAITING},
         "num_cpus": 0,
         **options,
     }
     # Any: Ray's own types do not cover `.options`.
-    actor_class: Any = ray.remote(DataPoolActor)
+    remote: Any = ray.remote  # whose types leave concurrency groups out
+    actor_class = remote(concurrency_groups={WAITING: N_WAITING})(DataPoolActor)
     return actor_class.options(**settings).remote(config, folder, shard, has_journal, log_file)
 
 

@@ -33,7 +33,7 @@ import socket
 import struct
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
 
@@ -72,6 +72,13 @@ class Hello(msgspec.Struct, array_like=True):
     met: Incarnation | None
 
 
+class Welcome(msgspec.Struct, array_like=True):
+    """What a pool answers to it."""
+
+    here: Incarnation | None
+    refused: Refusal | None = None
+
+
 class Door(NamedTuple):
     """Where a pool is reached."""
 
@@ -105,8 +112,9 @@ class Sent(msgspec.Struct, array_like=True):
 
 _AnyOp: Any = Union[CHANGES + QUESTIONS]  # noqa: UP007 - a union of what a table lists
 _requests = decoder(tuple[int, _AnyOp | None, float | None])
+_unread = decoder(tuple[int, msgspec.Raw, msgspec.Raw])
 _hello = decoder(Hello)
-_welcome = decoder(tuple[Incarnation | None, Refusal | None])
+_welcome = decoder(Welcome)
 _sent = decoder(Sent)
 _refusal = decoder(Refusal)
 _answers: dict[type[Op[Any]], msgspec.msgpack.Decoder[Any]] = {}
@@ -131,6 +139,9 @@ class _Frames(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
+        peer = transport.get_extra_info("socket")
+        if peer is not None and peer.family != socket.AF_UNIX:
+            _keep_alive(peer)
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer
@@ -163,6 +174,14 @@ class _Frames(asyncio.Protocol):
 
     def all_received(self) -> None:
         """What came together is through."""
+
+
+def _keep_alive(peer: Any) -> None:
+    """A machine that is gone says nothing: ask it now and then, also while nobody has a call."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # macOS has its own
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 # -- the pool's side ---------------------------------------------------------------------------
@@ -217,7 +236,7 @@ class _Served(_Frames):
         self._proof = hmac.digest(secret, self._challenge, "sha256")
         self._is_known = False
         self._waiting: dict[int, asyncio.Task[None]] = {}
-        self._applied: list[tuple[int, Op[Any], Any]] = []
+        self._applied: list[tuple[int, Op[Any] | None, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -233,22 +252,31 @@ class _Served(_Frames):
         if not self._is_known:
             self._greet(_hello.decode(data))
             return
-        number, op, timeout_s = _requests.decode(data)
+        try:
+            number, op, timeout_s = _requests.decode(data)
+        except Exception as e:  # noqa: BLE001 - whatever does not fit: its caller alone is told
+            number, *_ = _unread.decode(data)  # or nobody: the peer does not speak this language
+            self._applied.append((number, None, InvalidRequestError(f"not understood: {e}")))
+            return
         if op is None:  # its caller left, so must what waits for it here
             if (task := self._waiting.get(number)) is not None:
                 task.cancel()
         elif timeout_s == 0 or not self._service.can_wait(op):
             self._applied.append((number, op, self._service.try_(op)))
         else:
-            self._waiting[number] = asyncio.create_task(self._wait(number, op, timeout_s))
+            self._waiting[number] = self._start(self._wait(number, op, timeout_s))
 
     def all_received(self) -> None:
         """One write for all that came together, once it is durable."""
         if self._applied:
             applied, self._applied = self._applied, []
-            task = asyncio.create_task(self._answer(applied))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._answer(applied))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _greet(self, hello: Hello) -> None:
         if not hmac.compare_digest(hello.proof, self._proof):
@@ -256,30 +284,32 @@ class _Served(_Frames):
             self.transport.abort()
             return
         here = self._service.incarnation
-        refusal: Refusal | None = None
         if here is not None and hello.met is not None:
             try:
                 here.check_follows(hello.met)
             except PoolReplacedError as e:
-                refusal = Refusal.of(e)
-        self.transport.write(frame((here, refusal)))
-        self._is_known = refusal is None
+                self.transport.write(frame(Welcome(None, Refusal.of(e))))
+                self.transport.close()
+                return
+        self.transport.write(frame(Welcome(here)))
+        self._is_known = True
         self._longest = MAX_FRAME
 
-    async def _answer(self, applied: list[tuple[int, Op[Any], Any]]) -> None:
+    async def _answer(self, applied: list[tuple[int, Op[Any] | None, Any]]) -> None:
         answers = await self._service.settle([(op, answer) for _, op, answer in applied])
         self._send([(number, a) for (number, *_), a in zip(applied, answers, strict=True)])
 
     async def _wait(self, number: int, op: Op[Any], timeout_s: float | None) -> None:
         answer: Any
         try:
-            answer = await self._service.call(op, timeout_s)
+            answer = await self._service.wait(op, timeout_s)
         except asyncio.CancelledError:
             answer = PoolUnavailableError("its caller left")  # who need not be told, but counts
-        except Exception as e:  # noqa: BLE001 - whatever it is, its caller is told
-            answer = e
-        del self._waiting[number]
-        self._send([(number, answer)])
+        finally:
+            del self._waiting[number]
+        # What was granted stays granted, whatever becomes of the connection: the call is repeated
+        # through the next one, and a caller that left gives it back when it hears of it.
+        await self._answer([(number, op, answer)])
 
     def _send(self, answers: list[tuple[int, Any]]) -> None:
         if not self.transport.is_closing():
@@ -297,7 +327,7 @@ def _answer_frame(number: int, answer: Any) -> bytes:
         if isinstance(answer, Exception):  # a foreign one, as it is: in somebody's selection
             return frame((number, False, Refusal(type(answer).__name__, repr(answer))))
         return frame((number, True, answer))
-    except (TypeError, ValueError, OverflowError, DataPoolError) as e:
+    except Exception as e:  # noqa: BLE001 - whatever it is, the others' answers travel
         return frame((number, False, Refusal("DataPoolError", f"the answer cannot travel: {e}")))
 
 
@@ -319,7 +349,8 @@ class Connection(_Frames):
         self.is_up = False
         self._answered = answered
         self._lost = lost
-        self._hello: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._hello: asyncio.Queue[bytes | None] = asyncio.Queue()
+        """What came before the connection is up; None: it ended."""
 
     async def greet(self, secret: bytes, met: Known) -> Known:
         """Say who we are; which pool is at the other end.
@@ -330,34 +361,32 @@ class Connection(_Frames):
         """
         challenge = msgspec.msgpack.decode(await self._next(), type=bytes)
         self.transport.write(frame(Hello(hmac.digest(secret, challenge, "sha256"), met)))
-        here, refusal = _welcome.decode(await self._next())
-        if refusal is not None:
-            self.transport.close()
-            raise refusal.error()
+        welcome = _welcome.decode(await self._next())
+        if welcome.refused is not None:
+            raise welcome.refused.error()
         self.is_up = True
         self._longest = MAX_FRAME
-        known: Known = here
+        known: Known = welcome.here
         return known
 
     async def _next(self) -> bytes:
-        data = await self._hello
-        self._hello = asyncio.get_running_loop().create_future()
+        data = await self._hello.get()
+        if data is None:
+            raise ConnectionResetError("the pool hung up")
         return data
 
     def received(self, data: bytes) -> None:
         if self.is_up:
             self._answered(_sent.decode(data))
         else:
-            self._hello.set_result(data)
+            self._hello.put_nowait(data)
 
     def send(self, requests: list[Request]) -> None:
         self.transport.write(b"".join(map(frame, requests)))
 
     def connection_lost(self, exc: Exception | None) -> None:
         was_up, self.is_up = self.is_up, False
-        if not self._hello.done():
-            self._hello.set_exception(ConnectionResetError("the pool hung up"))
-            self._hello.exception()
+        self._hello.put_nowait(None)
         if was_up:
             self._lost(self)
 

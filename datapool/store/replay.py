@@ -75,7 +75,7 @@ def restore(
     names = [key.removeprefix(COUNTS) for key in states if key.startswith(COUNTS)]
     replays = {name: _Replay(pool.channel(name)) for name in (*pool.channels, *names)}
     for channel in pool.channels.values():
-        channel.begin_replay()
+        channel.replaying = True
     n_rows = 0
     for n_rows, row in enumerate(rows, start=1):
         try:
@@ -117,7 +117,7 @@ def _restore_states(pool: DataPool, states: Mapping[str, bytes]) -> None:
 
 
 def _restore_lease(pool: DataPool, row: LoggedRow) -> None:
-    record = kinds.read(row.kind, row.head).record
+    _, _, record = kinds.read(row.kind, row.head)
     if isinstance(record, kinds.LeaseRecord):
         pool.leases.restore(msgspec.structs.replace(record, row=row.row))
     else:

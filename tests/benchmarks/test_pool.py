@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.checks import BenchResult, Check
-from benchmarks.pool import FULL, MODES, QUICK, BareActor, Stepwell, run, transfer_queue
+from benchmarks.pool import FULL, MODES, QUICK, BareActor, Stepwell, Systems, run, transfer_queue
 from benchmarks.pool.measure import CONCURRENT, ONE_AT_A_TIME, PIPELINED, ratio
 from benchmarks.pool.workload import (
     ROLLOUTS,
@@ -28,6 +28,7 @@ from benchmarks.registry import as_markdown
 from stepwell.trainer.errors import ConfigError
 
 OURS = [f"Stepwell ({level})" for level in ("none", "process", "power")]
+HOW = [f"Stepwell (process), {how}" for how in ("2 shards", "4 shards", "bare handle")]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,13 @@ def test_every_system_is_measured_in_every_mode(quick: BenchResult) -> None:
     rows = {row.pop("system"): row for row in map(dict, quick.figures["systems"])}
     assert [*OURS, BareActor.name] == list(rows)[:4]
     names = {mode.name for mode in MODES}
-    for system in list(rows)[: 4 + transfer_queue.is_installed()]:
+    compared = 4 + transfer_queue.is_installed()
+    for system in list(rows)[:compared]:
         assert rows[system].keys() == names | {"rss_bytes_per_step", "private_bytes_per_step"}
+        assert all(rows[system][name] > 0 for name in names), system
+    assert list(rows)[compared : compared + 3] == HOW
+    for system in HOW:
+        assert rows[system].keys() == names
         assert all(rows[system][name] > 0 for name in names), system
 
 
@@ -61,6 +67,11 @@ def test_a_quick_run_reports_the_ratios_and_bounds_none(quick: BenchResult) -> N
     assert quick.checks == {}
     for name in (
         "process_by_bare_one_at_a_time",
+        "process_by_bare_both_one_at_a_time",
+        "two_shards_by_one",
+        "four_shards_by_one",
+        "handle_by_bare_pipelined",
+        "ack_bytes_per_step",
         "none_by_bare_pipelined",
         "process_concurrent_by_bare_one_by_one",
         "conversion_128_ms",
@@ -76,8 +87,15 @@ def test_a_full_run_measures_what_the_claims_are_about() -> None:
     assert all(mode.groups * ROLLOUTS * TURNS % STEPS_PER_FETCH == 0 for mode in MODES)
 
 
+def test_a_section_runs_only_the_systems_that_it_compares() -> None:
+    systems = Systems()
+    assert [s.name for s in systems.of(["shards"])] == [OURS[1], *HOW[:2]]
+    assert [s.name for s in systems.of(["handle", "acks"])] == [*OURS[:2], HOW[2], BareActor.name]
+    assert systems.of(["latency", "conversion"]) == []
+
+
 def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"throughputs.*choose from memory, throughput"):
+    with pytest.raises(ConfigError, match=r"throughputs.*choose from memory, acks"):
         asyncio.run(run(quick=True, only=["throughputs"]))
 
 
@@ -88,7 +106,7 @@ def test_a_store_that_is_not_installed_has_a_row_that_says_how_to_install_it(
 
     monkeypatch.setattr(bench, "is_installed", lambda: False)
     systems = bench.Systems()
-    assert [system.name for system in systems.all] == [*OURS, BareActor.name]
+    assert [system.name for system in systems.compared] == [*OURS, BareActor.name]
     assert "TransferQueue==0.1.11" in systems.table()[-1]["system"]
 
 

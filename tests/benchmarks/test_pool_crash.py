@@ -10,6 +10,7 @@ import pytest
 from benchmarks.checks import BenchResult
 from benchmarks.pool_crash import QUICK_STEPS, _Ledger, _unbalanced, run
 from stepwell.datapool.types import Group, Lease, Step, Trajectory
+from stepwell.trainer.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,11 @@ def test_recovery_is_measured_on_both_workloads(quick: BenchResult) -> None:
     for row in rows.values():
         assert row["steps"] == QUICK_STEPS
         assert 0 < row["recovery_s"] < row["first_answer_s"]
+
+
+def test_a_section_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"'kill'.*choose from kills, recovery"):
+        asyncio.run(run(quick=True, only=["kill"]))
 
 
 # -- the ledger ----------------------------------------------------------------------------------

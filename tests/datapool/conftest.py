@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stepwell.datapool import ChannelConfig, DataPool, PoolConfig, Step
+from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, Lease, PoolConfig, Step, ops
+from stepwell.datapool import questions as asked
+from stepwell.datapool.codec import PackedLease, PackedStep, in_trajectories, pack
+from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 
@@ -28,6 +31,7 @@ CHANGES = {
     "set_reward",
     "dry_run",
     "lease_batch",
+    "lease_packed",
     "fetch_batch",
     "ack",
     "nack",
@@ -37,11 +41,123 @@ CHANGES = {
 }
 
 
+class SyncPool(DataPool):
+    """A DataPool whose operations are methods, each at `now`: `pool.submit_step(step, now=3.0)`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OPERATIONS:
+            raise AttributeError(name)
+        return lambda *args, now, **kwargs: self.apply(OPERATIONS[name](*args, **kwargs), now)
+
+    def open_group(
+        self, prompt_uid, n_rollouts, deadline_s=None, min_rollouts=1, *args, now, **kwargs
+    ):
+        op = ops.OpenGroup(prompt_uid, n_rollouts, min_rollouts, deadline_s, *args, **kwargs)
+        return self.apply(op, now)
+
+    def submit_step(self, step: Step, channel: str = "train", *, now: float) -> str:
+        return self.submit_steps([step], channel, now=now)[0]
+
+    def submit_steps(
+        self, steps: Sequence[Step], channel: str = "train", *, now: float
+    ) -> list[Any]:
+        answers = self.apply_steps(steps, channel, now=now)
+        refused = [a for a in answers if isinstance(a, DataPoolError)]
+        if not refused:
+            return answers
+        if len(answers) == 1:
+            raise refused[0]
+        rest = f"({len(refused)} of {len(answers)} steps refused; the others are applied)"
+        raise type(refused[0])(f"{refused[0]} {rest}")
+
+    def apply_steps(
+        self,
+        steps: Sequence[Step | tuple[str, str, PackedStep]],
+        channel: str = "train",
+        *,
+        now: float,
+    ) -> list[Any]:
+        """An outcome or a refusal for each; steps packed already come with their uids."""
+        triples = [
+            (s.trajectory_uid, s.prompt_uid, pack(s)) if isinstance(s, Step) else s for s in steps
+        ]
+        answers = self.apply(ops.SubmitSteps(in_trajectories(triples), channel), now)
+        return [a.error() if isinstance(a, ops.Refusal) else a for a in answers]
+
+    def lease_packed(self, *args: Any, now: float, **kwargs: Any) -> PackedLease | None:
+        """None if there is nothing to serve."""
+        order = ("n_rollouts", "channel", "batch_size", "lease_s", "request_id", "at_most")
+        lease = self.apply(ops.LeaseBatch(**dict(zip(order, args, strict=False)), **kwargs), now)
+        return lease if isinstance(lease, PackedLease) else None
+
+    def lease_batch(self, *args: Any, now: float, **kwargs: Any) -> Lease | None:
+        lease = self.lease_packed(*args, now=now, **kwargs)
+        return None if lease is None else lease.unpack()
+
+    def fetch_batch(self, *args: Any, now: float, **kwargs: Any) -> list[Step] | None:
+        lease = self.lease_batch(*args, now=now, **kwargs)
+        if lease is None:
+            return None
+        self.apply(ops.Ack(lease.lease_id), now)
+        return lease.steps
+
+    def mark(
+        self, prompt_uid=None, trajectory_uid=None, channel="train", *, now: float, **marks: Any
+    ) -> Any:
+        return self.apply(ops.Mark(prompt_uid, trajectory_uid, marks, channel), now)
+
+    def dry_run(
+        self, selection: SelectionConfig | None = None, *args: Any, now: float, **kwargs: Any
+    ) -> Any:
+        fields = None if selection is None else selection.model_dump()
+        return self.apply(asked.DryRunOf(fields, *args, **kwargs), now)
+
+    def list_groups(self, *args: Any, now: float, **filters: Any) -> Any:
+        return self._listed(asked.ListGroups, *args, now=now, **filters)
+
+    def list_trajectories(self, *args: Any, now: float, **filters: Any) -> Any:
+        return self._listed(asked.ListTrajectories, *args, now=now, **filters)
+
+    def list_steps(self, *args: Any, now: float, **filters: Any) -> Any:
+        return self._listed(asked.ListSteps, *args, now=now, **filters)
+
+    def read_trajectories(self, *args: Any, now: float, **filters: Any) -> Any:
+        return self._listed(asked.ReadTrajectories, *args, now=now, **filters)
+
+    def _listed(self, question: Any, *args: Any, now: float, **filters: Any) -> Any:
+        about = dict(zip(LISTED, args, strict=False))
+        about |= {name: filters.pop(name) for name in LISTED if name in filters}
+        return self.apply(question(**about, filters=filters), now)
+
+
+LISTED = ("channel", "cursor", "limit", "include_tokens")
+OPERATIONS: dict[str, Any] = {
+    "open_trajectory": ops.OpenTrajectory,
+    "resume_trajectory": ops.ResumeTrajectory,
+    "complete_trajectory": ops.CompleteTrajectory,
+    "abort_trajectory": ops.AbortTrajectory,
+    "drop_group": ops.DropGroup,
+    "set_reward": ops.SetReward,
+    "delete": ops.Delete,
+    "advance_version": ops.AdvanceVersion,
+    "ack": ops.Ack,
+    "nack": ops.Nack,
+    "renew": ops.Renew,
+    "release_leases": ops.ReleaseLeases,
+    "shutdown": ops.Shutdown,
+    "get_statistics": asked.GetStatistics,
+    "wait_available": asked.WaitAvailable,
+    "wait_credit": asked.WaitCredit,
+    "wait_for_room": asked.WaitForRoom,
+    "get_events": asked.GetEvents,
+}
+
+
 class ClockedPool:
     """A DataPool that reads `now` from an attribute, plus shorthands for common histories."""
 
     def __init__(self, config: PoolConfig) -> None:
-        self.pool = DataPool(config)
+        self.pool = SyncPool(config)
         self.now = 1000.0
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +201,7 @@ class JournaledPool:
         self.folder = folder
         self.now = now
         self.journal = Journal(folder, "process")
-        self.pool = DataPool(PoolConfig(**config))
+        self.pool = SyncPool(PoolConfig(**config))
         restore(
             self.pool,
             self.journal,

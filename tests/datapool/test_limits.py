@@ -23,6 +23,7 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.inspect import events as events_module
+from stepwell.datapool.selection import Choice
 
 MakeStep = Callable[..., Step]
 Pool = Any
@@ -305,8 +306,6 @@ def test_a_batch_filter_may_drop_window_after_window(
     make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def last_one(infos: Any, batch_size: int) -> Any:
-        from stepwell.datapool.selection import Choice
-
         wanted = [i.prompt_uid for i in infos if i.prompt_uid == "g1499"]
         return Choice(wanted, {i.prompt_uid: "no" for i in infos if i.prompt_uid not in wanted})
 
@@ -408,6 +407,70 @@ def test_a_dry_run_says_what_the_lease_then_does(
     assert len(served) == 3
     events = pool.pool.events.after(cursor, kinds=["dropped"]).events
     assert {e.prompt_uid: e.data["reason"] for e in events} == dropped
+
+
+def test_a_dry_run_and_the_lease_serve_what_was_handed_back_before_all_else(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = selecting(make_pool, order="freshest")
+    group(pool, make_step, "old", 1.0, version=0)
+    pool.nack(pool.lease_batch().lease_id)
+    group(pool, make_step, "new", 1.0, version=9)
+    foretold = pool.pool.dry_run(**now_of(pool), batch_size=2)
+    assert [(d.prompt_uid, d.rank) for d in foretold.decisions] == [("old", 1), ("new", 2)]
+    assert lease(pool, 2) == ["old", "new"]
+
+
+def test_a_dry_run_knows_that_a_stale_group_frees_the_credit_of_another(
+    make_pool: Callable[..., Pool], make_step: MakeStep
+) -> None:
+    pool = make_pool(
+        max_outstanding_groups=3,
+        max_staleness=1,
+        selection=SelectionConfig(batch_filter="over_sampling(3)"),
+    )
+    for i, version in enumerate((0, 2, 2)):
+        group(pool, make_step, f"p{i}", 0.0, float(i), version=version)
+    assert pool.pool.dry_run(**now_of(pool)).counts["serve"] == {"chosen": 1}
+    pool.pool.advance_version(2, **now_of(pool))
+    counts = pool.pool.dry_run(**now_of(pool)).counts
+    assert counts == {"wait": {"batch_filter_waits": 2}, "drop": {"stale": 1}}
+    assert lease(pool) is None, "the freed credit may bring a third candidate"
+
+
+def test_a_dry_run_follows_a_batch_filter_that_drops_window_after_window(
+    make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_first(infos: Any, batch_size: int) -> Any:
+        unwanted = [i.prompt_uid for i in infos if i.prompt_uid in "abc"]
+        return Choice([] if unwanted else [infos[0].prompt_uid], dict.fromkeys(unwanted, "no"))
+
+    monkeypatch.setitem(sys.modules, "my_filters", SimpleNamespace(no_first=no_first))
+    pool = selecting(make_pool, batch_filter="my_filters:no_first", window=2)
+    for uid in "abcdefg":
+        group(pool, make_step, uid, 1.0)
+    decisions = pool.pool.dry_run(**now_of(pool)).decisions
+    assert [(d.prompt_uid, d.reason) for d in decisions] == [
+        ("d", "chosen"),
+        ("e", "not_chosen"),
+        *[(uid, "beyond_window") for uid in "fg"],
+        *[(uid, "no") for uid in "abc"],
+    ]
+    assert lease(pool) == ["d"]
+
+
+def test_a_dry_run_holds_what_a_failing_function_would_hold(
+    make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "my_orders", SimpleNamespace(fails=lambda info: 1 / 0))
+    pool = make_pool()
+    group(pool, make_step, "a", 1.0)
+    (decision,) = pool.pool.dry_run(
+        SelectionConfig(order="my_orders:fails"), **now_of(pool)
+    ).decisions
+    assert decision.decision == "hold"
+    assert "selection.order 'my_orders:fails' failed on group 'a': Zero" in decision.reason
+    assert lease(pool) == ["a"], "with the channel's own order it is served"
 
 
 # -- events --------------------------------------------------------------------------------------

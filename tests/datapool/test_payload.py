@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
@@ -12,16 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.datapool import DataPool, InvalidStepError, Step, VersionSpan
+from stepwell.datapool import InvalidStepError, Lease, Step, VersionSpan
 from stepwell.datapool.codec import (
     PackedGroup,
     PackedLease,
     PackedStep,
     PackedTrajectory,
+    Tokens,
+    decoder,
+    encoder,
     pack,
     unpack,
 )
 from stepwell.datapool.types import TokenIds
+from tests.datapool.conftest import SyncPool
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 FEW_TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=3)
@@ -91,8 +94,9 @@ def ids(values: Sequence[int]) -> TokenIds:
     return np.array(values, np.int32)
 
 
-def tokens_of(step: Step) -> bytes:
-    return step.prompt_ids.tobytes() + step.response_ids.tobytes()
+def tokens_of(step: Step) -> Tokens:
+    ids = step.prompt_ids.tobytes(), step.response_ids.tobytes()
+    return Tokens(step.step_index, *ids, pack(step).header.crc)
 
 
 def pack_all(steps: Sequence[Step], whole: bool) -> list[PackedStep]:
@@ -100,8 +104,22 @@ def pack_all(steps: Sequence[Step], whole: bool) -> list[PackedStep]:
     packed = []
     for step in steps:
         base = step.step_index - 1 if step.parent_index is None else step.parent_index
-        packed.append(pack(step) if whole or base < 0 else pack(step, base, tokens_of(steps[base])))
+        packed.append(pack(step) if whole or base < 0 else pack(step, tokens_of(steps[base])))
     return packed
+
+
+def sent(packed: Sequence[PackedStep]) -> list[tuple[str, str, PackedStep]]:
+    return [("t", "p", step) for step in packed]
+
+
+def unpacked(packed: Sequence[PackedStep]) -> list[Step]:
+    return unpack(PackedTrajectory("t", "p", list(packed)))
+
+
+def arrived(lease: PackedLease | None) -> Lease:
+    """As its consumer gets it."""
+    got: PackedLease = decoder(PackedLease).decode(encoder.encode(lease))
+    return got.unpack()
 
 
 def assert_exact(steps: Sequence[Step], unpacked: Sequence[Step]) -> None:
@@ -123,35 +141,35 @@ def test_what_is_packed_comes_back_exactly_in_any_order(
     packed = pack_all(steps, whole)
     order = list(range(len(steps)))
     rng.shuffle(order)
-    assert_exact([steps[i] for i in order], unpack([packed[i] for i in order]))
+    assert_exact([steps[i] for i in order], unpacked([packed[i] for i in order]))
 
 
 @given(trees(), st.booleans())
 def test_a_lease_arrives_as_what_was_submitted(steps: list[Step], whole: bool) -> None:
     trajectory = PackedTrajectory("t", "p", pack_all(steps, whole), {"m": 1}, 2)
     group = PackedGroup("p", [trajectory], 3, {"k": [1]}, 4)
-    sent = PackedLease("lease-1", "train", (group,), 5.0)
-    lease = pickle.loads(pickle.dumps(sent, protocol=5))
+    sent = PackedLease("lease-1", "train", [group], 5.0)
+    lease = arrived(sent)
     assert lease == sent.unpack()
     (got,) = lease.groups
     assert (got.prompt_uid, got.n_rollouts, got.metadata, got.delivery) == ("p", 3, {"k": [1]}, 4)
     assert (got.trajectories[0].metadata, got.trajectories[0].attempt) == ({"m": 1}, 2)
     assert_exact(steps, got.trajectories[0].steps)
-    assert_exact(steps, pickle.loads(pickle.dumps(sent.steps())))
+    assert_exact(steps, lease.steps)
 
 
 @given(trees(), st.booleans(), st.integers(0, 40))
 def test_the_pool_serves_what_was_submitted_however_it_was_packed(
     steps: list[Step], whole: bool, cut: int
 ) -> None:
-    pool = DataPool()
-    packed = pack_all(steps, whole)
+    pool = SyncPool()
+    packed = sent(pack_all(steps, whole))
     answers = pool.apply_steps(packed[:cut], now=0.0) + pool.apply_steps(packed[cut:], now=0.0)
     assert answers == ["accepted"] * len(steps)
     # The other form of the same content is the same content.
-    assert pool.apply_steps(pack_all(steps, not whole), now=0.0) == ["duplicate"] * len(steps)
+    assert pool.apply_steps(sent(pack_all(steps, not whole)), now=0.0) == ["duplicate"] * len(steps)
     pool.complete_trajectory("t", now=0.0)
-    lease = pickle.loads(pickle.dumps(pool.lease_packed(now=0.0)))
+    lease = arrived(pool.lease_packed(now=0.0))
     *rest, last = lease.steps
     assert last.is_last
     assert_exact(steps[:-1], rest)
@@ -160,7 +178,7 @@ def test_the_pool_serves_what_was_submitted_however_it_was_packed(
 
 @given(trees())
 def test_any_changed_column_is_a_conflict(steps: list[Step]) -> None:
-    pool = DataPool()
+    pool = SyncPool()
     pool.apply_steps(steps, now=0.0)
     last = steps[-1]
     values = {f.name: getattr(last, f.name) for f in fields(Step)}
@@ -198,9 +216,9 @@ def chain(n_rollouts: int, n_steps: int, prompt: int, new: int, response: int) -
 
 def test_prompts_of_a_chain_are_views_of_one_array() -> None:
     (steps,) = chain(1, 5, prompt=100, new=20, response=30)
-    unpacked = unpack(pack_all(steps, whole=False))
-    longest = unpacked[-1]
-    for step in unpacked[:-1]:
+    got = unpacked(pack_all(steps, whole=False))
+    longest = got[-1]
+    for step in got[:-1]:
         assert np.shares_memory(step.prompt_ids, longest.prompt_ids)
         assert np.shares_memory(step.response_ids, longest.prompt_ids)
 
@@ -219,21 +237,22 @@ def test_branches_share_the_trunk_in_bytes_and_not_each_others_tokens() -> None:
         for i, new in ((1, 7), (2, 8))
     )
     packed = pack_all([trunk, left, right], whole=False)
-    assert [(p.base, p.n_new) for p in packed] == [(None, 0), (0, 1), (0, 1)]
-    assert unpack(packed) == [trunk, left, right]
+    assert [(p.base, p.header.n_new) for p in packed] == [(None, 0), (0, 1), (0, 1)]
+    assert unpacked(packed) == [trunk, left, right]
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_common_prompt_is_stored_once_and_each_step_only_what_is_new(whole: bool) -> None:
     n_rollouts, n_steps, prompt, new, response = 8, 4, 1000, 30, 40
-    pool = DataPool()
+    pool = SyncPool()
     for steps in chain(n_rollouts, n_steps, prompt, new, response):
-        pool.apply_steps(pack_all(steps, whole), now=0.0)
+        packed = pack_all(steps, whole)
+        pool.apply_steps([(steps[0].trajectory_uid, "p", step) for step in packed], now=0.0)
     ids = prompt + n_rollouts * (n_steps * response + (n_steps - 1) * new)
     extra = sum(
-        len(step.payload or b"") - 4 * (step.n_new + step.n_response)
+        len(step.payload) - len(step.tokens)
         for t in pool.channels["train"].trajectory_index.values()
-        for step in t.steps.values()
+        for step in t.steps
     )
     assert pool.channels["train"].memory_bytes == 4 * ids + extra
     assert extra < 64 * n_rollouts * n_steps
@@ -249,12 +268,12 @@ def test_a_parent_that_is_none_is_packed_whole() -> None:
         step_index=1,
         parent_index=0,
     )
-    packed = pack(liar, 0, tokens_of(first))
+    packed = pack(liar, tokens_of(first))
     assert (packed.base, packed.prompt) == (None, liar.prompt_ids.tobytes())
-    assert unpack([pack(first), packed])[1] == liar
+    assert unpacked([pack(first), packed])[1] == liar
 
 
-def test_what_cannot_be_pickled_is_refused_with_the_name_of_the_step() -> None:
+def test_what_cannot_be_carried_is_refused_with_the_name_of_the_step() -> None:
     step = Step(
         prompt_ids=ids([1]),
         response_ids=ids([2]),
@@ -262,5 +281,5 @@ def test_what_cannot_be_pickled_is_refused_with_the_name_of_the_step() -> None:
         prompt_uid="p",
         metadata={"f": lambda: 0},
     )
-    with pytest.raises(InvalidStepError, match=r"step 't'\[0\].*cannot be pickled"):
+    with pytest.raises(InvalidStepError, match=r"step 't'\[0\].*cannot be carried"):
         pack(step)

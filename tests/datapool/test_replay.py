@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import resource
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ import ray
 from stepwell.datapool import (
     ChannelConfig,
     ChannelShutDownError,
-    DataPool,
     DataPoolActor,
     DataPoolClient,
     DataPoolError,
@@ -33,13 +30,14 @@ from stepwell.datapool import (
     StepConflictError,
     start_data_pool,
 )
-from stepwell.datapool.codec import pack
+from stepwell.datapool.codec import PackedLease, Tokens, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import JournalCorruptError, JournalFullError, ReplayError
 from stepwell.datapool.remote import actor as actor_module
 from stepwell.datapool.remote import turns as turns_module
 from stepwell.datapool.store.journal import FILE_NAME, Journal
 from stepwell.datapool.store.replay import restore
+from tests.datapool.conftest import SyncPool
 
 MakeStep = Callable[..., Step]
 READING = {"is_shut_down", "next_deadline"}
@@ -54,7 +52,7 @@ class Journaled:
 
     def _start(self, folder: Path, config: PoolConfig) -> None:
         self.journal = Journal(folder, "process", lock_timeout_s=0.1)
-        self.pool = DataPool(config)
+        self.pool = SyncPool(config)
         restore(
             self.pool, self.journal, self.journal.rows(), self.journal.states(), self.journal.read
         )
@@ -97,7 +95,7 @@ class Journaled:
                 "groups": [_record(g) for g in channel.prompt_groups.values()],
                 "order": [channel.state(g) for g in channel.prompt_groups.values()],
                 "ready": [g.prompt_uid for g in channel.ready_groups()],
-                "version": channel.version,
+                "version": channel.counts.version,
                 "statistics": self.pool.get_statistics(name, now=self.now),
             }
             for name, channel in self.pool.channels.items()
@@ -112,7 +110,7 @@ def _record(record: Any) -> Any:
         return {key: _record(value) for key, value in record.items()}
     if isinstance(record, list | tuple):
         return [_record(value) for value in record]
-    names = getattr(record, "__slots__", None)
+    names = getattr(record, "__struct_fields__", None) or getattr(record, "__slots__", None)
     if names is None:
         return record
     return {n: _record(getattr(record, n)) for n in names if n not in ("row", "rows", "prompts")}
@@ -249,23 +247,23 @@ def _late(p: Journaled, s: MakeStep) -> None:
 
 
 HISTORIES = {
-    "group": _opened,
-    "trajectory": _trajectory,
-    "prompt": _steps,
-    "step": _completed_by_its_last_step,
-    "complete": _completed,
-    "abort": _aborted,
-    "abort again": _given_up,
-    "due": _due,
-    "reward": _rewarded,
-    "mark": _marked,
-    "lease": _leased,
-    "lease renewed": _renewed,
-    "return": _returned,
-    "ended": _expired,
-    "closed": _acked,
-    "closed dropped": _dropped,
-    "closed late": _late,
+    "OpenGroup": _opened,
+    "OpenTrajectory": _trajectory,
+    "PromptStored": _steps,
+    "StepStored": _completed_by_its_last_step,
+    "CompleteTrajectory": _completed,
+    "AbortTrajectory": _aborted,
+    "AbortTrajectory again": _given_up,
+    "GroupDue": _due,
+    "SetReward": _rewarded,
+    "Mark": _marked,
+    "GroupLeased": _leased,
+    "LeaseRecord renewed": _renewed,
+    "GroupReturned": _returned,
+    "LeaseEnded": _expired,
+    "GroupClosed": _acked,
+    "GroupClosed dropped": _dropped,
+    "GroupClosed late": _late,
 }
 
 
@@ -308,7 +306,7 @@ def named(pool: Journaled, name: str, *args: Any, **kwargs: Any) -> Any:
         answer = getattr(pool, name)(*args, **kwargs)
     except DataPoolError as e:
         return type(e).__name__
-    return pickle.loads(pickle.dumps(answer))
+    return answer.unpack() if isinstance(answer, PackedLease) else answer
 
 
 def test_what_no_row_tells_survives_too(
@@ -381,12 +379,12 @@ def test_no_row_of_a_group_is_left_when_it_is_gone(
     else:
         pool.nack(lease.lease_id)
         pool.drop_group("p", "test")
-    assert sorted(pool.kinds()) == ["closed", "ended"]
+    assert sorted(pool.kinds()) == ["GroupClosed", "LeaseEnded"]
     pool.restart()
     finish(pool, make_step, "q", "d", "e")
     pool.restart()
     pool.ack(pool.lease_batch().lease_id)
-    assert sorted(pool.kinds()) == ["closed", "closed", "ended", "ended"]
+    assert sorted(pool.kinds()) == ["GroupClosed"] * 2 + ["LeaseEnded"] * 2
 
 
 def test_what_is_remembered_of_the_gone_is_bounded(tmp_path: Path, make_step: MakeStep) -> None:
@@ -396,7 +394,7 @@ def test_what_is_remembered_of_the_gone_is_bounded(tmp_path: Path, make_step: Ma
         pool.ack(pool.lease_batch().lease_id)
         if i % 4 == 3:
             pool.restart()
-    assert sorted(pool.kinds()) == ["closed"] * 3 + ["ended"] * 3
+    assert sorted(pool.kinds()) == ["GroupClosed"] * 3 + ["LeaseEnded"] * 3
     assert pool.submit_step(make_step("t9", "p9")) == "late"
     assert pool.submit_step(make_step("t0", "p0")) == "accepted"
     pool.restart()
@@ -430,8 +428,15 @@ def rollout(make_step: MakeStep, uid: str, prompt_uid: str, n_steps: int = 3) ->
 
 
 def relative(steps: list[Step]) -> list[Any]:
-    tokens = [s.prompt_ids.tobytes() + s.response_ids.tobytes() for s in steps]
-    return [pack(s, i - 1, tokens[i - 1]) if i else pack(s) for i, s in enumerate(steps)]
+    whole = [pack(s).header.crc for s in steps]
+    tokens = [
+        Tokens(i, s.prompt_ids.tobytes(), s.response_ids.tobytes(), whole[i])
+        for i, s in enumerate(steps)
+    ]
+    return [
+        (s.trajectory_uid, s.prompt_uid, pack(s, tokens[i - 1]) if i else pack(s))
+        for i, s in enumerate(steps)
+    ]
 
 
 LIMITS: dict[str, dict[str, Any]] = {
@@ -461,7 +466,7 @@ def test_payloads_on_disk_are_served_and_recognised_as_if_in_memory(
     assert pool.get_statistics("train")["memory_bytes"] == prompt_bytes, "what was read is let go"
     for uid in rollouts:
         pool.complete_trajectory(uid, 1.0)
-    lease = pickle.loads(pickle.dumps(pool.lease_packed()))
+    lease = decoder(PackedLease).decode(encoder.encode(pool.lease_packed())).unpack()
     for trajectory in lease.groups[0].trajectories:
         *rest, last = trajectory.steps
         sent = rollouts[trajectory.trajectory_uid]
@@ -482,9 +487,9 @@ def test_only_what_is_over_the_limit_goes_to_disk(
     for step in steps:
         pool.submit_step(step)
     in_memory = [
-        s.payload is not None
+        not s.is_spilled
         for t in pool.pool.channels["train"].trajectory_index.values()
-        for s in t.steps.values()
+        for s in t.steps
     ]
     assert limit - 200 <= pool.get_statistics("train")["memory_bytes"] <= limit
     assert in_memory[0]
@@ -586,10 +591,10 @@ def test_another_number_of_rollouts_decides_what_is_ready(
 def test_rows_that_contradict_each_other_are_named(tmp_path: Path, make_step: MakeStep) -> None:
     pool = Journaled(tmp_path, PoolConfig())
     finish(pool, make_step, "p", "a")
-    (row,) = [r.row for r in pool.journal.rows() if r.kind == "step"]
+    (row,) = [r.row for r in pool.journal.rows() if r.kind == "StepStored"]
     pool.journal.delete([row])
     pool.journal.flush()
-    with pytest.raises(ReplayError, match=r"\(complete in channel 'train'\) does not follow"):
+    with pytest.raises(ReplayError, match=r"\(Complete\w+ in channel 'train'\) does not follow"):
         pool.restart()
 
 
@@ -764,8 +769,8 @@ async def test_what_comes_due_on_a_full_disk_is_done_when_there_is_space(
 
 
 def test_every_field_of_a_record_is_compared() -> None:
-    """The snapshot above reads slots; a record without them would be compared by identity."""
+    """The snapshot above reads fields; a record without them would be compared by identity."""
     from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 
     for record in (GroupRecord, TrajectoryRecord):
-        assert set(record.__slots__) == {f.name for f in fields(record)}
+        assert record.__struct_fields__

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
-from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import JournalCorruptError, JournalError, JournalLockedError
 from stepwell.datapool.store.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.salvage import salvage
 from stepwell.datapool.types import Step
+from tests.datapool.conftest import SyncPool
 
 N_GROUPS = 12
 
@@ -28,7 +28,7 @@ class Pool:
     def __init__(self, folder: Path) -> None:
         self.journal = Journal(folder, "process", lock_timeout_s=0)
         try:
-            self.pool = DataPool(PoolConfig(default=ChannelConfig(n_rollouts=1)))
+            self.pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=1)))
             journal = self.journal
             restore(self.pool, journal, journal.rows(), journal.states(), journal.read)
         except BaseException:

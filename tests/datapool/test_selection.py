@@ -6,14 +6,13 @@ import json
 import math
 import pickle
 import statistics
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.errors import InvalidRequestError, SelectionError
 from stepwell.datapool.selection import (
     UNMARKED,
     Choice,
@@ -24,12 +23,8 @@ from stepwell.datapool.selection import (
     Marks,
     OverSampling,
     Selection,
-    SelectionError,
-    SlimeSample,
     TrajectoryInfo,
     dry_run,
-    slime_buffer_filter,
-    slime_filter,
 )
 
 UNTRAINABLE = Marks(trainable=False)
@@ -298,6 +293,10 @@ def returns_text(info):
     return "1"
 
 
+def returns_too_large(info):
+    return 10**400
+
+
 def by_tokens(info):
     return info.n_tokens
 
@@ -327,6 +326,7 @@ def test_a_bad_filter_is_named_with_the_group(function, message):
     [
         (returns_nan, "returned nan for group 'p7'; return a number"),
         (returns_text, "returned '1' for group 'p7'"),
+        (returns_too_large, "returned 1000.* for group 'p7'"),
         (divides, "failed on group 'p7': ZeroDivisionError: "),
     ],
 )
@@ -611,84 +611,13 @@ def test_a_bad_batch_filter_is_named_with_what_is_wrong(function, message):
         rules.choose(infos, 2)
 
 
-# -- slime's signatures ------------------------------------------------------------------------
-
-
-def spread_of(args, samples, **kwargs):
-    """As slime's check_reward_nonzero_std, without torch."""
-    rewards = [s.get_reward_value(args) for s in samples]
-    keep = statistics.stdev(rewards) > 1e-6
-    return SimpleNamespace(keep=keep, reason=None if keep else f"zero_std_{rewards[0]}")
-
-
-def any_correct(args, samples):
-    return any(s.reward == 1.0 for s in samples)
-
-
-def test_a_function_for_slimes_dynamic_sampling_is_a_filter():
-    rules = select(filters=[f"slime_filter({here(spread_of)})"])
-    assert rules.judge(group("p", [1.0, 1.0])) == Drop("zero_std_1.0")
-    assert rules.judge(group("p", [1.0, 0.0])) is None
-    assert rules.judge(group("p", [1.0, None])) is None
-    older = select(filters=[f"slime_filter({here(any_correct)})"])
-    assert older.judge(group("p", [0.0, 0.0])) == Drop("any_correct")
-    assert older.judge(group("p", [0.0, 1.0])) is None
-
-
-def pop_first(args, rollout_id, buffer, num_samples):
-    """slime's default buffer filter."""
-    n = min(len(buffer), num_samples)
-    taken = buffer[:n]
-    del buffer[:n]
-    return taken
-
-
-def best_and_no_failures(args, rollout_id, buffer, num_samples):
-    buffer[:] = [g for g in buffer if any(s.reward > 0 for s in g)]
-    return sorted(buffer, key=lambda g: -sum(s.reward for s in g))[:num_samples]
-
-
-def copies(args, rollout_id, buffer, num_samples):
-    return [list(g) for g in buffer[:num_samples]]
-
-
-def test_a_function_for_slimes_buffer_is_a_batch_filter():
-    infos = [group(uid, r) for uid, r in zip("abcd", [[0.0], [0.5], [0.0], [1.0]], strict=True)]
-    first = select(batch_filter=f"slime_buffer_filter({here(pop_first)})")
-    assert first.choose(infos, 3) == Choice(("a", "b", "c"), {})
-    assert first.choose(infos[:2], 3) == Choice((), {})
-    best = select(batch_filter=f"slime_buffer_filter({here(best_and_no_failures)})")
-    assert best.choose(infos, 2) == Choice(("d", "b"), {"a": "buffer_filter", "c": "buffer_filter"})
-    with pytest.raises(SelectionError, match="returned a group that is not one of the buffer's"):
-        select(batch_filter=f"slime_buffer_filter({here(copies)})").choose(infos, 2)
-
-
-def test_slimes_functions_see_samples_and_the_arguments_they_are_given():
-    seen = []
-
-    def record(args, rollout_id, buffer, num_samples):
-        seen.append((args, rollout_id, num_samples, [list(g) for g in buffer]))
-        return []
-
-    infos = [group("a", [1.0, None], versions=[3, 4]), group("b", [0.0])]
-    assert slime_buffer_filter(record, args="mine")(infos, 2) == Choice()
-    [(args, rollout_id, n, buffer)] = seen
-    assert (args, rollout_id, n) == ("mine", None, 2)
-    assert buffer[0] == [
-        SlimeSample(0, 0, 1.0, {}, ["3", "3"]),
-        SlimeSample(1, 0, None, {}, ["4", "4"]),
-    ]
-    assert buffer[1] == [SlimeSample(2, 1, 0.0, {}, ["0", "0"])]
-    assert slime_filter(lambda args, samples: args == "mine", args="mine")(infos[1]) is None
-
-
 # -- dry run -----------------------------------------------------------------------------------
 
 
 @given(INFOS, CONFIGS, st.integers(1, 4), st.booleans())
 def test_a_dry_run_agrees_with_the_rules_applied_one_after_the_other(infos, config, n, more):
     rules = Selection(config)
-    run = dry_run(config, infos[::-1], n, more_may_come=more)
+    run = dry_run(rules, infos[::-1], n, more_may_come=lambda n_dropped: more)
     by_uid = {d.prompt_uid: d for d in run.decisions}
     assert len(by_uid) == len(run.decisions) == len(infos)
 
@@ -700,7 +629,8 @@ def test_a_dry_run_agrees_with_the_rules_applied_one_after_the_other(infos, conf
             assert by_uid[uid].rank is None
     servable = sorted(
         (i for i in infos if verdicts[i.prompt_uid] is None),
-        key=lambda i: (rules.key(i), i.sequence),
+        # What was handed back comes before everything else.
+        key=lambda i: (-math.inf if i.sequence < 0 else rules.key(i), i.sequence),
     )
     assert [by_uid[i.prompt_uid].rank for i in servable] == list(range(1, len(servable) + 1))
     assert [by_uid[i.prompt_uid].key for i in servable] == [rules.key(i) for i in servable]
@@ -727,7 +657,7 @@ def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
         group("e", [0.0, 0.5], 5),
     ]
     config = SelectionConfig(order="highest_reward_std", filters=["zero_variance"])
-    run = dry_run(config, infos, 2)
+    run = dry_run(Selection(config), infos, 2)
     assert [(d.prompt_uid, d.decision, d.reason, d.rank) for d in run.decisions] == [
         ("b", "serve", "in_order", 1),
         ("e", "serve", "in_order", 2),
@@ -736,7 +666,19 @@ def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
         ("a", "drop", "zero_variance", None),
     ]
     assert run.decisions[0] == Decision(
-        "b", "serve", "in_order", 1, -0.5, 0.5, 0.5, 3, 4, 2, 0, 4, 20
+        prompt_uid="b",
+        decision="serve",
+        reason="in_order",
+        rank=1,
+        key=-0.5,
+        reward_mean=0.5,
+        reward_std=0.5,
+        oldest_version=3,
+        newest_version=4,
+        n_trajectories=2,
+        n_withheld=0,
+        n_steps=4,
+        n_tokens=20,
     )
     assert run.counts == {
         "serve": {"in_order": 2},
@@ -761,7 +703,7 @@ def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
 )
 def test_a_group_that_waits_says_what_for(config, batch_size, reasons):
     infos = [group(uid, [0.0, 1.0], i) for i, uid in enumerate("abc")]
-    run = dry_run(SelectionConfig(**config), infos, batch_size)
+    run = dry_run(select(**config), infos, batch_size)
     assert [d.reason for d in run.decisions] == reasons
 
 
@@ -771,7 +713,7 @@ def test_a_dry_run_prints_a_table():
         group("p2-uid", trajectories=(trajectory("x", 1.0), trajectory("y", marks=UNTRAINABLE))),
         group("p3", [None], 2, marks=UNTRAINABLE),
     ]
-    run = dry_run(SelectionConfig(), infos, 1)
+    run = dry_run(select(), infos, 1)
     assert str(run).splitlines() == [
         "rank  decision  group   reason         key  reward  std  versions    size  steps  tokens",
         "   1  serve     p2-uid  in_order         0       1    -      0..0  1 (-1)      2      10",
@@ -780,11 +722,9 @@ def test_a_dry_run_prints_a_table():
         "batch of 1: serve 1 (in_order 1); wait 1 (later_batch 1); hold 1 (not_trainable 1)",
     ]
     assert run.table(limit=1).splitlines()[-2] == "… and 2 more"
-    assert str(dry_run(SelectionConfig(), [], 4)).splitlines()[-1] == (
-        "batch of 4: no group is ready"
-    )
+    assert str(dry_run(select(), [], 4)).splitlines()[-1] == ("batch of 4: no group is ready")
 
 
 def test_a_dry_run_takes_a_batch_of_at_least_one():
     with pytest.raises(InvalidRequestError, match="batch_size is 0; ask for at least 1"):
-        dry_run(SelectionConfig(), [], 0)
+        dry_run(select(), [], 0)

@@ -9,23 +9,24 @@ restarted, which must answer and come out the same: a restart may not be noticed
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
-from stepwell.datapool.codec import PackedLease, PackedStep, pack
+from stepwell.datapool.codec import PackedLease, Tokens, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.core.records import Deleted
+from stepwell.datapool.ops import Deleted
 from stepwell.datapool.store.journal import Row
 from stepwell.datapool.store.replay import restore
+from tests.datapool.conftest import SyncPool
 
 PROMPTS = [f"p{i}" for i in range(8)]
 ROLLOUTS = range(3)
@@ -259,7 +260,7 @@ class Model:
             self.touch(self.prompts[p])
         return "duplicate" if known else "accepted"
 
-    def submit(self, step: Step, base: int | None, now: float) -> str:
+    def submit(self, step: Step, base: Tokens | None, now: float) -> str:
         answer = self.try_submit(step, base, now)
         if answer in ("accepted", "duplicate", "late"):
             self.seen[answer] += 1
@@ -267,12 +268,14 @@ class Model:
             self.seen["conflict" if answer == "StepConflictError" else "rejected"] += 1
         return answer
 
-    def try_submit(self, step: Step, base: int | None, now: float) -> str:
+    def try_submit(self, step: Step, base: Tokens | None, now: float) -> str:
         i = step.step_index
         r = self.find(step.trajectory_uid, step.prompt_uid, now, base)
         if isinstance(r, str):
             return r
-        knows_base = base is None or base in r.steps
+        knows_base = base is None or (
+            base.step_index in r.steps and tokens_of(r.steps[base.step_index]) == base
+        )
         if i in r.steps:
             if not knows_base:
                 return "UnknownBaseError"
@@ -635,7 +638,7 @@ class DataPoolMachine(RuleBasedStateMachine):
             default=self.config, memory_limit_bytes=memory, retention_days=retention_days
         )
         self.log = MemoryLog()
-        self.pool = DataPool(self.pool_config)
+        self.pool = SyncPool(self.pool_config)
         self.pool.attach(self.log, self.log.read)
         retention_s = None if retention_days is None else retention_days * 86_400
         self.models = {name: Model(self.config, retention_s) for name in CHANNELS}
@@ -643,7 +646,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         self.leases: dict[str, Held] = {}
         self.calls: list[tuple[str, tuple[Any, ...], float, Any]] = []
         self.tickets = 0
-        self.tips: dict[tuple[str, str, int], bytes] = {}
+        self.tips: dict[tuple[str, str, int], Tokens] = {}
         # So that most of what follows meets something.
         for p, ends in zip(PROMPTS, begun, strict=False):
             self.run_rollouts("train", p, ends, 2)
@@ -693,29 +696,21 @@ class DataPoolMachine(RuleBasedStateMachine):
     )
     def submit_steps(self, channel, p, picks, relative):
         steps = [build_step(p, *pick) for pick in picks]
-        packed = [self.pack(step, channel) if relative else step for step in steps]
-        answers = self.call("apply_steps", packed, channel)
-        model = self.models[channel]
-        refused: set[str] = set()
-        for step, sent, answer in zip(steps, packed, answers, strict=True):
-            uid = step.trajectory_uid
-            base = sent.base if isinstance(sent, PackedStep) else None
-            if base is not None and uid in refused:
-                expected = "UnknownBaseError"
-            else:
-                expected = model.submit(step, base, self.now)
-            assert answer == expected
+        bases = [self.base(step, channel) if relative else None for step in steps]
+        packed = [pack(step, base) for step, base in zip(steps, bases, strict=True)]
+        sent = [(s.trajectory_uid, s.prompt_uid, p) for s, p in zip(steps, packed, strict=True)]
+        answers = self.call("apply_steps", sent, channel)
+        for step, base, now_packed, answer in zip(steps, bases, packed, answers, strict=True):
+            known = None if now_packed.base is None else base
+            assert answer == self.models[channel].submit(step, known, self.now)
             if answer not in ("accepted", "duplicate", "late"):
-                refused.add(uid)
-                self.tips.pop((channel, uid, step.step_index), None)
+                self.tips.pop((channel, step.trajectory_uid, step.step_index), None)
 
-    def pack(self, step: Step, channel: str) -> PackedStep:
-        """As a client does: relative to what it sent before, until that is refused."""
-        base = step.step_index - 1
-        tip = self.tips.get((channel, step.trajectory_uid, base))
-        tokens = step.prompt_ids.tobytes() + step.response_ids.tobytes()
-        self.tips[channel, step.trajectory_uid, step.step_index] = tokens
-        return pack(step, base, tip)
+    def base(self, step: Step, channel: str) -> Tokens | None:
+        """As a client has it: what it sent before, until that is refused."""
+        tip = self.tips.get((channel, step.trajectory_uid, step.step_index - 1))
+        self.tips[channel, step.trajectory_uid, step.step_index] = tokens_of(step)
+        return tip
 
     @rule(
         channel=ANY_CHANNEL,
@@ -940,7 +935,7 @@ class DataPoolMachine(RuleBasedStateMachine):
     @rule()
     def restart(self):
         before = self.pool
-        self.pool = DataPool(self.pool_config)
+        self.pool = SyncPool(self.pool_config)
         restore(self.pool, self.log, self.log.rows(), self.log.states, self.log.read)
         assert_same(self.pool, before, self.now)
         self.pool.write_counts()
@@ -1010,8 +1005,8 @@ class DataPoolMachine(RuleBasedStateMachine):
         for channel in self.pool.channels.values():
             groups = channel.prompt_groups.values()
             prompts = sum(len(prompt) for g in groups for prompt in g.prompts)
-            steps = [s for g in groups for t in g.trajectories.values() for s in t.steps.values()]
-            in_memory = sum(s.n_bytes for s in steps if s.payload is not None)
+            steps = [s for g in groups for t in g.trajectories.values() for s in t.steps]
+            in_memory = sum(len(s.payload) for s in steps if not s.is_spilled)
             assert channel.memory_bytes == prompts + in_memory
             payloads += in_memory
         limit = self.pool_config.memory_limit_bytes
@@ -1022,13 +1017,18 @@ class DataPoolMachine(RuleBasedStateMachine):
             return
         self.restart()
         days = self.pool_config.retention_days
-        again = DataPool(PoolConfig(default=self.config, retention_days=days))
+        again = SyncPool(PoolConfig(default=self.config, retention_days=days))
         for name, args, now, answer in self.calls:
             assert replay(again, name, args, now) == answer
         assert_same(again, self.pool, self.now)
         for channel in CHANNELS:
             rest = [drain(p, channel, self.now) for p in (self.pool, again)]
             assert rest[0] == rest[1]
+
+
+def tokens_of(step: Step) -> Tokens:
+    ids = step.prompt_ids.tobytes(), step.response_ids.tobytes()
+    return Tokens(step.step_index, *ids, pack(step).header.crc)
 
 
 def build_step(p: str, k: int, index: int, token: int, is_last: bool, is_stray: bool) -> Step:
@@ -1063,7 +1063,7 @@ def replay(pool: DataPool, name: str, args: tuple[Any, ...], now: float) -> Any:
     except DataPoolError as e:
         return type(e).__name__
     if isinstance(answer, PackedLease):
-        return pickle.loads(pickle.dumps(answer))
+        return decoder(PackedLease).decode(encoder.encode(answer)).unpack()
     if name == "apply_steps":
         return [type(a).__name__ if isinstance(a, DataPoolError) else a for a in answer]
     return answer.trainable if name == "mark" else answer
@@ -1085,9 +1085,13 @@ def assert_same(a: DataPool, b: DataPool, now: float) -> None:
         numbers = [list(pool.channels[name].groups_by_number) for pool in (a, b)]
         assert numbers[0] == numbers[1]
     assert a.next_deadline() == b.next_deadline()
-    assert [replace(r, row=0) for r in a.leases.active()] == [
-        replace(r, row=0) for r in b.leases.active()
+    assert [dropping_row(r) for r in a.leases.active()] == [
+        dropping_row(r) for r in b.leases.active()
     ]
+
+
+def dropping_row(lease: Any) -> Any:
+    return msgspec.structs.replace(lease, row=0)
 
 
 def drain(pool: DataPool, channel: str, now: float) -> list[Any]:

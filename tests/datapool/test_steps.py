@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from stepwell.datapool import (
     InvalidStepError,
     StepConflictError,
     StepIndexError,
     TrajectoryConflictError,
+    UnknownBaseError,
 )
+from stepwell.datapool.codec import Tokens, pack
 
 
 def test_a_step_comes_back_as_it_was_submitted(pool, make_step):
@@ -91,11 +94,40 @@ def test_a_conflict_does_not_keep_the_rest_of_its_batch_from_being_stored(pool, 
 def test_apply_steps_tells_each_step_its_own_answer(pool, make_step):
     pool.submit_step(make_step("t"))
     results = pool.apply_steps(
-        [make_step("t", response_ids=[9, 9]), make_step("t"), make_step("t", index=1), "step"]
+        [make_step("t", response_ids=[9, 9]), make_step("t"), make_step("t", index=1)]
     )
     assert isinstance(results[0], StepConflictError)
-    assert results[1:3] == ["duplicate", "accepted"]
-    assert isinstance(results[3], InvalidStepError)
+    assert results[1:] == ["duplicate", "accepted"]
+
+
+def test_a_step_without_its_bytes_is_refused(pool, make_step):
+    sent = pack(make_step("t"))
+    for broken in ({"payload": b""}, {"payload": sent.payload[:24]}, {"prompt": None}, {"base": 0}):
+        (answer,) = pool.apply_steps([("t", "p", replace(sent, **broken))])
+        assert isinstance(answer, InvalidStepError)
+    assert pool.submit_step(make_step("t")) == "accepted"
+
+
+def test_a_step_relative_to_other_tokens_than_the_stored_ones_is_asked_for_whole(pool, make_step):
+    pool.submit_step(make_step("t"))
+    prompt = make_step("t").prompt_ids.tobytes()
+    other = make_step("t", response_ids=[4, 6])
+    base = Tokens(0, prompt, other.response_ids.tobytes(), pack(other).header.crc)
+    (answer,) = pool.apply_steps(
+        [("t", "p", pack(make_step("t", index=1, prompt_ids=[1, 2, 3, 4, 6]), base))]
+    )
+    assert isinstance(answer, UnknownBaseError)
+    assert pool.stats()["steps"]["submitted"] == 1, "it comes again"
+
+
+def test_nothing_that_the_pool_keeps_is_in_an_answer_or_in_what_was_sent(pool, make_step):
+    sent = pack(make_step("t", reward=0.5, is_last=True))
+    pool.apply_steps([("t", "p", sent)])
+    sent.reward, sent.payload = 9.0, b""
+    lease = pool.lease_packed()
+    lease.groups[0].trajectories[0].steps[0].reward = 9.0
+    pool.nack(lease.lease_id)
+    assert pool.fetch_batch() == [make_step("t", reward=0.5, is_last=True)]
 
 
 def test_steps_after_the_group_was_served_or_dropped_are_late(pool, make_step):

@@ -9,7 +9,8 @@ import pytest
 
 from stepwell.cli import main
 from stepwell.datapool import DataPoolClient, Step, Trajectory
-from stepwell.datapool.files.export import ExportedTrajectory, read, write
+from stepwell.datapool.files.export import read, write
+from stepwell.datapool.files.rows import ExportedTrajectory
 
 
 def say(uid: str, prompt_uid: str) -> Step:

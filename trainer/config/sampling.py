@@ -61,7 +61,7 @@ class SamplingConfig(Section):
     dropped and counted under, and another group takes its place. `nonzero_std` (DAPO's dynamic
     sampling, arXiv:2503.14476: not all rewards are equal), `all_correct(1.0)`, `all_wrong(0.0)`,
     `slime_filter(package.module:function)`, or dotted paths of `(GroupInfo) -> Verdict | None`
-    (`datapool/selection.py`)."""
+    (`datapool/selection`)."""
     max_refills: int | None = Field(default=None, ge=1)
     """Times in a row that a batch may be filled up after filtering before the run stops with an
     error (verl's `max_num_gen_batches`); null = as often as it takes."""

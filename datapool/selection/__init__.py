@@ -1,0 +1,66 @@
+"""This package says which ready groups are served, in what order, which are refused, and why.
+
+Owns the rules: people's marks, orders, filters and batch filters, built in or named by dotted
+path. Owns no group, no queue and no clock: a channel describes a group as a `GroupInfo`, asks, and
+acts on the answer; a dry run asks the same of a copy of what is ready. Everything here is pure;
+one group costs O(its trajectories), a batch filter O(window log window)::
+
+    ready ─► gate ───────────► filters ──────────────► order ─────► batch filter ─► served
+    group    marks of people   None   serve            smallest     picks a batch
+             Hold if nothing   Drop   refill           key first,   from the first
+             is left           Hold   wait for news    then oldest  `window`
+
+`Drop` removes the group, counted with its reason, and frees its credit, so the producer generates
+another one: DAPO's dynamic sampling (arXiv 2503.14476), as a stream instead of a loop of
+generation batches. `Hold` keeps it, unserved, until its marks or rewards change.
+
+Names in `SelectionConfig`; an argument goes in brackets, `over_sampling(1.5)`:
+
+    order         fifo · freshest · highest_reward_std
+    filters       zero_variance · scored · all_correct(1.0) · all_wrong(0.0) · slime_filter(path)
+    batch_filter  over_sampling(2.0) · slime_buffer_filter(path)
+
+What verl calls it: `algorithm.filter_groups` is `filters: [zero_variance]`; a group of one is kept,
+as there. `max_num_gen_batches` needs nothing here, since drops are counted by reason. slime's words
+and functions: `trainer/slime_filters.py`.
+
+Modules: `groups` (what rules see and answer), `built_in` (rules that have names), `rules` (those of
+one channel, in their order), `dry_run`.
+"""
+
+from stepwell.datapool.selection.built_in import NOT_TRAINABLE, STALE, UNSCORED, OverSampling
+from stepwell.datapool.selection.dry_run import Decision, DryRun, dry_run
+from stepwell.datapool.selection.groups import (
+    UNMARKED,
+    BatchFilter,
+    Choice,
+    Drop,
+    Filter,
+    GroupInfo,
+    Hold,
+    Marks,
+    TrajectoryInfo,
+    Verdict,
+)
+from stepwell.datapool.selection.rules import Selection
+
+__all__ = [
+    "NOT_TRAINABLE",
+    "STALE",
+    "UNMARKED",
+    "UNSCORED",
+    "BatchFilter",
+    "Choice",
+    "Decision",
+    "Drop",
+    "DryRun",
+    "Filter",
+    "GroupInfo",
+    "Hold",
+    "Marks",
+    "OverSampling",
+    "Selection",
+    "TrajectoryInfo",
+    "Verdict",
+    "dry_run",
+]

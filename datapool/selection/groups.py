@@ -1,0 +1,203 @@
+"""What rules see of a group, people's marks included, and what they answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Final, TypeAlias, cast
+
+from stepwell.datapool.errors import InvalidRequestError
+
+# -- what people say ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What people say of a group or of a trajectory. The default says nothing.
+
+    Raises:
+        InvalidRequestError: a field is of another type, or `quality` is not finite.
+    """
+
+    trainable: bool | None = None
+    """False: not served until this changes. None: nobody has said."""
+    quality: float | None = None
+    """Any finite scale; `min_quality` of the channel reads it."""
+    tags: frozenset[str] = frozenset()
+    """`require_tags` and `exclude_tags` of the channel read them."""
+    note: str = ""
+    """For people; nothing reads it."""
+
+    def __post_init__(self) -> None:
+        quality, tags = self.quality, cast(Any, self.tags)
+        if not isinstance(self.trainable, bool | None):
+            raise _malformed("trainable", self.trainable, "True, False, or None for not marked")
+        if quality is not None:
+            number = isinstance(quality, int | float) and not isinstance(quality, bool)
+            if not number or not math.isfinite(quality):
+                raise _malformed("quality", quality, "a finite number, or None for not marked")
+            object.__setattr__(self, "quality", float(quality))
+        if isinstance(tags, str) or not isinstance(tags, Iterable):
+            raise _malformed("tags", tags, "a list of strings")
+        tags = list(tags)
+        for tag in tags:
+            if not isinstance(tag, str) or not tag:
+                raise InvalidRequestError(
+                    f"tags holds {tag!r:.80}; pass strings that are not empty"
+                )
+        object.__setattr__(self, "tags", frozenset(tags))
+        if not isinstance(self.note, str):
+            raise _malformed("note", self.note, "a string")
+
+    def merged(self, update: Mapping[str, Any]) -> Marks:
+        """These marks with the fields in `update` replaced; None clears one (RFC 7396).
+
+        Raises:
+            InvalidRequestError: no such field, or a malformed value.
+        """
+        known = [f.name for f in fields(self)]
+        for name in update:
+            if name not in known:
+                near = get_close_matches(str(name), known, 1, 0.0)[0]
+                raise InvalidRequestError(
+                    f"marks have no field {name!r} (did you mean {near!r}?); "
+                    f"they have {', '.join(known)}"
+                )
+        return replace(
+            self, **{k: getattr(UNMARKED, k) if v is None else v for k, v in update.items()}
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values only; `UNMARKED.merged` of it gives the same marks."""
+        return asdict(self) | {"tags": sorted(self.tags)}
+
+
+def _malformed(name: str, value: object, wanted: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} is {value!r:.80}; pass {wanted}")
+
+
+UNMARKED: Final = Marks()
+
+
+# -- what rules see ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryInfo:
+    """A complete trajectory without its tokens."""
+
+    trajectory_uid: str
+    reward: float | None
+    """Sum of its step rewards; None if not scored."""
+    n_steps: int
+    n_tokens: int
+    oldest_version: int
+    newest_version: int
+    """Smallest and largest policy version that generated a token of it."""
+    attempt: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    marks: Marks = UNMARKED
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """A ready group without its tokens. Read-only, `metadata` too: it is the pool's own."""
+
+    prompt_uid: str
+    channel: str
+    n_rollouts: int | None
+    """What was asked for; the real size is `len(trajectories)`."""
+    trajectories: tuple[TrajectoryInfo, ...]
+    """The complete ones, in the order of completion."""
+    sequence: int
+    """Order of readiness; negative if handed back by a consumer."""
+    opened_at: float
+    """Pool clock, seconds."""
+    delivery: int = 1
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    marks: Marks = UNMARKED
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Of the scored trajectories only."""
+        return tuple(t.reward for t in self.trajectories if t.reward is not None)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether every trajectory has a reward (and there is one)."""
+        return bool(self.trajectories) and all(t.reward is not None for t in self.trajectories)
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Over the scored trajectories; None if there is none."""
+        rewards = self.rewards
+        return math.fsum(r / len(rewards) for r in rewards) if rewards else None
+
+    @property
+    def reward_std(self) -> float | None:
+        """Population standard deviation over the scored trajectories; None for fewer than two,
+        because one reward says nothing of how the group spreads. Equal rewards give exactly 0."""
+        rewards = self.rewards
+        n = len(rewards)
+        if n < 2:
+            return None
+        # Shifted by the first reward: the mean of equal numbers need not be that number exactly.
+        shifted = [r - rewards[0] for r in rewards]
+        mean = math.fsum(d / n for d in shifted)
+        return math.hypot(*(d - mean for d in shifted)) / math.sqrt(n)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Smallest policy version in the group; None without trajectories."""
+        return min((t.oldest_version for t in self.trajectories), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        """Largest policy version in the group; None without trajectories."""
+        return max((t.newest_version for t in self.trajectories), default=None)
+
+    @property
+    def n_steps(self) -> int:
+        return sum(t.n_steps for t in self.trajectories)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(t.n_tokens for t in self.trajectories)
+
+
+# -- what they answer --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The group leaves the pool, counted under `reason`, and its credit is free again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """The group stays and is not served until its marks or rewards change."""
+
+    reason: str
+
+
+Verdict: TypeAlias = Drop | Hold
+"""What a filter says of a group; None serves it. Keep reasons few: they are counted by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A batch filter's answer."""
+
+    serve: Sequence[str] = ()
+    """`batch_size` prompt uids in the order to serve them; empty: wait for more groups."""
+    drop: Mapping[str, str] = field(default_factory=dict)
+    """prompt_uid -> reason. Groups in neither stay ready."""
+
+
+Order: TypeAlias = Callable[[GroupInfo], float]
+Filter: TypeAlias = Callable[[GroupInfo], Verdict | None]
+BatchFilter: TypeAlias = Callable[[Sequence[GroupInfo], int], Choice]
