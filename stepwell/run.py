@@ -35,7 +35,7 @@ from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.datapool import connect as connect_pool
 from stepwell.datapool.process import logging_to
-from stepwell.datapool.store.journal import holder
+from stepwell.datapool.store.folder import holder
 from stepwell.errors import RunUnavailableError
 from stepwell.layout import (
     CHECKPOINTS,

@@ -273,6 +273,7 @@ class Groups:
         """Drop a group; one that a consumer has, once it is handed back."""
         group = self.prompt_groups[retired.prompt_uid]
         if group.prompt_uid not in self._leased:
+            group.retired = retired.reason
             self._drop(group, retired.reason)
         elif group.retired is None:
             group.retired = retired.reason
@@ -295,6 +296,8 @@ class Groups:
         self._stop_timers(group, RETENTION)
         if self.log is not None:
             self.log.delete(group.rows)
+            if group.retired is not None:
+                self.log.scrub()
         self._remember(GroupClosed(group.prompt_uid, how, closings))
         return n_steps
 

@@ -93,6 +93,8 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
+        if self.log is not None:
+            self.log.scrub()  # also what was acked before
         return found
 
     # -- consumers ---------------------------------------------------------------------------

@@ -45,6 +45,9 @@ class Log(Protocol):
     def put_state(self, key: str, value: bytes) -> None:
         """Remember the last value of `key`."""
 
+    def scrub(self) -> None:
+        """Erase the rows that were forgotten, so that nobody can read them any more."""
+
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What the pool decided."""

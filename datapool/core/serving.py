@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from stepwell.datapool.codec import PackedGroup, PackedTrajectory
@@ -144,6 +144,10 @@ class Serving(Limits):
             marks=group.marks,
         )
 
+    def ready_groups(self) -> Iterable[GroupRecord]:
+        """All that are ready or held, the oldest first."""
+        return self._ready.values()
+
     def _judge(self, group: GroupRecord) -> bool:
         """Whether a ready group may be served. Otherwise it is held, or dropped."""
         waits = self.config.reward_wait_s is not None
@@ -219,7 +223,7 @@ class Serving(Limits):
             stale = self.is_stale(self.prompt_groups[info.prompt_uid])
             return Drop(STALE) if stale else verdict, key
 
-        infos = map(self.info, self._ready.values())
+        infos = map(self.info, self.ready_groups())
         return dry_run(rules, infos, op.batch_size, judge=judge, more_may_come=self.more_may_come)
 
     # -- consumers ---------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def delete_from_journals(
             pool.write_counts()
             journal.flush()
         finally:
-            journal.close()  # which empties the log
+            journal.close()  # which erases it
     return found
 
 

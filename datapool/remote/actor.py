@@ -41,7 +41,7 @@ from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.incarnation import former_of, record
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.wire import Door, Server
-from stepwell.datapool.store.journal import ACKED_NAME
+from stepwell.datapool.store.folder import journal_exists
 from stepwell.datapool.types import TRAIN, Step
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ class DataPoolActor:
         """
         log_to_file(log_file)
         restarted = _was_restarted()
-        former = None if folder is None else former_of(folder, ACKED_NAME)
-        if folder is not None and has_journal and not (folder / ACKED_NAME).exists():
+        former = None if folder is None else former_of(folder, journal_exists(folder))
+        if folder is not None and has_journal and not journal_exists(folder):
             raise PoolReplacedError(
                 f"shard {shard} had its journal in {folder}, and on {socket.gethostname()} "
                 "there is none: what it acknowledged would be missing. Put the folder back, or "

@@ -71,7 +71,7 @@ class Former(NamedTuple):
     pid: int
 
 
-def former_of(folder: Path, file_name: str) -> Former | None:
+def former_of(folder: Path, has_journal: bool) -> Former | None:
     """What this actor was before it was restarted; None in its first start.
 
     Raises:
@@ -84,7 +84,7 @@ def former_of(folder: Path, file_name: str) -> Former | None:
         return None
     pool, generation, host, pid = json.loads(value)
     before = Incarnation(pool, generation)
-    if not (folder / file_name).exists():
+    if not has_journal:
         raise PoolReplacedError(
             f"DataPool {before} had its journal in {folder} on {host}, and on "
             f"{socket.gethostname()} there is none: what it acknowledged would be missing. Put the "

@@ -36,7 +36,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.link import RESTART_S, Link
 from stepwell.datapool.remote.wire import Door
-from stepwell.datapool.store.journal import ACKED_NAME
+from stepwell.datapool.store.folder import journal_exists
 
 DEFAULT_NAME = "data_pool"
 STARTED = "started"
@@ -298,7 +298,7 @@ def _check_shards(folder: Path, n_shards: int) -> None:
     try:
         if note.exists():
             before = next(iter(note.read_text().split()), "unknown")
-        elif (folder / ACKED_NAME).exists():
+        elif journal_exists(folder):
             before = "1"
         else:
             before = str(n_shards)

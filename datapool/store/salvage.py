@@ -1,65 +1,61 @@
 """This module makes a usable journal of a damaged one so that a pool can go on, and says what is
 lost.
 
-The database is read three ways, and the best reading is taken:
+The log is read two ways, and the one that keeps more rows is taken:
 
-    as SQLite does      file, and log up to the first damaged frame
-    the file alone      if the log was checkpointed, this has everything
-    all sound frames    file, and every frame of the log that follows from the checksum before it;
-                        a page whose newest frame is damaged is left empty
+    up to the damage    the pool at the end of some transaction; only what came later is lost
+    around the damage   every sound transaction and row. No row says to which group a lost one
+                        belonged, and a lost deletion would bring a group back: every group that is
+                        older than the damage is dropped, and named. A row with a sound head and
+                        a damaged payload costs its own group alone
 
-A reading is *whole* if it has exactly the rows and states that its own books name: it is the pool
-at the end of some transaction, and only what came later is lost. The whole reading with the highest
-transaction wins. If none is whole, the one with most sound rows is taken, and groups are kept only
-if all their rows are there for certain: no row says to which group a lost row belonged, so every
-group that is older than the newest lost row is dropped, and named. A producer may issue it again; a
-group that lacks a reward or a step must not be trained.
-
-The damaged folder stays beside the new one, as `NAME.damaged`. Owns none of the formats: rows are
-`journal.py`'s, heads are `replay.py`'s.
+A producer may issue a dropped group again; a group that lacks a reward or a step must not be
+trained. The damaged folder stays beside the new one, as `NAME.damaged`. Owns none of the formats:
+blocks are `segments.py`'s, heads are `replay.py`'s.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
 import shutil
-import sqlite3
-import struct
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import cast
 
-from stepwell.datapool.codec import PackedStep
+from msgspec.structs import replace
+
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.core.accounting import Counts
-from stepwell.datapool.core.leases import POOL, LeaseRecord
+from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.rows import POOL, GroupClosed, LeaseRecord, read, write
 from stepwell.datapool.errors import JournalCorruptError, JournalError, ReplayError
-from stepwell.datapool.store.journal import (
+from stepwell.datapool.store.folder import (
     ACKED_NAME,
-    FILE_NAME,
-    LOG_NAME,
-    PAGE_BYTES,
-    SCHEMA_VERSION,
-    SUM_MASK,
-    Books,
-    Journal,
-    Row,
-    is_sound_head,
-    is_sound_payload,
-    is_sound_state,
+    Acked,
+    journal_exists,
     lock_folder,
     lost_between,
     read_acked,
-    read_books,
-    states_sum,
 )
+from stepwell.datapool.store.index import Found, expected, read_log
+from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import COUNTS, restore
+from stepwell.datapool.store.segments import (
+    BLOCK_MAGIC,
+    SEGMENT,
+    Block,
+    Row,
+    block_at,
+    journal_of,
+    read_row,
+    record_at,
+    segment_path,
+    segments_in,
+    sound_blocks,
+    unpack_ids,
+)
 
 REASON = "damaged"
 """Why groups that were not whole were dropped."""
@@ -121,14 +117,10 @@ def journals_in(path: Path) -> list[Path]:
     if (path / "pool").is_dir():
         path /= "pool"
     shards = sorted(p for p in path.glob(SHARDS) if p.is_dir() and "." not in p.name)
-    folders = [p for p in shards or [path] if _names(p)]
+    folders = [p for p in shards or [path] if journal_exists(p) or segments_in(p)]
     if not folders:
         raise JournalError(f"{path} holds no journal; give the pool's folder, e.g. runs/NAME/pool")
     return folders
-
-
-def _names(folder: Path) -> list[str]:
-    return [n for n in (FILE_NAME, LOG_NAME, ACKED_NAME) if (folder / n).is_file()]
 
 
 def _salvage(folder: Path) -> Salvaged:
@@ -139,13 +131,16 @@ def _salvage(folder: Path) -> Salvaged:
     scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         report = Salvaged(folder, damage)
-        _rebuild(folder, scratch, report)
-        aside = _free_name(folder)
+        _rebuild(folder, scratch / "new", report)
+        aside, k = folder.with_name(f"{folder.name}.damaged"), 1
+        while aside.exists():
+            k += 1
+            aside = folder.with_name(f"{folder.name}.damaged-{k}")
         folder.rename(aside)
         (scratch / "new").rename(folder)
         report.aside = aside
         return report
-    except (OSError, sqlite3.Error) as e:
+    except OSError as e:
         if isinstance(e, JournalError):
             raise
         raise JournalError(f"{folder}: no usable journal could be written beside it ({e})") from e
@@ -159,9 +154,7 @@ def _damage(folder: Path) -> str | None:
     try:
         journal = Journal(folder, "process")
         try:
-            restore(
-                DataPool(PoolConfig()), _Nowhere(), journal.rows(), journal.states(), journal.read
-            )
+            restore(DataPool(PoolConfig()), journal, journal.rows(), journal.states(), journal.read)
         finally:
             journal.close()
     except (JournalCorruptError, ReplayError) as e:
@@ -169,303 +162,207 @@ def _damage(folder: Path) -> str | None:
     return None
 
 
-class _Nowhere:
-    """A log for a pool that is only looked at."""
-
-    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
-        return -1
-
-    def delete(self, rows: Iterable[int]) -> None: ...
-
-    def put_state(self, key: str, value: bytes) -> None: ...
-
-
-def _free_name(folder: Path) -> Path:
-    k = 1
-    while (name := folder.with_name(f"{folder.name}.damaged{'' if k == 1 else f'-{k}'}")).exists():
-        k += 1
-    return name
-
-
-def _rebuild(folder: Path, scratch: Path, report: Salvaged) -> None:
+def _rebuild(folder: Path, target: Path, report: Salvaged) -> None:
     try:
         acked = read_acked(folder)
     except ValueError:
         acked = None
-    known = None if acked is None else acked.books
-    readings = [
-        _Reading(scratch / name, known)
-        for name, make in _WAYS.items()
-        if make(folder, scratch / name)
-    ]
-    whole = [r for r in readings if r.is_whole]
-    best = max(
-        whole or readings,
-        key=lambda r: (r.number, len(r.rows)) if whole else (len(r.rows),),
-        default=None,
-    )
-    if best is None:
-        raise JournalError(
-            f"{folder} has neither {FILE_NAME} nor a readable log: nothing can be saved; move the "
-            "folder aside to start empty"
-        )
-    choice = None if whole else _Choice(best)
-    if known is None:
+    found = (journal_of(segment_path(folder, n).read_bytes()) for n in segments_in(folder))
+    identity = acked.journal if acked is not None else next(filter(None, found), None)
+    if identity is None:
+        raise _nothing(folder)
+    before = _up_to_the_damage(folder, identity)
+    around = _Scan(folder, identity)
+    choice = _Choice(around)
+    best: Found = around
+    if before is not None and before.index.n_rows >= len(choice.kept):
+        best = before
+    if not best.sequence:
+        raise _nothing(folder)
+    if acked is None:
         report.lost.append(
-            f"whether transactions after {best.number} were acknowledged cannot be told: "
+            f"whether transactions after {best.sequence} were acknowledged cannot be told: "
             f"{ACKED_NAME} cannot be read"
         )
-    elif best.books is None or best.number < known.sequence:
-        report.lost.append(lost_between(best.books, known))
-        report.lost += _named_elsewhere(readings, best.books)
-    if choice is not None:
-        report.lost += best.missing()
+    elif best.sequence < acked.sequence:
+        n_rows = best.index.n_rows
+        report.lost.append(lost_between(best.sequence, best.next_row, n_rows, acked))
+    if best is around:
+        report.lost += around.lost
         report.dropped = choice.dropped
-    bases = [books for books in (known, best.books) if books is not None]
-    base = max(bases, key=lambda books: books.sequence, default=Books(os.urandom(16)))
-    next_row = max(best.end, *(books.next_row for books in bases), 0)
-    journal = Journal(scratch / "new", "process")
+    elif names := choice.groups_since(before.next_row if before else 0):
+        report.lost.append(f"of these, rows that can still be read are of the groups {names}")
+    last = Acked(identity, 0) if acked is None else acked
+    sequence = max(best.sequence, around.sequence, last.sequence)
+    next_row = max(best.next_row, around.next_row, last.next_row)
+    journal = Journal(target, "process")
     try:
-        rows = (row for row in best.load() if choice is None or row in choice)
-        journal.refill(base._replace(next_row=next_row), rows, best.states)
-        if choice is None:
-            _restore(journal)  # to be sure
-        else:
+        rows = (row for row in _load(folder, best) if best is before or row.row in choice.kept)
+        journal.refill(last._replace(sequence=sequence, next_row=next_row), rows, best.states)
+        if best is around:
             _settle(journal, choice)
+        else:
+            _restore(journal)  # to be sure
         report.rows = journal.statistics()["rows_stored"]
     finally:
         journal.close()
 
 
-def _named_elsewhere(readings: Iterable[_Reading], found: Books | None) -> list[str]:
-    """Groups of lost rows, as far as another reading still has them."""
-    first = 0 if found is None else found.next_row
-    groups: dict[str, set[str]] = {}
-    for reading in readings:
-        owners = _Owners()
-        for row in reading.load(payloads=False):
-            uid = owners.of(row)
-            if row.row >= first and uid is not None:
-                groups.setdefault(row.channel, set()).add(uid)
-    return [
-        f"of these, rows that can still be read are of the groups {', '.join(sorted(uids))} in "
-        f"channel {channel!r}; there may be others"
-        for channel, uids in groups.items()
-    ]
+def _nothing(folder: Path) -> JournalError:
+    return JournalError(
+        f"{folder} has no readable log: nothing can be saved; move the folder aside to start empty"
+    )
 
 
 # --- reading ---
 
 
-def _as_sqlite_does(folder: Path, target: Path) -> bool:
-    if not _copy_file(folder, target):
-        return False
-    with contextlib.suppress(FileNotFoundError):
-        shutil.copyfile(folder / LOG_NAME, f"{target}-wal")
-    return True
-
-
-def _copy_file(folder: Path, target: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        shutil.copyfile(folder / FILE_NAME, target)
-        return target.stat().st_size > 0
-    return False
-
-
-def _all_sound_frames(folder: Path, target: Path) -> bool:
-    try:
-        log = (folder / LOG_NAME).read_bytes()
-    except FileNotFoundError:
-        return False
-    if not _copy_file(folder, target):
-        target.touch()
-    pages, n_pages = _frames(log)
-    if not pages:
-        return False
-    with target.open("r+b") as file:
-        for number, page in pages.items():
-            file.seek((number - 1) * PAGE_BYTES)
-            file.write(page)
-        file.truncate(n_pages * PAGE_BYTES)
-    return True
-
-
-_WAYS: dict[str, Callable[[Path, Path], bool]] = {
-    "sqlite": _as_sqlite_does,
-    "file": _copy_file,
-    "frames": _all_sound_frames,
-}
-
-_HEADER = struct.Struct(">8I")
-_FRAME = struct.Struct(">6I")
-
-
-def _frames(log: bytes) -> tuple[dict[int, bytes], int]:
-    """The newest committed content of each page in a write-ahead log, and how many pages the file
-    has then (https://sqlite.org/fileformat.html#walformat). Zeros for a page whose newest frame is
-    damaged."""
-    step = _FRAME.size + PAGE_BYTES
-    starts = range(_HEADER.size, len(log) - step + 1, step)
-    heads = [_FRAME.unpack_from(log, at) for at in starts]
-    if not heads:
-        return {}, 0
-    magic, *_, sum_1, sum_2 = _HEADER.unpack_from(log)
-    order = ">" if magic & 1 else "<"
-    # Not the header's, which may be damaged. Frames of an earlier round follow the newest ones.
-    [(salts, _)] = Counter(head[2:4] for head in heads).most_common(1)
-    before = sum_1, sum_2
-    pages: dict[int, bytes] = {}
-    uncommitted: dict[int, bytes] = {}
-    n_pages = 0
-    for at, (number, n_after, *found_salts, frame_1, frame_2) in zip(starts, heads, strict=True):
-        if tuple(found_salts) != salts:
-            continue
-        page = log[at + _FRAME.size : at + step]
-        is_sound = _checksum(before, log[at : at + 8] + page, order) == (frame_1, frame_2)
-        before = frame_1, frame_2
-        uncommitted[number] = page if is_sound else bytes(PAGE_BYTES)
-        if is_sound and n_after:
-            pages |= uncommitted
-            uncommitted, n_pages = {}, n_after
-    return {number: page for number, page in pages.items() if 0 < number <= n_pages}, n_pages
-
-
-def _checksum(before: tuple[int, int], data: bytes, order: str) -> tuple[int, int]:
-    one, two = before
-    words = iter(struct.unpack(f"{order}{len(data) // 4}I", data))
-    for word in words:
-        one = (one + word + two) & 0xFFFFFFFF
-        two = (two + next(words) + one) & 0xFFFFFFFF
-    return one, two
-
-
-class _Reading:
-    """What can be read of one database, each row held against its CRCs."""
-
-    def __init__(self, path: Path, acked: Books | None) -> None:
-        self.path = path
-        self.books: Books | None = None
-        self.states: dict[str, bytes] = {}
-        self.lost_states: list[str] = []
-        self.rows: set[int] = set()
-        """Sound ones."""
-        self.unsound: set[int] = set()
-        """Read, but not as written."""
-        self.headed: list[Row] = []
-        """Those of the unsound ones whose head is sound, so that their group is known."""
-        self.error: str | None = None
-        """SQLite could not read everything."""
-        with contextlib.suppress(sqlite3.Error), self._open() as db:
-            [(version,)] = db.execute("PRAGMA user_version")
-            if version == SCHEMA_VERSION:
-                self._read_states(db)
-                bounds = [b.next_row for b in (self.books, acked) if b is not None]
-                self._read_rows(db, max(bounds, default=None))
-
-    def _open(self) -> contextlib.closing[sqlite3.Connection]:
-        return contextlib.closing(sqlite3.connect(self.path, isolation_level=None))
-
-    def _read_states(self, db: sqlite3.Connection) -> None:
+def _up_to_the_damage(folder: Path, identity: bytes) -> Found | None:
+    """The log as it was at the end of the latest transaction whose segments are all there."""
+    for newest in reversed(segments_in(folder)):
         try:
-            for key, crc, value in db.execute("SELECT key, crc, value FROM states"):
-                if not is_sound_state(key, crc, value):
-                    self.lost_states.append(str(key))
-                elif isinstance(key, str):
-                    self.states[key] = value
-                else:
-                    self.books = read_books((key, crc, value))
-        except sqlite3.Error as e:
-            self.error = str(e)
-
-    def _read_rows(self, db: sqlite3.Connection, end: int | None) -> None:
-        try:
-            for found in db.execute(f"SELECT {_COLUMNS} FROM rows"):
-                self._take(found)
-            return
-        except sqlite3.Error as e:
-            self.error = str(e)
-        if end is None:
-            return
-        for row in range(end):  # one by one: a page that cannot be read costs only its own rows
-            if row not in self.rows and row not in self.unsound:
-                with contextlib.suppress(sqlite3.Error):
-                    for found in db.execute(f"SELECT {_COLUMNS} FROM rows WHERE row = ?", (row,)):
-                        self._take(found)
-
-    def _take(self, found: tuple[Any, ...]) -> None:
-        row, channel, kind, head_crc, payload_crc, head, payload = found
-        has_head = is_sound_head(row, channel, kind, head, head_crc)
-        if has_head and is_sound_payload(row, payload, payload_crc):
-            self.rows.add(row)
-            return
-        self.unsound.add(row)
-        if has_head:
-            self.headed.append(Row(row, channel, kind, head, None, 0))
-
-    @property
-    def n_missing(self) -> int | None:
-        """Rows that are gone without a trace; None: unknown."""
-        if self.books is None:
-            return None
-        return self.books.rows - len(self.rows) - len(self.unsound)
-
-    @property
-    def is_exact(self) -> bool:
-        """Nothing is wrong but the rows in `unsound`."""
-        return (
-            self.books is not None
-            and self.n_missing == 0
-            and sum(self.rows | self.unsound) & SUM_MASK == self.books.row_sum
-        )
-
-    @property
-    def is_whole(self) -> bool:
-        return (
-            self.is_exact
-            and not self.unsound
-            and self.books is not None
-            and states_sum(self.states) == (self.books.states, self.books.state_sum)
-        )
-
-    @property
-    def number(self) -> int:
-        """Of its last transaction; -1: unknown."""
-        return -1 if self.books is None else self.books.sequence
-
-    @property
-    def end(self) -> int:
-        """Beyond the last row."""
-        return max(self.rows | self.unsound, default=-1) + 1
-
-    def load(self, payloads: bool = True) -> Iterator[Row]:
-        """The sound rows, in order."""
-        payload_column = "payload" if payloads else "NULL"
-        with self._open() as db:
-            for row in sorted(self.rows):
-                for channel, kind, head, payload in db.execute(
-                    f"SELECT channel, kind, head, {payload_column} FROM rows WHERE row = ?", (row,)
-                ):
-                    yield Row(row, channel, kind, head, payload, len(payload or b""))
-
-    def missing(self) -> Iterator[str]:
-        """What is known of the loss, beyond whole transactions."""
-        if self.unsound:
-            rows = ", ".join(map(str, sorted(self.unsound)))
-            yield f"rows that are not as they were written: {rows}"
-        if self.n_missing is None:
-            yield "an unknown number of rows: the journal's own state cannot be read"
-        elif self.n_missing > 0:
-            yield f"{self.n_missing} rows that cannot be found ({self.error or 'no error'})"
-        elif not self.is_exact:
-            yield "some rows: deleted ones are back in their place"
-        if self.lost_states:
-            yield f"states: {', '.join(self.lost_states)}"
+            return read_log(folder, identity, newest)
+        except ValueError:
+            continue  # a segment that there was then is damaged, or was dropped since
+    return None
 
 
-_COLUMNS = "row, channel, kind, head_crc, payload_crc, head, payload"
+def _load(folder: Path, found: Found, payloads: bool = True) -> Iterator[Row]:
+    """The rows that live, in order."""
+    number, data = 0, b""
+    for row, segment, offset in found.index.places():
+        if segment != number:
+            number, data = segment, segment_path(folder, segment).read_bytes()
+        if (read := read_row(data, offset, row, payloads)[0]) is not None:
+            yield read
+
+
+class _Scan(Found):
+    """All sound transactions and rows of a damaged log."""
+
+    def __init__(self, folder: Path, identity: bytes) -> None:
+        super().__init__()
+        self.folder = folder
+        self.headed: dict[int, Row] = {}
+        """Rows whose payload is not what was written."""
+        self.begin = 0
+        """Groups that began before this row may lack one, or be back …"""
+        self.n_unknown = 0
+        """… and so may as many that seem to begin later, but began with a row that is lost."""
+        self.lost: list[str] = []
+        self._gap = ""
+        present = {n: segment_path(folder, n).read_bytes() for n in segments_in(folder)}
+        sound = [n for n, data in present.items() if any(sound_blocks(data, identity))]
+        newest = max(sound, default=0)
+        known = expected(sound_blocks(present.get(newest, b""), identity))
+        for number in sorted({*known, *(n for n in present if n >= newest)}):
+            self._scan(number, present.get(number, b""), identity)
+            if known.get(number, (self.end, self.crc)) != (self.end, self.crc) and not self._gap:
+                self._gap = f"the end of {segment_path(folder, number).name}"
+
+    def _scan(self, number: int, data: bytes, identity: bytes) -> None:
+        at, name = SEGMENT.size, segment_path(self.folder, number).name
+        if not data:
+            self._gap = name
+        while 0 < at < len(data):
+            block = block_at(data, at, identity)
+            if block is None:
+                self._gap = self._gap or f"{name} from byte {at} on"
+                at = data.find(BLOCK_MAGIC, at + 1)
+            else:
+                self._take(number, data, block)
+                at = block.end
+
+    def _take(self, number: int, data: bytes, block: Block) -> None:
+        if self._gap:
+            self.lost.append(f"transactions after {self.sequence}: {self._gap}")
+            self.begin = block.first_row
+            self.n_unknown += block.first_row - self.next_row
+            self._gap = ""
+        self.sequence, self.next_row = block.sequence, block.next_row
+        self.segment, self.end, self.crc = number, block.end, block.crc
+        self.index.grow(number, block.end, block.crc)
+        at, n_sound = block.at, 0
+        for _ in range(block.n_rows):
+            if (record := record_at(data, at)) is None:
+                break
+            if record.has_head:
+                self._take_row(number, data, record.at, record.end, record.row)
+                n_sound += 1
+            at = record.end
+        meta = block.meta(data)
+        if meta is None or n_sound < block.n_rows:
+            self.begin = block.next_row
+            self.n_unknown += block.n_rows - n_sound
+            self.lost.append(f"{block.n_rows - n_sound} rows of transaction {block.sequence}")
+        if meta is not None:
+            self.states |= meta.states
+            for row in unpack_ids(meta.deleted):
+                self.index.delete(row, number)
+                self.headed.pop(row, None)
+
+    def _take_row(self, number: int, data: bytes, at: int, end: int, row: int) -> None:
+        read, is_sound = read_row(data, at, row)
+        if is_sound:
+            self.index.put(number, row, at, end - at)
+            self.headed.pop(row, None)
+        elif read is not None and self.index.find(row) is None:
+            self.headed[row] = read
+            self.lost.append(f"row {row}, which is not as it was written")
+
+    def rows(self) -> list[Row]:
+        """Those whose head is sound, in order."""
+        return sorted([*_load(self.folder, self, payloads=False), *self.headed.values()])
 
 
 # --- choosing ---
+
+
+class _Choice:
+    """Which rows around the damage are kept: groups that have all theirs for certain, and what is
+    remembered of closed ones."""
+
+    def __init__(self, scan: _Scan) -> None:
+        self.dropped: dict[str, list[str]] = {}
+        self.leases: list[LeaseRecord] = []
+        """Leases of which a group is dropped."""
+        self.kept: set[int] = set()
+        self.groups: dict[tuple[str, str], list[int]] = {}
+        """Rows by channel and prompt_uid."""
+        owners = _Owners()
+        leases: list[LeaseRecord] = []
+        for row in scan.rows():
+            uid = owners.of(row)
+            if uid is not None:
+                self.groups.setdefault((row.channel, uid), []).append(row.row)
+            elif row.channel == POOL and row.kind == LeaseRecord.__name__:
+                leases.append(_lease(row))
+            elif row.channel == POOL or row.kind == GroupClosed.__name__:
+                self.kept.add(row.row)
+        later = [group for group, rows in self.groups.items() if rows[0] >= scan.begin]
+        later.sort(key=lambda group: owners.numbers.get(group, -1))
+        whole: set[tuple[str, str]] = set()
+        for channel in {channel for channel, _ in later}:
+            whole.update([group for group in later if group[0] == channel][scan.n_unknown :])
+        for group, rows in self.groups.items():
+            if group in whole and scan.headed.keys().isdisjoint(rows):
+                self.kept.update(rows)
+            else:
+                self.dropped.setdefault(group[0], []).append(group[1])
+        for lease in leases:
+            gone = self.dropped.get(lease.channel, [])
+            if any(uid in gone for uid in lease.prompt_uids):
+                self.leases.append(lease)
+            else:
+                self.kept.add(lease.row)
+
+    def groups_since(self, row: int) -> str:
+        """Those that have this row or a later one."""
+        uids = (f"{uid!r}" for (_, uid), rows in self.groups.items() if rows[-1] >= row)
+        return ", ".join(sorted(uids))
+
+
+# --- looking into heads ---
 
 
 class _Owners:
@@ -473,78 +370,28 @@ class _Owners:
 
     def __init__(self) -> None:
         self._trajectories: dict[tuple[str, str], str] = {}
+        self.numbers: dict[tuple[str, str], int] = {}
+        """By channel and prompt_uid: groups that began later have a higher one."""
 
     def of(self, row: Row) -> str | None:
         """Its prompt_uid; None: of no live group, or of one whose beginning is lost."""
-        if row.channel == POOL or row.kind == "closed":
+        if row.channel == POOL or row.kind == GroupClosed.__name__:
             return None
-        head: tuple[Any, ...] = pickle.loads(row.head)
-        first = str(head[0])
-        if row.kind == "step":
-            fields = PackedStep._fields.index
-            uid, prompt_uid = head[fields("trajectory_uid")], head[fields("prompt_uid")]
-            self._trajectories[row.channel, uid] = prompt_uid
-            return str(prompt_uid)
-        if row.kind == "trajectory":
-            self._trajectories[row.channel, first] = head[1]
-            return str(head[1])
-        if row.kind in ("complete", "abort", "reward"):
-            return self._trajectories.get((row.channel, first))
-        return first
+        _, number, record = read(row.kind, row.head)
+        trajectory_uid = getattr(record, "trajectory_uid", None)
+        prompt_uid: str | None = getattr(record, "prompt_uid", None)
+        if prompt_uid is None:
+            return self._trajectories.get((row.channel, str(trajectory_uid)))
+        if trajectory_uid is not None:
+            self._trajectories[row.channel, trajectory_uid] = prompt_uid
+        if number:
+            self.numbers[row.channel, prompt_uid] = number
+        return prompt_uid
 
 
-class _Choice:
-    """Which rows of a reading that is not whole are kept: groups that have all theirs for certain,
-    and what is remembered of closed ones."""
-
-    def __init__(self, reading: _Reading) -> None:
-        self.dropped: dict[str, list[str]] = {}
-        self.leases: list[LeaseRecord] = []
-        """Leases of which a group is dropped."""
-        self._kept: set[int] = set()
-        owners = _Owners()
-        rows_of: dict[tuple[str, str], list[int]] = {}
-        numbers: dict[tuple[str, str], int] = {}
-        leases: list[tuple[int, LeaseRecord]] = []
-        ordered = sorted([*reading.load(payloads=False), *reading.headed])
-        for row in ordered:
-            uid = owners.of(row)
-            if uid is not None:
-                rows_of.setdefault((row.channel, uid), []).append(row.row)
-                if row.kind in ("group", "trajectory", "step"):  # they end with the group's number
-                    numbers[row.channel, uid] = pickle.loads(row.head)[-1]
-            elif row.channel == POOL and row.kind == "lease":
-                lease_id, channel, prompt_uids, expires_at, request_id = pickle.loads(row.head)
-                lease = LeaseRecord(lease_id, channel, prompt_uids, expires_at, request_id, row.row)
-                leases.append((row.row, lease))
-            elif row.channel == POOL or row.kind == "closed":
-                self._kept.add(row.row)
-        headed = {row.row for row in reading.headed}
-        unknown = reading.unsound - headed
-        last_unknown = max(unknown, default=-1) if reading.is_exact else reading.end
-        # A group that began after the last row of an unknown group has lost none; but each of those
-        # may have begun one, which then has a lower number than all that began later.
-        later = sorted(
-            (group for group, rows in rows_of.items() if rows[0] > last_unknown),
-            key=lambda group: numbers.get(group, -1),
-        )
-        whole: set[tuple[str, str]] = set()
-        for channel in {channel for channel, _ in later}:
-            whole.update([g for g in later if g[0] == channel][len(unknown) :])
-        for group, rows in rows_of.items():
-            if group in whole and headed.isdisjoint(rows):
-                self._kept.update(rows)
-            else:
-                self.dropped.setdefault(group[0], []).append(group[1])
-        for number, lease in leases:
-            gone = self.dropped.get(lease.channel, [])
-            if any(uid in gone for uid in lease.prompt_uids):
-                self.leases.append(lease)
-            else:
-                self._kept.add(number)
-
-    def __contains__(self, row: Row) -> bool:
-        return row.row in self._kept
+def _lease(row: Row) -> LeaseRecord:
+    _, _, record = read(row.kind, row.head)
+    return replace(cast(LeaseRecord, record), row=row.row)
 
 
 # --- writing ---
@@ -569,22 +416,22 @@ def _settle(journal: Journal, choice: _Choice) -> None:
     """Count what was dropped, so that every group, trajectory and step is somewhere."""
     for channel_name, uids in choice.dropped.items():
         for uid in uids:  # a late step must not begin the group anew
-            head: tuple[Any, ...] = (uid, f"dropped ({REASON})", {})
-            journal.append(channel_name, "closed", pickle.dumps(head, protocol=5))
+            closed = GroupClosed(uid, f"dropped ({REASON})", {})
+            write(journal, channel_name, closed, 0.0, 0, None)
     journal.flush()
     pool, replayed = _restore(journal)
     for lease in choice.leases:
         pool.leases.restore(replace(lease, row=-1))
-        pool.leases.end(lease.lease_id, "expired")
+        pool.leases.end(lease.lease_id, "expired", pool.channels[lease.channel].now)
     for name, channel in pool.channels.items():
         counts, live = channel.counts, replayed[name]
         groups, trajectories, steps = counts.groups, counts.trajectories, counts.steps
         n_dropped = groups.submitted - len(channel.prompt_groups) - groups.acked - groups.dropped
         groups.dropped += n_dropped
         for _ in range(n_dropped):
-            counts.drop_reasons.add(REASON)
+            count_reason(groups.drop_reasons, REASON)
         complete = sum(len(group.complete) for group in channel.prompt_groups.values())
-        trajectories.open = live.trajectories.open
+        trajectories.open, trajectories.complete = live.trajectories.open, complete
         trajectories.dropped = (
             trajectories.submitted
             - trajectories.open

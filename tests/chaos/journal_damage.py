@@ -3,7 +3,8 @@
     python -m tests.chaos.journal_damage --trials 200 --seed 7 [--json]
 
 A writer process applies groups of Steps to a DataPool over a journal and tells, through a pipe,
-what is about to be durable and what was acknowledged; then it is killed (SIGKILL). Each trial
+what is about to be durable and what was acknowledged; then it is killed (SIGKILL). Its segments are
+small, so that many come, are cleaned and go. Each trial
 copies what it left, damages one file (a flipped bit, a cut, a removal), and opens it as a pool's
 actor does. The pipe is the independent record: a pool that opens must hold exactly what was
 acknowledged, perhaps with the transaction that was under way. A journal that is refused is
@@ -36,9 +37,12 @@ import torch
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import DataPoolError, JournalError
-from stepwell.datapool.store.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
+from stepwell.datapool.store import cleaning, log
+from stepwell.datapool.store.folder import ACKED_NAME
+from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.salvage import salvage
+from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.datapool.types import Step
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.errors import CheckpointError
@@ -52,7 +56,8 @@ LIVES = (
     ("process", 350, False),
 )
 """Durability; how many transactions a writer acknowledged before it was killed; whether a pool was
-started over it since, and shut down, so that everything is in the main file."""
+started over it since, and shut down."""
+NEWEST, ANY = "newest segment", "any segment"
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -61,6 +66,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 def write(folder: Path, durability: Literal["process", "power"], seed: int) -> None:
     """Groups come, are completed, leased and acked, until somebody kills this process."""
+    log.SEGMENT_BYTES, cleaning.SLACK_BYTES, cleaning.SLICE_BYTES = 30_000, 50_000, 4000
     chance = random.Random(seed)
     pool = DataPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
     journal = Journal(folder, durability)
@@ -201,8 +207,6 @@ class Trial:
 
 
 def damage(path: Path, kind: str, chance: random.Random) -> None:
-    if not path.exists():  # the log of a journal that was closed
-        return
     if kind == "removal":
         path.unlink()
         return
@@ -218,7 +222,10 @@ def damage(path: Path, kind: str, chance: random.Random) -> None:
 
 def try_journal(left: Left, copy: Path, kind: str, file: str, chance: random.Random) -> Trial:
     shutil.copytree(left.folder, copy)
-    damage(copy / file, kind, chance)
+    numbers = segments_in(copy)
+    segment = numbers[-1] if file == NEWEST else chance.choice(numbers)
+    path = copy / file if file == ACKED_NAME else segment_path(copy, segment)
+    damage(path, kind, chance)
     try:
         found = open_pool(copy, left.durability)
     except DataPoolError as e:
@@ -291,7 +298,7 @@ def run_trials(n: int, seed: int, folder: Path) -> list[Trial]:
     checkpoints = folder / "checkpoints"
     name = save_checkpoint(checkpoints, seed).name
     found: list[Trial] = []
-    journal_files = [FILE_NAME, LOG_NAME, LOG_NAME, ACKED_NAME]
+    journal_files = [NEWEST, ANY, ANY, ACKED_NAME]
     checkpoint_files = sorted(f"{name}/{p.name}" for p in (checkpoints / name).iterdir())
     places: list[tuple[Callable[..., Trial], str]] = [(try_journal, file) for file in journal_files]
     places += [(try_checkpoint, file) for file in [*checkpoint_files, "scores.json"]]

@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from stepwell.datapool.store.journal import FILE_NAME
+from stepwell.datapool.store.folder import journal_exists
 from stepwell.layout import POOL, WEIGHTS
 from stepwell.trainer.ledger import LEDGER
 from tests.chaos import agent
@@ -76,27 +75,17 @@ class Kept:
 
 
 class SmallDisk:
-    """A file system of its own, of a few MB, for the journal; needs root.
-
-    A full disk alone is not felt for long: SQLite writes its log anew from the start. So somebody
-    reads the file meanwhile, as a backup does, and the log can only grow.
-    """
+    """A file system of its own, of a few MB, for the journal; needs root."""
 
     def __init__(self, folder: Path, megabytes: int) -> None:
         self.folder = folder
         self._ballast = folder / "ballast"
-        self._reader: sqlite3.Connection | None = None
         folder.mkdir(parents=True)
         shell("mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "chaos", str(folder))
 
     def fill(self) -> bool:
         """Not a byte is left. False: there is no journal yet."""
-        file = self.folder / POOL / FILE_NAME
-        try:
-            self._reader = sqlite3.connect(f"file:{file}?mode=ro", uri=True, isolation_level=None)
-            self._reader.execute("BEGIN")
-            self._reader.execute("SELECT count(*) FROM rows").fetchone()
-        except sqlite3.Error:
+        if not journal_exists(self.folder / POOL):
             return False
         with self._ballast.open("ab", buffering=0) as ballast:
             for size in (1 << 16, 1 << 8, 1):
@@ -107,9 +96,6 @@ class SmallDisk:
 
     def free(self) -> None:
         self._ballast.unlink(missing_ok=True)
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
 
     def remove(self) -> None:
         shell("umount", "-l", str(self.folder))
@@ -382,7 +368,7 @@ class Run:
         homes = [self.disk.folder if self.disk is not None else self.folder]
         if self._machines is not None:
             homes = [m.own for m in self._machines.machines]
-        first, *others = (home / POOL for home in homes if (home / POOL / FILE_NAME).exists())
+        first, *others = (home / POOL for home in homes if journal_exists(home / POOL))
         for other in others:
             self.books.violations.append(f"the pool has a second journal, {other}")
         shutil.copytree(first, self.pool)

@@ -15,6 +15,7 @@ from stepwell.datapool.codec import PackedLease, PackedStep, in_trajectories, pa
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.segments import segment_path, segments_in
 
 DAY = 86_400.0
 
@@ -41,6 +42,11 @@ CHANGES = {
 }
 
 
+def newest_segment(folder: Path) -> Path:
+    """The file that the journal in `folder` writes to."""
+    return segment_path(folder, segments_in(folder)[-1])
+
+
 class SyncPool(DataPool):
     """A DataPool whose operations are methods, each at `now`: `pool.submit_step(step, now=3.0)`."""
 
@@ -52,6 +58,8 @@ class SyncPool(DataPool):
     def open_group(
         self, prompt_uid, n_rollouts, deadline_s=None, min_rollouts=1, *args, now, **kwargs
     ):
+        if "metadata" in kwargs:
+            kwargs["metadata"] = ops.metadata_of(kwargs["metadata"])
         op = ops.OpenGroup(prompt_uid, n_rollouts, min_rollouts, deadline_s, *args, **kwargs)
         return self.apply(op, now)
 
@@ -224,7 +232,12 @@ class JournaledPool:
             self.pool.tick(self.now)
         self.pool.write_counts()
         self.journal.flush()
-        self.journal._checkpoint()  # what the actor's journal does every few seconds
+        if self.journal._is_asked:
+            self.erase()
+
+    def erase(self) -> None:
+        """What the actor's journal does by itself, soon if the pool asks, else in an hour."""
+        self.journal._erase_now()
 
     def say(self, uid: str, prompt_uid: str, text: str, index: int = 0) -> str:
         """One step in which `text` stands as ids, log-probs' neighbour and metadata."""

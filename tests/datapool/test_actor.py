@@ -1,4 +1,4 @@
-"""Waiting and waking up, in one event loop and without Ray.
+"""Waiting and waking up, in a pool of this process: one event loop, no Ray, no socket.
 
 Nothing here sleeps to let time pass: `settle` runs the loop until it has nothing to do, and the
 waits that end by timeout or timer are a few hundredths of a second.
@@ -7,7 +7,6 @@ waits that end by timeout or timer are a few hundredths of a second.
 from __future__ import annotations
 
 import asyncio
-import pickle
 
 import numpy as np
 import pytest
@@ -15,10 +14,12 @@ import pytest
 from stepwell.datapool import (
     ChannelConfig,
     ChannelShutDownError,
-    DataPoolActor,
+    DataPoolClient,
     PoolConfig,
     PoolFullError,
 )
+from stepwell.datapool.ops import LeaseBatch
+from stepwell.datapool.questions import Available, WaitAvailable
 
 
 async def settle():
@@ -26,24 +27,11 @@ async def settle():
         await asyncio.sleep(0)
 
 
-class Local:
-    """An actor whose answers are pickled on their way, as Ray does it."""
-
-    def __init__(self, config=None, folder=None):
-        self.actor = DataPoolActor(config, folder)
-
-    def __getattr__(self, name):
-        method = getattr(self.actor, name)
-
-        async def call(*args, **kwargs):
-            return pickle.loads(pickle.dumps(await method(*args, **kwargs)))
-
-        return call
-
-
 @pytest.fixture
 async def pool():
-    return Local(PoolConfig(default=ChannelConfig(max_outstanding_groups=2)))
+    limits = ChannelConfig(max_outstanding_groups=2)
+    async with DataPoolClient.local(PoolConfig(default=limits)) as client:
+        yield client
 
 
 @pytest.fixture
@@ -192,6 +180,46 @@ async def test_a_shutdown_wakes_consumers_of_its_channel_with_none(pool, finish)
     assert await val is None
 
 
+async def test_a_watcher_of_a_shard_waits_in_no_consumers_line(pool, finish):
+    """Nor do two of them in each other's: each is told of what it does not know yet."""
+    (port,) = pool.ports
+    await finish(pool, "p", "t")
+    knows = asyncio.create_task(port.call(WaitAvailable(more_than=1), None))
+    new = asyncio.create_task(port.call(WaitAvailable(more_than=0), None))
+    assert (await new).n_groups == 1
+    assert len(await pool.fetch_batch(timeout_s=None)) == 1
+    assert not knows.done()
+    await pool.shutdown("train")
+    assert await knows == Available(0, True)
+
+
+async def test_what_a_consumer_is_given_is_its_own(pool, finish):
+    await pool.open_group("p", 1, metadata={"k": 1})
+    await finish(pool, "p", "t")
+    lease = await pool.lease_batch()
+    lease.groups[0].metadata["k"] = 2
+    lease.groups[0].trajectories[0].metadata["m"] = 3
+    lease.steps[0].metadata["s"] = 4
+    await pool.nack(lease.lease_id)
+    (group,) = (await pool.lease_batch()).groups
+    (trajectory,) = group.trajectories
+    assert (group.metadata, trajectory.metadata) == ({"k": 1}, {})
+    assert trajectory.steps[0].metadata == {}
+
+
+async def test_a_repeated_request_is_answered_with_its_lease_whoever_waits(pool, finish):
+    await finish(pool, "p", "t")
+    (port,) = pool.ports
+    first = await port.call(LeaseBatch(request_id="r"))
+    behind = asyncio.create_task(pool.lease_batch(timeout_s=None))
+    await settle()
+    for timeout_s in (0.0, 60.0, None):
+        assert await port.call(LeaseBatch(request_id="r"), timeout_s) == first
+    assert await port.call(LeaseBatch(request_id="other")) == "nothing_yet"
+    await pool.nack(first.lease_id)
+    assert (await behind).groups[0].delivery == 2
+
+
 async def test_a_bad_request_does_not_enter_the_queue(pool):
     with pytest.raises(ValueError, match="batch_size is 0"):
         await pool.fetch_batch(batch_size=0, timeout_s=None)
@@ -227,6 +255,16 @@ async def test_open_group_gives_up_at_its_timeout(pool):
     assert await waiting(pool) == (0, 0)
 
 
+async def test_a_group_that_is_open_already_does_not_stand_in_line_for_credit(pool):
+    for uid in "ab":
+        await pool.open_group(uid, 1)
+    opening = asyncio.create_task(pool.open_group("c", 1))
+    await settle()
+    assert await pool.open_group("a", 1, timeout_s=None) == "duplicate"
+    assert not opening.done()
+    opening.cancel()
+
+
 async def test_a_deadline_frees_credit(pool):
     await pool.open_group("a", 1, deadline_s=0.05)
     await pool.open_group("b", 1)
@@ -253,6 +291,31 @@ async def test_a_shutdown_wakes_waiting_producers_with_an_error(pool):
     await pool.shutdown()
     with pytest.raises(ChannelShutDownError):
         await opening
+
+
+# -- events ---------------------------------------------------------------------------------
+
+
+async def test_a_watcher_is_woken_by_its_event_and_by_no_other(pool, finish):
+    cursor = (await pool.get_events()).cursor
+    watching = asyncio.create_task(pool.get_events(cursor, kinds=["dropped"], timeout_s=60))
+    await finish(pool, "p", "t")
+    await settle()
+    assert not watching.done()
+    await pool.drop_group("p", "test")
+    assert [e.kind for e in (await watching).events] == ["dropped"]
+    assert not (await pool.get_events(cursor, kinds=["scored"], timeout_s=0.01)).events
+
+
+async def test_a_watcher_whose_events_are_gone_is_told_so_at_once(pool, finish):
+    page = await pool.get_events("another:17", timeout_s=60)
+    assert (page.lost, page.events) == (True, ())
+    watching = asyncio.create_task(pool.get_events(page.cursor, timeout_s=60))
+    await settle()
+    await finish(pool, "p", "t")
+    page = await watching
+    assert not page.lost
+    assert [e.kind for e in page.events] == ["ready"]
 
 
 # -- payload ---------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ MakeStep = Callable[..., Step]
 
 
 @contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process can be written at all."""
+def full_disk(file_bytes: int = 0) -> Iterator[None]:
+    """No file of this process can grow beyond `file_bytes`, or be written beyond it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, hard))
     try:
         yield
     finally:
@@ -143,7 +143,7 @@ async def test_a_lease_says_whether_more_may_come(tmp_path: Path, make_step: Mak
     assert await actor.lease_batch(channel="val") == "nothing_yet"
 
 
-async def test_a_pool_that_ran_out_of_pages_goes_on_with_all_it_acknowledged(
+async def test_a_pool_that_ran_out_of_space_goes_on_with_all_it_acknowledged(
     tmp_path: Path, make_step: MakeStep
 ) -> None:
     def trajectory(i: int) -> list[Step]:
@@ -152,16 +152,15 @@ async def test_a_pool_that_ran_out_of_pages_goes_on_with_all_it_acknowledged(
         ]
 
     actor = DataPoolActor(None, tmp_path / "live")
-    assert actor._journal is not None
-    actor._journal._db.execute("PRAGMA max_page_count = 40")
     acknowledged: list[str] = []
     refused: list[int] = []
-    for i in range(40):
-        try:
-            await actor.submit_steps(trajectory(i))
-            acknowledged.append(f"t{i}")
-        except JournalFullError:
-            refused.append(i)
+    with full_disk(320_000):
+        for i in range(40):
+            try:
+                await actor.submit_steps(trajectory(i))
+                acknowledged.append(f"t{i}")
+            except JournalFullError:
+                refused.append(i)
     assert acknowledged
     assert refused
     shutil.copytree(tmp_path / "live", tmp_path / "killed")
@@ -169,7 +168,6 @@ async def test_a_pool_that_ran_out_of_pages_goes_on_with_all_it_acknowledged(
     groups = (await killed.get_statistics("train"))["groups"]
     assert groups["ready"] == groups["submitted"] == len(acknowledged), "nothing half, nothing less"
 
-    actor._journal._db.execute("PRAGMA max_page_count = 100000")
     for i in refused:
         assert set(await actor.submit_steps(trajectory(i))) <= {"accepted", "duplicate"}
     steps = (await actor.fetch_batch(batch_size=40)).unpack()

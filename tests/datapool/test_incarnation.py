@@ -33,7 +33,7 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.remote import actor as actor_module
 from stepwell.datapool.remote.incarnation import Former, Incarnation
-from stepwell.datapool.store.journal import read_acked
+from stepwell.datapool.store.folder import read_acked
 
 MakeStep = Callable[..., Step]
 NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"
@@ -182,7 +182,7 @@ def declare_dead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next pool is made as Ray makes it after it lost sight of the one that uses `folder`."""
     acked = read_acked(folder)
     assert acked is not None
-    former = Former(Incarnation(acked.books.journal.hex(), 1), acked.pid)
+    former = Former(Incarnation(acked.journal.hex(), 1), acked.pid)
     monkeypatch.setattr(actor_module, "_was_restarted", lambda: True)
     monkeypatch.setattr(actor_module, "former_of", lambda *_: former)
 
@@ -267,10 +267,11 @@ async def test_a_takeover_holds_against_a_former_process_that_never_stops_writin
 
 BUSY = """
 import asyncio, itertools, sys
+from pathlib import Path
 from stepwell.datapool import DataPoolActor, DataPoolError, Step
 
 async def run():
-    actor = DataPoolActor(None, sys.argv[1])
+    actor = DataPoolActor(None, Path(sys.argv[1]))
     for i in itertools.count():
         step = Step(
             prompt_ids=[1, 2, 3], response_ids=[4, 5], rollout_log_probs=[-0.5, -0.25],

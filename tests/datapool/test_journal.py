@@ -7,7 +7,6 @@ import os
 import pickle
 import resource
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -22,22 +21,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from stepwell.datapool.errors import DataPoolError
-from stepwell.datapool.store import journal as journal_module
-from stepwell.datapool.store.journal import (
-    ACKED_NAME,
-    FILE_NAME,
-    LOG_NAME,
-    PAGE_BYTES,
-    SCHEMA_VERSION,
-    Journal,
+from stepwell.datapool.errors import (
+    DataPoolError,
     JournalCorruptError,
     JournalError,
     JournalFullError,
     JournalLockedError,
     JournalVersionError,
-    Row,
 )
+from stepwell.datapool.store import cleaning, folder
+from stepwell.datapool.store import journal as journal_module
+from stepwell.datapool.store import log as log_module
+from stepwell.datapool.store.folder import ACKED_NAME, SCHEMA_VERSION
+from stepwell.datapool.store.journal import Journal, Row
+from stepwell.datapool.store.segments import segment_path, segments_in
+from tests.datapool.conftest import newest_segment
 
 Durability = Literal["process", "power"]
 Open = Callable[..., Journal]
@@ -91,11 +89,7 @@ def stored_ids(journal: Journal) -> list[int]:
 
 def killed_copy(journal: Journal, folder: Path) -> Path:
     """What a process leaves that is killed now: its files as they are, nothing closed."""
-    folder.mkdir()
-    for name in (FILE_NAME, LOG_NAME, ACKED_NAME):
-        if (journal.folder / name).exists():
-            shutil.copy(journal.folder / name, folder / name)
-    return folder
+    return Path(shutil.copytree(journal.folder, folder))
 
 
 # --- rows and states ---
@@ -188,14 +182,16 @@ def test_a_payload_that_is_not_there_is_an_error_with_the_row_and_the_file(
     journal = open_journal()
     rows = append(journal)
     journal.flush()
-    with pytest.raises(JournalCorruptError, match=rf"{FILE_NAME}: row 99 is not there"):
+    with pytest.raises(JournalCorruptError, match=rf"{journal.folder}: row 99 is not there"):
         journal.read([*rows, 99])
     assert len(journal.read(rows)) == 1
 
 
-def test_a_row_too_large_for_sqlite_is_refused_when_it_is_appended(open_journal: Open) -> None:
+def test_a_row_that_is_too_large_is_refused_when_it_is_appended(
+    open_journal: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = open_journal()
-    journal._max_row_bytes = 100
+    monkeypatch.setattr(journal_module, "MAX_ROW_BYTES", 100)
     with pytest.raises(JournalError, match="'step' row of 101 bytes; at most 100"):
         journal.append("train", "step", b"h", b"x" * 100)
     assert not journal.pending
@@ -301,13 +297,15 @@ async def test_rows_in_a_commit_can_be_read_and_deleted(
 ) -> None:
     journal = Journal(tmp_path, "power")
     disk_answers = threading.Event()
-    commit = journal._commit
+    sync = os.fdatasync
 
-    def slow_commit(deletes: bool) -> None:
+    def slow_sync(file: int) -> None:
         disk_answers.wait()
-        commit(deletes)
+        sync(file)
 
-    monkeypatch.setattr(journal, "_commit", slow_commit)
+    append(journal)
+    journal.flush()
+    monkeypatch.setattr(os, "fdatasync", slow_sync)
     rows = [journal.append("train", "step", b"", b"%d" % i) for i in range(3)]
     waiter = asyncio.create_task(journal.committed())
     await begin_commit()
@@ -318,7 +316,7 @@ async def test_rows_in_a_commit_can_be_read_and_deleted(
     journal.delete(rows[1:2])
     await waiter
     await journal.committed()
-    assert stored_ids(journal) == [rows[0], rows[2]]
+    assert stored_ids(journal)[1:] == [rows[0], rows[2]]
     journal.close()
 
 
@@ -374,17 +372,6 @@ def test_a_full_disk_is_a_clear_error_and_nothing_is_lost(open_journal: Open) ->
     assert stored_ids(journal) == [*before[1:], *kept]
     assert journal.states() == {"counters": b"7"}
     assert not journal.pending
-
-
-def test_sqlite_refusing_another_page_is_a_full_disk(open_journal: Open) -> None:
-    journal = open_journal()
-    journal._db.execute("PRAGMA max_page_count = 20")
-    rows = append(journal, 200)
-    with pytest.raises(JournalFullError, match="SQLITE_FULL"):
-        journal.flush()
-    journal._db.execute("PRAGMA max_page_count = 1000000")
-    journal.check()
-    assert stored_ids(journal) == rows
 
 
 async def test_exactly_those_whose_rows_did_not_make_it_are_told(open_journal: Open) -> None:
@@ -463,9 +450,10 @@ def damaged(tmp_path: Path, change: Callable[[bytearray], None]) -> Path:
     journal.append("train", "step", b"", b"needle" * 50)
     journal.put_state("counters", b"value-of-a-state")
     journal.close()
-    data = bytearray(journal.path.read_bytes())
+    path = newest_segment(tmp_path)
+    data = bytearray(path.read_bytes())
     change(data)
-    journal.path.write_bytes(data)
+    path.write_bytes(data)
     return tmp_path
 
 
@@ -478,11 +466,23 @@ def read_all(folder: Path) -> tuple[list[Row], dict[str, bytes]]:
             journal.close()
 
 
-def test_a_flipped_byte_in_a_payload_is_found_with_the_number_of_its_row(tmp_path: Path) -> None:
+def test_a_flipped_byte_in_a_payload_is_found_when_the_journal_is_opened(tmp_path: Path) -> None:
     def change(data: bytearray) -> None:
         data[data.index(b"needle")] ^= 1
 
-    journal = Journal(damaged(tmp_path, change), "process")
+    with pytest.raises(JournalCorruptError, match=r"to 1 are lost: .*stepwell data salvage"):
+        Journal(damaged(tmp_path, change), "process")
+
+
+def test_a_byte_that_is_flipped_later_is_found_with_the_number_of_its_row(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "process")
+    append(journal, 40)
+    journal.append("train", "step", b"", b"needle" * 50)
+    journal.flush()
+    path = newest_segment(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"needle")] ^= 1
+    path.write_bytes(data)
     with pytest.raises(JournalCorruptError, match=r"row 40 does not .*stepwell data salvage"):
         list(journal.rows())
     with pytest.raises(JournalCorruptError, match="payload of row 40"):
@@ -493,19 +493,18 @@ def test_a_flipped_byte_in_a_payload_is_found_with_the_number_of_its_row(tmp_pat
 
 def test_a_page_of_rubbish_is_corruption(tmp_path: Path) -> None:
     def change(data: bytearray) -> None:
-        at = data.index(b"needle") // PAGE_BYTES * PAGE_BYTES
-        data[at : at + PAGE_BYTES] = b"\xa5" * PAGE_BYTES
+        at = data.index(b"needle") // 4096 * 4096
+        data[at : at + 4096] = b"\xa5" * len(data[at : at + 4096])
 
-    with pytest.raises(JournalCorruptError, match="malformed"):
+    with pytest.raises(JournalCorruptError, match="are lost"):
         read_all(damaged(tmp_path, change))
 
 
-def test_a_page_that_lost_its_rows_is_corruption(tmp_path: Path) -> None:
+def test_rows_that_were_cut_out_are_corruption(tmp_path: Path) -> None:
     def change(data: bytearray) -> None:
-        at = data.index(b"needle") // PAGE_BYTES * PAGE_BYTES
-        data[at + 4] -= 1  # SQLite's count of the rows on the page: it takes the change for true
+        del data[data.index(b"needle") - 400 : data.index(b"needle")]
 
-    with pytest.raises(JournalCorruptError, match="40 rows can be read but 41 were written"):
+    with pytest.raises(JournalCorruptError, match="0 rows are there, 41 should be"):
         read_all(damaged(tmp_path, change))
 
 
@@ -513,12 +512,12 @@ def test_a_damaged_state_is_corruption(tmp_path: Path) -> None:
     def change(data: bytearray) -> None:
         data[data.index(b"value-of-a-state")] ^= 1
 
-    with pytest.raises(JournalCorruptError, match="state 'counters'"):
+    with pytest.raises(JournalCorruptError, match="are lost"):
         read_all(damaged(tmp_path, change))
 
 
-def test_a_file_that_is_no_database_is_corruption(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_bytes(b"something else" * 1000)
+def test_a_file_that_is_no_segment_is_corruption(tmp_path: Path) -> None:
+    segment_path(tmp_path, 1).write_bytes(b"something else" * 1000)
     with pytest.raises(JournalCorruptError, match="stepwell data salvage"):
         Journal(tmp_path, "process")
 
@@ -526,7 +525,7 @@ def test_a_file_that_is_no_database_is_corruption(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, bytes, object]:
     folder = damaged(tmp_path_factory.mktemp("sound"), lambda data: None)
-    image, acked = (folder / FILE_NAME).read_bytes(), (folder / ACKED_NAME).read_bytes()
+    image, acked = newest_segment(folder).read_bytes(), (folder / ACKED_NAME).read_bytes()
     return image, acked, read_all(folder)
 
 
@@ -536,12 +535,11 @@ def test_no_damaged_byte_goes_unnoticed(
 ) -> None:
     image, acked, content = sound
     changed = bytearray(image)
-    # Headers of the file and of its pages are where a byte can do most.
-    page = data.draw(st.integers(0, len(image) // PAGE_BYTES - 1)) * PAGE_BYTES
-    at = page + data.draw(st.one_of(st.integers(0, 120), st.integers(0, PAGE_BYTES - 1)))
+    # The headers are where a byte can do most.
+    at = data.draw(st.one_of(st.integers(0, 160), st.integers(0, len(image) - 1)))
     changed[at] ^= data.draw(st.integers(1, 255))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / FILE_NAME).write_bytes(changed)
+        segment_path(Path(folder), 1).write_bytes(changed)
         (Path(folder) / ACKED_NAME).write_bytes(acked)
         try:
             found = read_all(Path(folder))
@@ -552,26 +550,17 @@ def test_no_damaged_byte_goes_unnoticed(
 
 @pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 1, 0])
 def test_an_unknown_schema_version_is_refused_and_left_as_it_is(
-    tmp_path: Path, version: int
+    tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Journal(tmp_path, "process").close()
-    with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        db.execute(f"PRAGMA user_version = {version}")
-    db.close()
-    before = (tmp_path / FILE_NAME).read_bytes()
+    with monkeypatch.context() as other:
+        other.setattr(folder, "_MAGIC", b"swpool-%d" % version)
+        Journal(tmp_path, "process").close()
+    before = (tmp_path / ACKED_NAME).read_bytes()
     with pytest.raises(
         JournalVersionError, match=rf"schema version {version}, .* writes {SCHEMA_VERSION}; start"
     ):
         Journal(tmp_path, "process")
-    assert (tmp_path / FILE_NAME).read_bytes() == before
-
-
-def test_a_creation_that_was_cut_short_is_begun_again(tmp_path: Path) -> None:
-    (tmp_path / FILE_NAME).write_bytes(b"")
-    journal = Journal(tmp_path, "process")
-    append(journal)
-    journal.close()
-    assert len(read_all(tmp_path)[0]) == 1
+    assert (tmp_path / ACKED_NAME).read_bytes() == before
 
 
 def test_a_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> None:
@@ -676,19 +665,40 @@ def test_a_transaction_torn_by_the_kill_is_gone_whole(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "live", "process")
     early = append(journal, 10)
     journal.flush()
-    log = journal.folder / f"{FILE_NAME}-wal"
+    log = newest_segment(journal.folder)
     begin = log.stat().st_size
     acked = (journal.folder / ACKED_NAME).read_bytes()
     late = append(journal, 10)
     journal.flush()
     end = log.stat().st_size
-    for cut in (begin, begin + 10, begin + PAGE_BYTES + 24, end - 1, end):
-        folder = killed_copy(journal, tmp_path / f"cut-{cut}")
-        os.truncate(folder / f"{FILE_NAME}-wal", cut)
-        (folder / ACKED_NAME).write_bytes(acked)  # it is written after the transaction
-        copy = Journal(folder, "process")
+    for cut in (begin, begin + 10, begin + 5000, end - 1, end):
+        copied = killed_copy(journal, tmp_path / f"cut-{cut}")
+        os.truncate(newest_segment(copied), cut)
+        (copied / ACKED_NAME).write_bytes(acked)  # it is written after the transaction
+        copy = Journal(copied, "process")
         assert stored_ids(copy) == (early + late if cut == end else early)
         assert append(copy)[0] > early[-1]
+        copy.close()
+    journal.close()
+
+
+def test_a_segment_that_the_kill_left_without_a_transaction_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 1000)
+    journal = Journal(tmp_path / "live", "process")
+    early = append(journal)
+    journal.flush()
+    acked = (journal.folder / ACKED_NAME).read_bytes()
+    append(journal)
+    journal.flush()
+    whole = newest_segment(journal.folder).read_bytes()
+    for cut in (0, 20, 500, len(whole) - 1):
+        copied = killed_copy(journal, tmp_path / f"cut-{cut}")
+        os.truncate(newest_segment(copied), cut)
+        (copied / ACKED_NAME).write_bytes(acked)
+        copy = Journal(copied, "process")
+        assert stored_ids(copy) == early
         copy.close()
     journal.close()
 
@@ -722,53 +732,237 @@ def test_one_folder_is_opened_once_within_a_process_too(open_journal: Open) -> N
 # --- space ---
 
 
-def test_the_files_stop_growing_when_rows_leave_as_fast_as_they_come(tmp_path: Path) -> None:
+def written_bytes() -> int:
+    """Bytes that this process has given to write()."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
+
+
+def test_acks_write_a_small_record_and_no_stored_step_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "process")
+    groups = [append(journal, 24) for _ in range(500)]
+    journal.flush()
+    before = written_bytes()
+    for group in groups:
+        journal.delete(group)
+        journal.append("train", "closed", b"c" * 600)
+        journal.put_state("channel/train", b"s" * 800)
+        journal.flush()
+    assert (written_bytes() - before) / (500 * 24) < 500
+    assert journal.statistics()["rows_stored"] == 500
+    journal.close()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that cleans as early as one of a thousand times its size does."""
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 16_000)
+    monkeypatch.setattr(cleaning, "SLACK_BYTES", 64_000)
+    monkeypatch.setattr(cleaning, "SLICE_BYTES", 2_000)
+
+
+@pytest.mark.usefixtures("small")
+def test_segments_of_groups_that_leave_go_and_nothing_is_moved(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "process")
     waiting: list[list[int]] = []
     sizes = []
+    before = written_bytes()
     for _ in range(300):
-        waiting.append(append(journal, 32))
+        waiting.append(append(journal, 8))
         if len(waiting) > 10:
             journal.delete(waiting.pop(0))
         journal.flush()
-        sizes.append(journal.size_bytes)
+        sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+    n_bytes = 300 * 8 * 2000
+    assert written_bytes() - before < 1.1 * n_bytes
+    assert max(sizes) < 300_000, "0.16 MB of it are live"
     journal.close()
-    # 19 MB were written, 0.7 MB are live; the log is moved into the file at 2 MB.
-    assert max(sizes[150:]) <= max(sizes[:150]) + 4 * PAGE_BYTES  # where the log is cut varies
-    assert max(sizes) < 4_500_000
 
 
-def test_space_far_beyond_what_is_live_goes_back_to_the_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.usefixtures("small")
+def test_rows_that_stay_among_those_that_leave_are_moved_and_the_disk_stays_bounded(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(journal_module, "SLACK_PAGES", 32)
     journal = Journal(tmp_path, "process")
-    burst = append(journal, 2000)
-    journal.flush()
-    journal.delete(burst)
-    journal.flush()
-    high = journal.statistics()["free_bytes"]
-    for _ in range(30):
-        rows = append(journal, 4)
+    kept: dict[int, bytes] = {}
+    for k in range(400):
+        rows = append(journal, 8)
+        row = journal.append("train", "closed", b"closed", b"%d" % k * 20)
+        kept[row] = b"%d" % k * 20
         journal.flush()
         journal.delete(rows)
         journal.flush()
-    low = journal.statistics()["free_bytes"]
-    assert high > 3_000_000
-    assert low <= 34 * PAGE_BYTES
+        assert journal.size_bytes < 300_000, "7 MB were written, 0.05 MB are live"
+    journal.put_state("last", b"1")
     journal.close()
-    assert journal.path.stat().st_size < 500_000
-
-
-def test_a_transaction_larger_than_the_log_does_not_leave_it_large(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "process")
-    append(journal, 5000)
-    journal.flush()
-    append(journal)
-    journal.flush()
-    log = (tmp_path / f"{FILE_NAME}-wal").stat().st_size
+    assert {row.row: row.payload for row in journal.rows()} == kept
+    assert journal.read(list(kept)) == list(kept.values())
+    assert journal.states() == {"last": b"1"}
     journal.close()
-    assert log <= 4 << 20
+
+
+@pytest.mark.usefixtures("small")
+def test_a_kill_in_the_middle_of_the_cleaning_loses_nothing_and_brings_nothing_back(
+    tmp_path: Path,
+) -> None:
+    journal = Journal(tmp_path / "live", "process")
+    live: dict[int, bytes | None] = {}
+    n_copies = 0
+    for k in range(160):
+        rows = append(journal, 4, payload_bytes=900)
+        (row,) = append(journal, 1, payload_bytes=900)
+        journal.flush()
+        live[row] = journal.read([row])[0]
+        journal.delete(rows)
+        if k % 3 == 0:
+            gone = next(iter(live))
+            journal.delete([gone])
+            del live[gone]
+        journal.flush()
+        if k > 60 and k % 4 == 0:  # the files at this moment, one opening after another
+            copied = killed_copy(journal, tmp_path / f"killed-{k}")
+            for _ in range(2):
+                copy = Journal(copied, "process")
+                n_copies += any(s.has_copies for s in copy._log.index.segments.values())
+                assert {r.row: r.payload for r in copy.rows()} == live
+                copy.delete([next(iter(live))])
+                copy.flush()
+                assert {r.row for r in copy.rows()} == set(list(live)[1:])
+                copy = Journal(killed_copy(copy, tmp_path / f"again-{k}"), "process")
+                copy._erase_now()
+                assert {r.row for r in copy.rows()} == set(list(live)[1:])
+                copy.close()
+                shutil.rmtree(tmp_path / f"again-{k}")
+                shutil.rmtree(copied)
+                copied = killed_copy(journal, copied)
+            shutil.rmtree(copied)
+    assert n_copies, "some were killed while rows were moved"
+    journal.close()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_full_disk_does_not_fail_for_the_cleaning(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "process")
+    kept = []
+    for _ in range(30):
+        rows = append(journal, 8)
+        kept += append(journal)
+        journal.flush()
+        journal.delete(rows)
+    with full_disk(newest_segment(tmp_path).stat().st_size), suppress(JournalFullError):
+        journal.flush()
+    journal.flush()
+    assert stored_ids(journal) == kept
+    journal.close()
+    assert stored_ids(Journal(tmp_path, "process")) == kept
+
+
+# --- erasing ---
+
+
+def holds(folder: Path, text: bytes) -> bool:
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # removed meanwhile
+            if text in path.read_bytes():
+                return True
+    return False
+
+
+async def until_erased(journal: Journal, text: bytes) -> None:
+    while holds(journal.folder, text):  # noqa: ASYNC110 - a file tells nobody
+        await asyncio.sleep(0.01)
+
+
+async def test_what_was_deleted_leaves_the_files_soon_after_it_is_asked_for(
+    open_journal: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SCRUB_S", 0.02)
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 10_000)
+    journal = open_journal()
+    secrets, others = [], []
+    for k in range(30):
+        secrets.append(journal.append("train", "step", b"", b"secret %d" % k * 40))
+        others += append(journal)
+        await journal.committed()
+    journal.delete(secrets[:15])
+    await journal.committed()
+    journal.delete(secrets[15:])
+    journal.scrub()
+    await journal.committed()
+    await asyncio.wait_for(until_erased(journal, b"secret"), 30)
+    assert stored_ids(journal) == others
+    await journal.committed()
+    journal.close()
+    assert stored_ids(open_journal()) == others
+
+
+async def test_what_died_leaves_the_files_in_time_also_when_nothing_more_is_written(
+    open_journal: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "ERASE_S", 0.02)
+    journal = open_journal()
+    secret = journal.append("train", "step", b"", b"secret" * 40)
+    others = append(journal)
+    await journal.committed()
+    journal.delete([secret])
+    await journal.committed()
+    await asyncio.wait_for(until_erased(journal, b"secret"), 30)
+    assert stored_ids(journal) == others
+
+
+async def test_what_was_dead_when_the_process_was_killed_is_erased_by_the_next_one(
+    tmp_path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SCRUB_S", 0.02)
+    journal = Journal(tmp_path / "live", durability)
+    secret = journal.append("train", "step", b"", b"secret" * 40)
+    others = append(journal)
+    journal.flush()
+    journal.delete([secret])
+    journal.scrub()
+    journal.flush()
+    copy = Journal(killed_copy(journal, tmp_path / "killed"), durability)
+    assert holds(copy.folder, b"secret")
+    others += append(copy)
+    await copy.committed()
+    await asyncio.wait_for(until_erased(copy, b"secret"), 30)
+    assert stored_ids(copy) == others
+    copy.close()
+    journal.close()
+
+
+def test_what_was_to_be_erased_is_gone_when_the_journal_is_closed(open_journal: Open) -> None:
+    journal = open_journal()
+    secret = journal.append("train", "step", b"", b"secret" * 40)
+    others = append(journal, 3)
+    journal.flush()
+    journal.delete([secret])
+    journal.scrub()
+    journal.close()
+    assert not holds(journal.folder, b"secret")
+    assert stored_ids(open_journal()) == others
+
+
+async def test_erasing_that_a_full_disk_stops_goes_on_when_there_is_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SCRUB_S", 0.02)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.02)
+    journal = Journal(tmp_path, "process")
+    secret = journal.append("train", "step", b"", b"secret" * 40)
+    others = append(journal)
+    await journal.committed()
+    journal.delete([secret])
+    journal.scrub()
+    await journal.committed()
+    with full_disk():
+        await asyncio.sleep(0.1)
+        assert journal.statistics()["failed_commits"] >= 1
+    journal.check()
+    await asyncio.wait_for(until_erased(journal, b"secret"), 30)
+    assert stored_ids(journal) == others
+    journal.close()
 
 
 # --- against a model ---
@@ -779,8 +973,13 @@ class JournalAgainstDict(RuleBasedStateMachine):
 
     payloads = st.one_of(st.none(), st.binary(max_size=40), st.just(b"large" * 3000))
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(small=st.booleans())
+    def begin(self, small: bool) -> None:
+        self.patch = pytest.MonkeyPatch()
+        if small:  # so that segments come and go
+            self.patch.setattr(log_module, "SEGMENT_BYTES", 300)
+            self.patch.setattr(cleaning, "SLACK_BYTES", 1000)
+            self.patch.setattr(cleaning, "SLICE_BYTES", 100)
         self.folder = Path(tempfile.mkdtemp())
         self.n_lives = 0
         self.journal = Journal(self.folder / "0", "process")
@@ -835,17 +1034,29 @@ class JournalAgainstDict(RuleBasedStateMachine):
                 self.journal.flush()
 
     @rule()
-    def reopen(self) -> None:
+    def erase(self) -> None:
         self.saving()
+        self.journal.flush()
+        self.journal._erase_now()
+        assert not self.journal._log.cleaner.has_dead
+
+    @rule(scrub=st.booleans())
+    def reopen(self, scrub: bool) -> None:
+        self.saving()
+        if scrub:
+            self.journal.scrub()
         self.journal.close()
         self.journal = Journal(self.journal.folder, "process")
         # Ids of rows that were never stored may come again: nobody ever saw those rows.
         self.last_id = self.stored_id
 
-    @rule()
-    def kill(self) -> None:
+    @rule(torn=st.binary(max_size=200))
+    def kill(self, torn: bytes) -> None:
         self.n_lives += 1
         folder = killed_copy(self.journal, self.folder / str(self.n_lives))
+        if segments_in(folder):
+            with newest_segment(folder).open("ab") as file:
+                file.write(torn)
         self.journal.close()
         self.journal = Journal(folder, "process")
         self.rows = dict(self.stored_rows)
@@ -861,6 +1072,7 @@ class JournalAgainstDict(RuleBasedStateMachine):
         assert self.journal.read(backwards) == [self.rows[row][3] or b"" for row in backwards]
 
     def teardown(self) -> None:
+        self.patch.undo()
         self.journal.close()
         shutil.rmtree(self.folder)
 

@@ -6,13 +6,11 @@ import asyncio
 import os
 import shutil
 import signal
-import sqlite3
 import stat
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -22,15 +20,18 @@ from stepwell.datapool import process
 from stepwell.datapool.errors import (
     JournalCorruptError,
     JournalError,
+    JournalFencedError,
     JournalLockedError,
     JournalVersionError,
 )
-from stepwell.datapool.store import journal as journal_module
-from stepwell.datapool.store.journal import FILE_NAME, Journal
+from stepwell.datapool.store import log as log_module
+from stepwell.datapool.store.folder import ACKED_NAME
+from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.segments import segment_path, segments_in
+from tests.datapool.conftest import newest_segment
 
 Durability = Literal["process", "power"]
 REPOSITORY = Path(__file__).parents[2]
-LOG_NAME = f"{FILE_NAME}-wal"
 N = 60
 
 
@@ -82,7 +83,7 @@ def open_and_read(folder: Path, durability: Durability = "process") -> list[int]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if not p.name.endswith("-shm")}
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
 def test_a_killed_process_is_no_damage(left: Path, durability: Durability) -> None:
@@ -92,13 +93,14 @@ def test_a_killed_process_is_no_damage(left: Path, durability: Durability) -> No
 def test_a_flipped_bit_anywhere_in_the_log_loses_nothing_in_silence(
     left: Path, durability: Durability, tmp_path: Path
 ) -> None:
-    size = (left / LOG_NAME).stat().st_size
+    size = newest_segment(left).stat().st_size
     n_raised = 0
     for k in range(40):
         folder = Path(shutil.copytree(left, tmp_path / f"copy-{k}"))
-        data = bytearray((folder / LOG_NAME).read_bytes())
+        log = newest_segment(folder)
+        data = bytearray(log.read_bytes())
         data[size * k // 40] ^= 1 << k % 8
-        (folder / LOG_NAME).write_bytes(data)
+        log.write_bytes(data)
         before = contents(folder)
         try:
             found = open_and_read(folder, durability)
@@ -111,26 +113,52 @@ def test_a_flipped_bit_anywhere_in_the_log_loses_nothing_in_silence(
 
 
 def test_a_log_that_was_removed_or_cut_is_missed(left: Path, durability: Durability) -> None:
-    size = (left / LOG_NAME).stat().st_size
+    log = newest_segment(left)
+    size = log.stat().st_size
     for cut in (size - 1, size // 2, 10, 0):
-        os.truncate(left / LOG_NAME, cut)
+        os.truncate(log, cut)
         with pytest.raises(JournalCorruptError, match=rf"to {N} are lost: .* data salvage"):
             open_and_read(left, durability)
-    (left / LOG_NAME).unlink()
-    with pytest.raises(JournalCorruptError, match=rf"to {N} are lost: .* data salvage"):
+    log.unlink()
+    with pytest.raises(JournalCorruptError, match=f"transactions 1 to {N} are lost.* data salvage"):
         open_and_read(left, durability)
 
 
-@pytest.mark.parametrize("with_log", [True, False])
-@pytest.mark.parametrize("emptied", [True, False])
-def test_a_main_file_that_is_gone_is_missed(left: Path, with_log: bool, emptied: bool) -> None:
-    (left / FILE_NAME).unlink()
-    if emptied:
-        (left / FILE_NAME).touch()
-    if not with_log:
-        (left / LOG_NAME).unlink()
-    with pytest.raises(JournalCorruptError, match=f"transactions 1 to {N} are lost"):
-        open_and_read(left)
+@pytest.fixture
+def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A closed journal of 20 rows in as many transactions, in several segments."""
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 400)
+    folder = tmp_path / "segments"
+    journal = Journal(folder, "process")
+    for k in range(20):
+        journal.append("train", "step", b"%d" % k)
+        journal.flush()
+    journal.close()
+    assert len(segments_in(folder)) > 4
+    return folder
+
+
+@pytest.mark.parametrize("how", ["removed", "emptied", "cut", "flipped", "earlier", "swapped"])
+def test_no_segment_can_be_lost_or_changed_unnoticed(segments: Path, how: str) -> None:
+    numbers = segments_in(segments)
+    for number, other in zip(numbers, numbers[1:] + numbers[:1], strict=True):
+        path = segment_path(segments, number)
+        whole = path.read_bytes()
+        changed = {
+            "removed": b"",
+            "emptied": b"",
+            "cut": whole[:-1],
+            "flipped": whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:],
+            "earlier": whole[: len(whole) // 2],
+            "swapped": segment_path(segments, other).read_bytes(),
+        }[how]
+        path.write_bytes(changed)
+        if how == "removed":
+            path.unlink()
+        with pytest.raises(JournalCorruptError, match=r"missing|damaged|are lost"):
+            open_and_read(segments)
+        path.write_bytes(whole)
+    assert open_and_read(segments) == list(range(20))
 
 
 def test_a_file_of_an_earlier_time_is_missed(tmp_path: Path) -> None:
@@ -138,45 +166,31 @@ def test_a_file_of_an_earlier_time_is_missed(tmp_path: Path) -> None:
     journal = Journal(folder, "process")
     journal.append("train", "step", b"0")
     journal.close()
-    earlier = (folder / FILE_NAME).read_bytes()
+    earlier = newest_segment(folder).read_bytes()
     journal = Journal(folder, "process")
     journal.append("train", "step", b"1")
     journal.close()
-    (folder / FILE_NAME).write_bytes(earlier)
+    newest_segment(folder).write_bytes(earlier)
     with pytest.raises(JournalCorruptError, match="transactions 2 to 2 are lost: rows 1 to 1"):
         open_and_read(folder)
 
 
-def test_rows_that_came_back_in_place_of_others_are_missed(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "process")
+def test_another_ending_than_the_acknowledged_one_is_missed(tmp_path: Path) -> None:
+    """Deletions, rows or states of a past that took another way."""
+    folder = tmp_path / "journal"
+    journal = Journal(folder, "process")
     rows = [journal.append("train", "step", b"%d" % k) for k in range(4)]
-    journal.delete(rows[:2])
-    journal.flush()
-    journal.close()
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as db, db:
-        db.execute("DELETE FROM rows WHERE row = 3")
-        names = "channel, kind, head_crc, payload_crc, head, payload"
-        db.execute(f"INSERT INTO rows SELECT 0, {names} FROM rows WHERE row = 2")
-    journal = Journal(tmp_path, "process")
-    with pytest.raises(JournalCorruptError):
-        list(journal.rows())
-    journal.close()
-
-
-def test_a_state_of_an_earlier_transaction_is_missed(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "process")
     journal.put_state("counts", b"old")
-    journal.flush()
-    with closing(sqlite3.connect(journal.path)) as db:
-        old = db.execute("SELECT crc, value FROM states WHERE key = 'counts'").fetchone()
-    journal.put_state("counts", b"new")
     journal.close()
-    with closing(sqlite3.connect(journal.path)) as db, db:
-        db.execute("UPDATE states SET crc = ?, value = ? WHERE key = 'counts'", old)
-    journal = Journal(tmp_path, "process")
-    with pytest.raises(JournalCorruptError, match="earlier transaction"):
-        journal.states()
-    journal.close()
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    for place, gone, state in ((folder, rows[:2], b"new"), (copy, rows[2:], b"neu")):
+        journal = Journal(place, "process")
+        journal.delete(gone)
+        journal.put_state("counts", state)
+        journal.close()
+    newest_segment(folder).write_bytes(newest_segment(copy).read_bytes())
+    with pytest.raises(JournalCorruptError, match="is not the one that was acknowledged"):
+        open_and_read(folder)
 
 
 # --- the machine was restarted ---
@@ -198,7 +212,7 @@ def test_a_machine_that_restarted_may_cost_the_tail_that_was_never_promised(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     left = Path(shutil.copytree(killed["process"], tmp_path / "left"))
-    log = left / LOG_NAME
+    log = newest_segment(left)
     os.truncate(log, log.stat().st_size // 2)
     restarted()
     found = open_and_read(left)
@@ -215,7 +229,7 @@ def test_with_power_a_restarted_machine_is_no_excuse(
     killed: dict[Durability, Path], tmp_path: Path, restarted: Callable[[], None]
 ) -> None:
     left = Path(shutil.copytree(killed["power"], tmp_path / "left"))
-    os.truncate(left / LOG_NAME, (left / LOG_NAME).stat().st_size // 2)
+    os.truncate(newest_segment(left), newest_segment(left).stat().st_size // 2)
     restarted()
     with pytest.raises(JournalCorruptError, match="are lost"):
         open_and_read(left, "power")
@@ -225,26 +239,39 @@ def test_nor_is_it_for_a_journal_that_was_closed(
     tmp_path: Path, restarted: Callable[[], None]
 ) -> None:
     journal = Journal(tmp_path, "process")
-    empty = journal.path.read_bytes()
     journal.append("train", "step", b"0")
     journal.close()
-    journal.path.write_bytes(empty)
+    newest_segment(tmp_path).unlink()
     restarted()
     with pytest.raises(JournalCorruptError, match="are lost"):
         open_and_read(tmp_path)
+
+
+def test_nor_is_it_for_anything_but_the_end_of_the_log(
+    segments: Path, restarted: Callable[[], None]
+) -> None:
+    journal = Journal(segments, "process")
+    journal.append("train", "step", b"20")
+    journal.flush()
+    left = Path(shutil.copytree(segments, segments.with_name("left")))
+    journal.close()
+    restarted()
+    os.truncate(segment_path(left, segments_in(left)[2]), 200)
+    with pytest.raises(JournalCorruptError, match=r"000003\.log is damaged"):
+        open_and_read(left)
 
 
 # --- the record of what was acknowledged ---
 
 
 def test_a_journal_without_its_record_is_refused(left: Path) -> None:
-    (left / journal_module.ACKED_NAME).unlink()
+    (left / ACKED_NAME).unlink()
     with pytest.raises(JournalCorruptError, match=r"pool\.acked.* is missing"):
         open_and_read(left)
 
 
 def test_a_damaged_record_is_refused(left: Path) -> None:
-    record = left / journal_module.ACKED_NAME
+    record = left / ACKED_NAME
     sound = record.read_bytes()
     for at in range(len(sound)):
         damaged = bytearray(sound)
@@ -259,19 +286,14 @@ def test_a_damaged_record_is_refused(left: Path) -> None:
 
 def test_the_record_of_another_journal_is_refused(left: Path, tmp_path: Path) -> None:
     Journal(tmp_path / "other", "process").close()
-    name = journal_module.ACKED_NAME
+    name = ACKED_NAME
     (left / name).write_bytes((tmp_path / "other" / name).read_bytes())
     with pytest.raises(JournalCorruptError, match="belongs to another journal"):
         open_and_read(left)
 
 
-@pytest.mark.parametrize("what", ["record", "file"])
-def test_a_creation_that_was_killed_is_begun_again(tmp_path: Path, what: str) -> None:
-    Journal(tmp_path, "process").close()
-    (tmp_path / FILE_NAME).unlink()
-    if what == "record":
-        (tmp_path / journal_module.ACKED_NAME).unlink()
-    (tmp_path / f"{FILE_NAME}.new").write_bytes(b"half of it")
+def test_a_creation_that_was_killed_is_begun_again(tmp_path: Path) -> None:
+    (tmp_path / f"{ACKED_NAME}.new").write_bytes(b"half of it")
     assert open_and_read(tmp_path) == []
 
 
@@ -298,15 +320,17 @@ def test_a_commit_that_could_not_be_recorded_is_an_error_until_one_can(
     assert open_and_read(tmp_path, durability) == [0, 1]
 
 
-def test_a_journal_of_the_first_format_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as db, db:
-        db.execute("PRAGMA journal_mode=WAL")
-        db.execute("CREATE TABLE rows (row INTEGER PRIMARY KEY)")
-        db.execute("PRAGMA user_version=1")
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_journal_of_the_format_before_is_refused_and_left_as_it_is(
+    tmp_path: Path, version: int
+) -> None:
+    header = bytearray(b"SQLite format 3\0" + bytes(84))
+    header[60:64] = version.to_bytes(4, "big")
+    (tmp_path / "pool.sqlite3").write_bytes(header)
     before = contents(tmp_path)
-    with pytest.raises(JournalVersionError, match="schema version 1, this release"):
+    with pytest.raises(JournalVersionError, match=f"schema version {version}, this release"):
         open_and_read(tmp_path)
-    assert contents(tmp_path)[FILE_NAME] == before[FILE_NAME]
+    assert contents(tmp_path) == before
 
 
 # --- who may open it ---
@@ -346,32 +370,46 @@ def test_a_process_that_stands_still_in_a_transaction_is_taken_over_once_it_is_g
 
 
 STANDS_STILL = """
-import os, signal, sqlite3, sys
+import os, signal, sys
 from pathlib import Path
 from stepwell.datapool.store.journal import Journal
 
 journal = Journal(Path(sys.argv[1]), sys.argv[2])
 journal.append("train", "step", b"head")
 journal.flush()
-sqlite3.connect(journal.path, isolation_level=None).execute("BEGIN IMMEDIATE")
-print("writing", flush=True)
-signal.pause()
+write = os.pwrite
+
+def stand_still(*args):
+    print("writing", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return write(*args)
+
+os.pwrite = stand_still
+journal.append("train", "step", b"another")
+journal.flush()
 """
 
 
-def test_a_reader_in_another_process_gets_in_and_leaves_the_log_alone(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "process")
+def test_a_process_that_goes_on_after_it_was_taken_over_writes_nothing(
+    tmp_path: Path, durability: Durability
+) -> None:
+    journal = Journal(tmp_path, durability)
     journal.append("train", "step", b"0")
     journal.flush()
-    with pytest.raises(JournalLockedError):  # and closes what it opened of the folder
-        Journal(tmp_path, "process", lock_timeout_s=0)
-    read = "import sqlite3, sys; print(*sqlite3.connect(sys.argv[1]).execute(sys.argv[2]))"
-    command = [sys.executable, "-c", read, str(journal.path), "SELECT head FROM rows"]
-    assert subprocess.check_output(command, text=True) == "(b'0',)\n"
-    assert (tmp_path / LOG_NAME).stat().st_size > 0
+    with pytest.raises(JournalLockedError, match="in use by process"):
+        Journal(tmp_path, durability, lock_timeout_s=0, take_over=1)
+    successor = Journal(tmp_path, durability, lock_timeout_s=0, take_over=os.getpid())
+    before = contents(tmp_path)
     journal.append("train", "step", b"1")
-    journal.close()
-    assert open_and_read(tmp_path) == [0, 1]
+    for _ in range(2):
+        with pytest.raises(JournalFencedError, match="another process has taken this journal over"):
+            journal.flush()
+    with pytest.raises(JournalFencedError):
+        journal.close()
+    assert contents(tmp_path) == before
+    successor.append("train", "step", b"2")
+    successor.close()
+    assert open_and_read(tmp_path) == [0, 2]
 
 
 @pytest.fixture
@@ -389,32 +427,6 @@ def test_only_the_owner_can_read_the_files(tmp_path: Path) -> None:
     journal.flush()
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (folder, *folder.iterdir())}
     assert modes.pop("pool") == 0o700
-    assert LOG_NAME in modes
+    assert newest_segment(folder).name in modes
     assert set(modes.values()) == {0o600}
     journal.close()
-
-
-# --- the log stays short ---
-
-
-def test_the_log_is_emptied_when_nothing_more_is_written(
-    tmp_path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(journal_module, "CHECKPOINT_S", 0.01)
-
-    async def produce(journal: Journal) -> None:
-        for k in range(3):
-            journal.append("train", "step", b"%d" % k)
-            await journal.committed()
-            while (tmp_path / LOG_NAME).stat().st_size:  # noqa: ASYNC110 - a file tells nobody
-                await asyncio.sleep(0.01)
-
-    journal = Journal(tmp_path, durability)
-    asyncio.run(asyncio.wait_for(produce(journal), 30))
-    (tmp_path / LOG_NAME).unlink()  # which is harmless, now
-    assert [int(row.head) for row in Journal(copied(tmp_path), durability).rows()] == [0, 1, 2]
-    journal.close()
-
-
-def copied(folder: Path) -> Path:
-    return Path(shutil.copytree(folder, folder.with_name(f"{folder.name}-copy")))

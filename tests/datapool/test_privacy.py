@@ -31,9 +31,23 @@ def test_the_text_of_a_group_that_left_is_in_no_file_of_the_journal(pool, how):
         pool("drop_group", "ps", "test")
     else:
         assert pool("delete", "secret").trajectories == ("secret",)
-    pool.later(0)
+    if how == "deleted":
+        pool.later(0)
+    else:
+        pool.erase()
     assert not pool.holds("a secret of somebody")
     assert pool.holds("common text 17")
+
+
+def test_a_deletion_erases_what_was_acked_before_too(pool):
+    pool.say("t", "p", "an acked one")
+    pool("complete_trajectory", "t")
+    pool("ack", pool("lease_batch").lease_id)
+    pool.say("u", "q", "another one")
+    assert pool("delete", "t").trajectories == ()
+    pool.later(0)
+    assert not pool.holds("an acked one")
+    assert pool.holds("another one")
 
 
 def test_a_file_that_shrinks_keeps_nothing_of_what_left(pool):

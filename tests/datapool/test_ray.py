@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sqlite3
 import threading
 import uuid
 
@@ -26,7 +25,6 @@ from stepwell.datapool import (
     connect,
     start_data_pool,
 )
-from stepwell.datapool.store.journal import FILE_NAME, SCHEMA_VERSION, Journal
 
 
 @pytest.fixture(scope="module")
@@ -333,11 +331,10 @@ async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_ste
 def test_a_pool_that_finds_a_journal_of_another_release_says_which_and_what_to_do(
     cluster, tmp_path
 ):
-    Journal(tmp_path, "process").close()
-    with sqlite3.connect(tmp_path / FILE_NAME) as db:
-        db.execute(f"PRAGMA user_version={SCHEMA_VERSION - 1}")
-    db.close()
-    refused = rf"^the DataPool did not start: {tmp_path / FILE_NAME} has schema version .*=never"
+    header = bytearray(b"SQLite format 3\0" + bytes(84))
+    header[60:64] = (3).to_bytes(4, "big")  # what the release before wrote
+    (tmp_path / "pool.sqlite3").write_bytes(header)
+    refused = rf"^the DataPool did not start: {tmp_path}: .* has schema version 3, .*=never"
     with pytest.raises(PoolUnavailableError, match=refused):
         start_data_pool(PoolConfig(journal_dir=tmp_path), name=uuid.uuid4().hex)
 

@@ -8,7 +8,7 @@ import resource
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,10 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import JournalCorruptError, JournalFullError, ReplayError
 from stepwell.datapool.remote import actor as actor_module
 from stepwell.datapool.remote import turns as turns_module
-from stepwell.datapool.store.journal import FILE_NAME, Journal
+from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
-from tests.datapool.conftest import SyncPool
+from stepwell.datapool.store.segments import segment_path
+from tests.datapool.conftest import SyncPool, newest_segment
 
 MakeStep = Callable[..., Step]
 READING = {"is_shut_down", "next_deadline"}
@@ -517,7 +518,10 @@ def test_a_payload_that_cannot_be_read_back_fails_the_lease_and_loses_no_group(
         pool.submit_steps(rollout(make_step, uid, f"p-{uid}"))
         pool.complete_trajectory(uid)
     stored = pool.pool.channels["train"].trajectory_index["bad"].steps[1]
-    pool.journal._db.execute("UPDATE rows SET payload = x'00' WHERE row = ?", (stored.row,))
+    number, offset, size = pool.journal._log.index.find(stored.row)
+    with segment_path(pool.journal.folder, number).open("r+b") as file:
+        file.seek(offset + size - 1)
+        file.write(b"\xff")
     with pytest.raises(JournalCorruptError, match=f"row {stored.row} is not what was written"):
         pool.lease_batch(batch_size=2)
     groups = pool.get_statistics("train")["groups"]
@@ -621,21 +625,21 @@ def start(cluster: str, tmp_path: Path) -> Iterator[Callable[[], Any]]:
 
 
 def damage(folder: Path) -> None:
-    for suffix in ("", "-wal"):
-        with suppress(FileNotFoundError), open(folder / f"{FILE_NAME}{suffix}", "r+b") as file:
-            file.write(os.urandom(4096))
+    newest_segment(folder).write_bytes(os.urandom(4096))
 
 
 def test_a_damaged_journal_is_one_clear_line_from_the_start(
     start: Callable[[], Any], tmp_path: Path
 ) -> None:
-    Journaled(tmp_path, PoolConfig()).journal.close()
+    pool = Journaled(tmp_path, PoolConfig())
+    pool.open_group("p", 1)
+    pool.journal.close()
     damage(tmp_path)
     with pytest.raises(PoolUnavailableError) as error:
         start()
     message = str(error.value)
     assert "\n" not in message
-    assert str(tmp_path / FILE_NAME) in message
+    assert str(tmp_path) in message
     assert message.startswith("the DataPool did not start: ")
     assert "move it aside to start empty" in message
 
@@ -658,7 +662,7 @@ async def test_a_journal_damaged_under_a_killed_pool_ends_the_wait_of_its_client
     process.suspend()  # so that the damage is there before Ray's next life is
     damage(tmp_path)
     process.kill()
-    with pytest.raises(PoolUnavailableError, match=str(tmp_path / FILE_NAME)):
+    with pytest.raises(PoolUnavailableError, match=f"{tmp_path}: .* are lost"):
         await client.get_statistics()
 
 

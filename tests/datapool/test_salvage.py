@@ -13,11 +13,14 @@ import pytest
 
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.errors import JournalCorruptError, JournalError, JournalLockedError
-from stepwell.datapool.store.journal import ACKED_NAME, FILE_NAME, LOG_NAME, Journal
+from stepwell.datapool.store import log as log_module
+from stepwell.datapool.store.folder import ACKED_NAME
+from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.salvage import salvage
+from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.datapool.types import Step
-from tests.datapool.conftest import SyncPool
+from tests.datapool.conftest import SyncPool, newest_segment
 
 N_GROUPS = 12
 
@@ -114,35 +117,66 @@ def refused(folder: Path) -> bool:
     return False
 
 
-def test_a_flipped_bit_in_the_log_costs_what_is_said_and_no_more(tmp_path: Path) -> None:
-    folder = tmp_path / "pool"
-    groups = fill(folder, closed=False)
-    size = (folder / LOG_NAME).stat().st_size
-    flip(folder / LOG_NAME, size * 2 // 3)
-    assert refused(folder)
-    [report] = salvage(folder)
-    assert "transactions " in report.damage
-    found = held(folder)
-    assert found
-    assert bool(groups.keys() - found) <= bool(report.lost)
-    assert report.aside is not None
-    assert {p.name for p in report.aside.iterdir()} >= {FILE_NAME, LOG_NAME, ACKED_NAME}
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_flipped_bit_in_the_log_costs_what_is_said_and_no_more(
+    tmp_path: Path, closed: bool
+) -> None:
+    fill(tmp_path / "whole", closed)
+    groups = {f"p{k}" for k in range(2, N_GROUPS)}
+    size = newest_segment(tmp_path / "whole").stat().st_size
+    n_whole = 0
+    for k in range(40):
+        folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"pool-{k}"))
+        flip(newest_segment(folder), size * k // 40)
+        assert refused(folder)
+        [report] = salvage(folder)
+        assert "transactions " in report.damage
+        found = held(folder)
+        named = {uid for uids in report.dropped.values() for uid in uids}
+        assert groups - found <= named or any("transactions" in line for line in report.lost)
+        assert len(found) >= 4, "half of them, at worst"
+        assert not found & named
+        n_whole += not named
+        assert report.aside is not None
+        assert {p.name for p in report.aside.iterdir()} >= {"pool-000000000001.log", ACKED_NAME}
+    assert 0 < n_whole < 40
 
 
-def test_a_lost_log_is_a_return_to_the_last_checkpoint_that_says_which_rows_are_gone(
+def test_a_cut_log_is_the_pool_at_an_earlier_moment_and_says_which_rows_are_gone(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "pool"
     fill(folder, closed=True)
+    before = newest_segment(folder).stat().st_size
     pool = Pool(folder)
     pool.pool.open_group("late", 1, now=time.time())
     pool.flush()
     leave_open(pool, folder)
-    (folder / LOG_NAME).unlink()
+    os.truncate(newest_segment(folder), before)
     assert refused(folder)
     [report] = salvage(folder)
     assert "lost: Acknowledged transactions " in report.text()
     assert held(folder) == {f"p{k}" for k in range(2, N_GROUPS)}
+
+
+def test_a_segment_that_is_gone_costs_the_groups_that_are_older_and_acked_ones_stay_acked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 2000)
+    fill(tmp_path / "whole", closed=True)
+    numbers = segments_in(tmp_path / "whole")
+    assert len(numbers) > 5
+    for number in numbers[:-1]:
+        folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"pool-{number}"))
+        segment_path(folder, number).unlink()
+        assert refused(folder)
+        [report] = salvage(folder)
+        found = held(folder)
+        named = {uid for uids in report.dropped.values() for uid in uids}
+        assert not found & named
+        assert report.lost
+        if not any("Acknowledged" in line for line in report.lost):
+            assert found <= {f"p{k}" for k in range(2, N_GROUPS)}, "what was acked does not return"
 
 
 def test_a_damaged_payload_costs_its_own_group_which_is_named_and_stays_closed(
@@ -151,7 +185,8 @@ def test_a_damaged_payload_costs_its_own_group_which_is_named_and_stays_closed(
     folder = tmp_path / "pool"
     groups = fill(folder, closed=True)
     needle = np.full(200, 1007, dtype=np.int32).tobytes()
-    flip(folder / FILE_NAME, (folder / FILE_NAME).read_bytes().index(needle) + 400)
+    log = newest_segment(folder)
+    flip(log, log.read_bytes().index(needle) + 400)
     assert refused(folder)
     [report] = salvage(folder)
     assert report.dropped == {"train": ["p7"]}
@@ -173,12 +208,13 @@ def test_a_lost_record_is_written_anew_and_the_doubt_is_said(tmp_path: Path) -> 
     assert held(folder) == groups.keys()
 
 
-def test_a_file_that_is_gone_beside_its_log_says_what_can_be_saved(tmp_path: Path) -> None:
+def test_a_log_that_is_gone_says_that_nothing_can_be_saved(tmp_path: Path) -> None:
     folder = tmp_path / "pool"
     fill(folder, closed=True)
-    (folder / FILE_NAME).unlink()
+    newest_segment(folder).unlink()
     with pytest.raises(JournalError, match="nothing can be saved"):
         salvage(folder)
+    assert [path.name for path in folder.iterdir()] == [ACKED_NAME]
 
 
 def test_a_sound_journal_is_left_as_it_is(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from stepwell.datapool.files.transfer import export_channel, import_channel
 from stepwell.datapool.remote.actor import SHARDS_FILE, journal_folder
 from stepwell.datapool.remote.sharded import client_of, connect, parts
 from stepwell.datapool.remote.shards import shard_of, share
-from stepwell.datapool.store.journal import FILE_NAME
+from stepwell.datapool.store.folder import ACKED_NAME
 
 N = 2
 
@@ -223,7 +223,7 @@ def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
         with pytest.raises(JournalError, match=rf"shards is {n}, .* written by 2 shard.*=2"):
             start(n, tmp_path / "a")
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / FILE_NAME).touch()
+    (tmp_path / "b" / ACKED_NAME).touch()
     assert start(1, tmp_path / "b") == tmp_path / "b"
     with pytest.raises(JournalError, match=r"shards is 2, .* written by 1 shard"):
         start(2, tmp_path / "b")
@@ -251,7 +251,7 @@ def test_one_handle_of_several_shards_is_refused(cluster):
 
 def test_a_pool_that_cannot_start_leaves_no_shard_behind(cluster, tmp_path):
     (tmp_path / "shard-1").mkdir()
-    (tmp_path / "shard-1" / FILE_NAME).write_text("this is no database, and never was one" * 99)
+    (tmp_path / "shard-1" / ACKED_NAME).write_text("this is no database, and never was one" * 99)
     with pytest.raises(PoolUnavailableError, match=r"shard 1 of 2: .*start: .*data salvage"):
         start_shards(PoolConfig(shards=2, journal_dir=tmp_path), name="broken")
     with pytest.raises(PoolUnavailableError, match="no DataPool named 'broken'"):
@@ -269,7 +269,7 @@ async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_ru
     (tmp_path / "shard-1").rename(tmp_path / "elsewhere")
     with pytest.raises(PoolUnavailableError, match=r"shard 1 of 2: .*had its journal in .*shard-1"):
         start_shards(config, name="second run")
-    assert not (tmp_path / "shard-1" / FILE_NAME).exists()
+    assert not (tmp_path / "shard-1" / ACKED_NAME).exists()
     (tmp_path / "elsewhere").rename(tmp_path / "shard-1")
     again = client_of(start_shards(config, name="third run"))
     assert (await again.get_statistics("train"))["groups"]["ready"] == 2
@@ -296,7 +296,7 @@ async def test_one_shard_is_the_pool_as_it_always_was(cluster, tmp_path, make_st
     assert type(client) is DataPoolClient
     await fill(client, ["p"], make_step)
     assert (await client.lease_batch()).lease_id == "0-1"
-    assert (tmp_path / FILE_NAME).is_file()
+    assert (tmp_path / ACKED_NAME).is_file()
     ray.kill(handle)
 
 

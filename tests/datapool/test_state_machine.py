@@ -567,6 +567,8 @@ class MemoryLog:
     def put_state(self, key: str, value: bytes) -> None:
         self.states[key] = value
 
+    def scrub(self) -> None: ...
+
     def rows(self) -> Iterator[Row]:
         return iter(list(self._rows.values()))
 

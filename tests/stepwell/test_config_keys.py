@@ -76,7 +76,7 @@ def test_the_command_prints_keys_without_a_configuration() -> None:
 NO_KEYS = frozenset({"oc.env", "sampling_params.n", "tool_choice.mode"})
 FIRST = {name.partition(".")[0] for name in all_keys()}
 LAST = {name.rpartition(".")[2] for name in all_keys()}
-FILE = re.compile(r"\.(py|log|json|lock|sqlite3|safetensors|acked)$")
+FILE = re.compile(r"\.(py|log|json|lock|safetensors|acked)$")
 
 
 def _texts(source: str) -> Iterator[str]:

@@ -109,7 +109,7 @@ def test_a_run_is_not_started_over_while_a_pool_or_a_trainer_lives_in_its_folder
         journal.close()
     with only_trainer_in(tmp_path), pytest.raises(ConfigError, match=r"trains in"):
         _start_over(tmp_path)  # attached, it outlived the run that was served
-    assert (tmp_path / "pool" / "pool.sqlite3").exists()
+    assert (tmp_path / "pool" / "pool.acked").exists()
     _start_over(tmp_path)
     assert not (tmp_path / "pool").exists()
 

@@ -1,0 +1,146 @@
+"""This module chooses the segments whose dead rows shall leave the disk, and takes their live rows
+out so that each goes into a later transaction::
+
+    no live row                          ──────────────────────────────► dropped
+    dead rows, and erasing was asked for ─┐ its live rows, a slice in
+    deadest one, if too much is dead     ─┘ each transaction ──────────► dropped
+
+One segment at a time, and one with older copies of rows that were moved before a crash comes first:
+as long as those are there, no other segment may go. Groups that live a short time are never moved:
+their segments die whole. Owns what is moved and when; writes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from stepwell.datapool.store.index import Index, Segment
+from stepwell.datapool.store.segments import blocks_of, record_at, segment_path
+
+logger = logging.getLogger(__name__)
+
+SLACK_BYTES = 64 << 20
+"""More dead bytes than this, and than there are live ones, are too much."""
+
+SLICE_BYTES = 512 << 10
+"""Of one transaction: 2 to 3 ms."""
+SLICE_ROWS = 2048
+
+
+class Slice(NamedTuple):
+    """What one transaction does for the cleaning."""
+
+    moved: dict[int, bytes]
+    """Live rows of the segment under way, as records."""
+    dropped: list[int]
+
+
+class Cleaner:
+    """Chooses and reads; told what became of it with `dropped` or `again`."""
+
+    def __init__(self, folder: Path, journal: bytes, index: Index) -> None:
+        self._folder = folder
+        self._journal = journal
+        self._index = index
+        self._queue: dict[int, None] = {}
+        """Segments to be erased, in order."""
+        self._victim: int | None = None
+        self._records: Iterator[tuple[int, bytes | None]] | None = None
+        self._is_stopped = False
+
+    def begin(self) -> None:
+        """After a start."""
+        self._queue = {s.number: None for s in self._index.segments.values() if s.has_copies}
+
+    @property
+    def has_dead(self) -> bool:
+        """Whether a row is on disk that does not count."""
+        return any(s.rows > s.live_rows for s in self._index.segments.values())
+
+    def erase(self, active: int) -> bool:
+        """Every dead row that there is now shall go. Whether `active`, which must end, has some."""
+        dead = [s.number for s in self._index.segments.values() if s.rows > s.live_rows]
+        self._queue |= dict.fromkeys(dead)
+        return active in dead
+
+    def dropped(self, number: int) -> None:
+        self._victim = self._records = None
+        self._queue.pop(number, None)
+
+    def again(self) -> None:
+        """The transaction of the last slice failed. What others before it moved is not live any
+        more in the segment under way."""
+        self._records = None
+
+    @property
+    def is_erasing(self) -> bool:
+        return bool(self._queue) and not self._is_stopped
+
+    def is_busy(self, active: int) -> bool:
+        return self.is_erasing or self._choose(active) is not None
+
+    def take(self, active: int, deleted: Collection[int]) -> Slice:
+        """The next slice, for a transaction that deletes these rows, written into `active`."""
+        victim = self._choose(active)
+        if victim is None:
+            return Slice({}, [])
+        if self._records is None:
+            self._victim = victim
+            self._records = self._live_records(self._index.segments[victim])
+        moved: dict[int, bytes] = {}
+        n_bytes = n_seen = 0
+        try:
+            for n_seen, (row, record) in enumerate(self._records, start=1):
+                if record is not None and row not in deleted:
+                    moved[row] = record
+                    n_bytes += len(record)
+                if n_bytes >= SLICE_BYTES or n_seen >= SLICE_ROWS:
+                    return Slice(moved, [])
+        except (OSError, ValueError) as e:
+            # Copies that were moved are still in it, so no other segment may go either.
+            self._is_stopped = True
+            logger.error(
+                "%s cannot be read (%s): what is dead stays on disk, and grows. Stop the pool and "
+                "run `stepwell data salvage %s`",
+                segment_path(self._folder, victim),
+                e,
+                self._folder,
+            )
+            return Slice(moved, [])
+        return Slice(moved, [victim])
+
+    def _choose(self, active: int) -> int | None:
+        if self._is_stopped or self._victim is not None:
+            return None if self._is_stopped else self._victim
+        segments = self._index.segments
+        for number in self._queue:
+            if number != active:
+                return number
+        if ready := self._index.empty - {active}:
+            return min(ready)
+        n_dead = self._index.n_bytes - self._index.live_bytes
+        if n_dead <= max(SLACK_BYTES, self._index.live_bytes):
+            return None
+        sealed = [segment for segment in segments.values() if segment.number != active]
+        deadest = max(sealed, key=lambda s: s.end - s.live_bytes, default=None)
+        return None if deadest is None else deadest.number
+
+    def _live_records(self, segment: Segment) -> Iterator[tuple[int, bytes | None]]:
+        """Its rows; None for those that do not count. Read a transaction at a time: a segment that
+        the system does not have in memory would keep everybody waiting."""
+        if not segment.live_rows:
+            return
+        with segment_path(self._folder, segment.number).open("rb", buffering=0) as file:
+            for start, data, block in blocks_of(file.fileno(), segment.end, self._journal):
+                at = block.at
+                for _ in range(block.n_rows):
+                    record = record_at(data, at)
+                    if record is None or not record.has_head:
+                        raise ValueError("a row is not what was written")
+                    found = self._index.find(record.row)
+                    is_live = found is not None and found[:2] == (segment.number, start + at)
+                    yield record.row, data[at : record.end] if is_live else None
+                    at = record.end

@@ -1,0 +1,266 @@
+"""This module lays out rows in segment files so that each can be found, checked and told from what
+is dead or damaged::
+
+    pool-000000000007.log
+    ┌─────────┬───────────────────────────────────┬─────────────────────┬────
+    │ SEGMENT │ BLOCK  meta  record  record  …    │ BLOCK  meta  record │ …
+    └─────────┴───────────────────────────────────┴─────────────────────┴────
+
+    SEGMENT   id of the journal, number of the segment
+    BLOCK     one transaction: its number, how long it is, CRCs of meta and records, and the CRC of
+              the block before it, so that a block that is changed, removed or moved is missed
+    meta      deleted rows, states, which segments were dropped; in the first block of a segment all
+              states, and the list of the segments that there are with the CRC of each one's end
+    record    one row: CRCs, id, names, head, payload. The same bytes wherever it is moved to
+
+The newest copy of a row counts, and a deletion names rows of any segment. Owns the format. Does not
+own which rows are where (`index.py`), nor when something is written (`journal.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+import msgspec
+
+MAGIC = b"swpool-4"
+BLOCK_MAGIC = b"swblock4"
+SEGMENT = struct.Struct("<8s16sqI")
+_BLOCK = struct.Struct("<8sqqqIQIIIII")
+RECORD = struct.Struct("<IIqHII")
+
+
+class Row(NamedTuple):
+    """One stored event."""
+
+    row: int
+    channel: str
+    kind: str
+    head: bytes
+    payload: bytes | None
+    """None if the row has none, or was read without, or is not as it was written."""
+    payload_bytes: int
+    """Length of the stored payload, also when it was not read; 0 if there is none."""
+
+
+# --- records ---
+
+
+def encode_record(row: int, channel: str, kind: str, head: bytes, payload: bytes | None) -> bytes:
+    """A record but for head and payload, which follow it."""
+    names = f"{channel}\0{kind}".encode()
+    n_payload = 0 if payload is None else 1 + len(payload)
+    payload_crc = 0 if payload is None else crc32(payload)
+    prefix = RECORD.pack(0, payload_crc, row, len(names), len(head), n_payload) + names
+    return struct.pack("<I", crc32(head, crc32(prefix[4:]))) + prefix[4:]
+
+
+@lru_cache
+def _names(names: bytes) -> tuple[str, str]:
+    channel, _, kind = names.decode().rpartition("\0")
+    return channel, kind
+
+
+class Record(NamedTuple):
+    """Where a row is in some bytes."""
+
+    row: int
+    at: int
+    end: int
+    has_head: bool
+    """Whether id, lengths, names and head are what was written."""
+
+
+def record_at(data: bytes, at: int, check: bool = True) -> Record | None:
+    """The record at `at`; None if it does not end within `data`."""
+    if at + RECORD.size > len(data):
+        return None
+    crc, _, row, n_names, n_head, n_payload = RECORD.unpack_from(data, at)
+    middle = at + RECORD.size + n_names + n_head
+    end = middle + max(n_payload - 1, 0)
+    if end > len(data):
+        return None
+    return Record(row, at, end, not check or crc == crc32(data[at + 4 : middle]))
+
+
+def read_row(data: bytes, at: int, row: int, payload: bool = True) -> tuple[Row | None, bool]:
+    """The row of the record at `at`, and whether its payload, if that was asked for, is sound too.
+    No row if its head is not what was written, or it is another one."""
+    crc, payload_crc, found, n_names, n_head, n_payload = RECORD.unpack_from(data, at)
+    names_at = at + RECORD.size
+    head_at = names_at + n_names
+    middle = head_at + n_head
+    if found != row or crc != crc32(data[at + 4 : middle]):
+        return None, False
+    channel, kind = _names(data[names_at:head_at])
+    head = data[head_at:middle]
+    if n_payload == 0:
+        return tuple.__new__(Row, (row, channel, kind, head, None, 0)), True
+    if not payload:
+        return tuple.__new__(Row, (row, channel, kind, head, None, n_payload - 1)), True
+    stored = data[middle : middle + n_payload - 1]
+    if payload_crc != crc32(stored) or len(stored) != n_payload - 1:
+        return tuple.__new__(Row, (row, channel, kind, head, None, n_payload - 1)), False
+    return tuple.__new__(Row, (row, channel, kind, head, stored, n_payload - 1)), True
+
+
+# --- blocks and segments ---
+
+
+class Meta(msgspec.Struct, omit_defaults=True):
+    """What a transaction changes besides new rows."""
+
+    deleted: list[int] = []
+    """Ids of rows, as `pack_ids` has them."""
+    states: dict[str, bytes] = {}
+    dropped: list[int] = []
+    """Segments that hold nothing any more that counts."""
+    segments: list[tuple[int, int, int]] = []
+    """In the first block of a segment: number, length and last block's CRC of each other one."""
+
+
+_decode_meta = msgspec.msgpack.Decoder(Meta).decode
+
+
+class Block(NamedTuple):
+    """The header of one transaction."""
+
+    sequence: int
+    """Number of the transaction; the first is 1."""
+    first_row: int
+    """Id of the next row, before it …"""
+    next_row: int
+    """… and after it."""
+    n_rows: int
+    n_records: int
+    """Bytes."""
+    records_crc: int
+    before: int
+    """CRC of the block before it; 0 if it is the first one of the journal."""
+    n_meta: int = 0
+    """Bytes."""
+    meta_crc: int = 0
+    crc: int = 0
+    """Of all this and the id of the journal."""
+    at: int = 0
+    """Where its records begin in the segment."""
+
+    @property
+    def end(self) -> int:
+        return self.at + self.n_records
+
+    def meta(self, data: bytes) -> Meta | None:
+        """None if it is not what was written."""
+        packed = data[self.at - self.n_meta : self.at]
+        return _decode_meta(packed) if crc32(packed) == self.meta_crc else None
+
+    def has_records(self, data: bytes) -> bool:
+        """Whether all of them are what was written."""
+        return crc32(memoryview(data)[self.at : self.end]) == self.records_crc
+
+
+def encode_block(journal: bytes, block: Block, meta: Meta) -> tuple[bytes, Block]:
+    """A block but for its records, which follow it; and `block` with what is known then."""
+    packed = msgspec.msgpack.encode(meta)
+    block = block._replace(n_meta=len(packed), meta_crc=crc32(packed))
+    fields = (BLOCK_MAGIC, *block[:-2])
+    crc = crc32(_BLOCK.pack(*fields, 0), crc32(journal))
+    return _BLOCK.pack(*fields, crc) + packed, block._replace(crc=crc)
+
+
+def block_at(data: bytes, at: int, journal: bytes) -> Block | None:
+    """The block whose header is at `at`; None if it is damaged or does not end within `data`."""
+    if at + _BLOCK.size > len(data):
+        return None
+    magic, *fields, crc = _BLOCK.unpack_from(data, at)
+    if magic != BLOCK_MAGIC or crc != crc32(_BLOCK.pack(magic, *fields, 0), crc32(journal)):
+        return None
+    block = Block._make((*fields, crc, 0))
+    block = block._replace(at=at + _BLOCK.size + block.n_meta)
+    return block if block.end <= len(data) else None
+
+
+def sound_blocks(data: bytes, journal: bytes) -> Iterator[tuple[Block, Meta]]:
+    """The blocks of a segment and what their meta says, up to the first one that is torn or damaged
+    or does not follow from the one before."""
+    at, last = SEGMENT.size, None
+    if journal_of(data) != journal:
+        return
+    while (block := block_at(data, at, journal)) is not None:
+        follows = last is None or (block.before, block.sequence) == (last.crc, last.sequence + 1)
+        meta = block.meta(data)
+        if not follows or meta is None or not block.has_records(data):
+            return
+        yield block, meta
+        at, last = block.end, block
+
+
+def blocks_of(file: int, end: int, journal: bytes) -> Iterator[tuple[int, bytes, Block]]:
+    """The blocks of a sealed segment, one at a time: where each begins, its bytes, its header.
+
+    Raises:
+        ValueError: one is damaged.
+    """
+    at = SEGMENT.size
+    while at < end:
+        fields = _BLOCK.unpack(os.pread(file, _BLOCK.size, at))
+        data = os.pread(file, _BLOCK.size + fields[5] + fields[8], at)
+        block = block_at(data, 0, journal)
+        if block is None:
+            raise ValueError(f"the transaction at byte {at} is damaged")
+        yield at, data, block
+        at += len(data)
+
+
+def encode_segment(journal: bytes, number: int) -> bytes:
+    crc = crc32(SEGMENT.pack(MAGIC, journal, number, 0))
+    return SEGMENT.pack(MAGIC, journal, number, crc)
+
+
+def journal_of(data: bytes) -> bytes | None:
+    """The id of the journal that a segment belongs to; None if its first bytes are damaged."""
+    if len(data) < SEGMENT.size:
+        return None
+    magic, journal, number, crc = SEGMENT.unpack_from(data)
+    if magic != MAGIC or crc != crc32(SEGMENT.pack(magic, journal, number, 0)):
+        return None
+    return bytes(journal)
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"pool-{number:012d}.log"
+
+
+def segments_in(folder: Path) -> list[int]:
+    """The numbers of the segments that are there, in order."""
+    return sorted(
+        int(digits)
+        for path in folder.glob("pool-*.log")
+        if (digits := path.name[5:-4]).isdecimal() and len(digits) == 12
+    )
+
+
+def pack_ids(rows: Iterable[int]) -> list[int]:
+    """Ids in order as gaps and lengths of runs."""
+    packed: list[int] = []
+    following = 0
+    for row in sorted(rows):
+        if packed and row == following:
+            packed[-1] += 1
+        else:
+            packed += (row - following, 1)
+        following = row + 1
+    return packed
+
+
+def unpack_ids(packed: list[int]) -> Iterator[int]:
+    at = 0
+    for gap, n in zip(packed[::2], packed[1::2], strict=True):
+        yield from range(at + gap, at + gap + n)
+        at += gap + n

@@ -1,0 +1,197 @@
+"""A pool behind a socket without Ray: in this process, or in one that can be killed; and a line to
+it that breaks where a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from stepwell.datapool import DataPoolClient, PoolConfig
+from stepwell.datapool.remote.incarnation import Known
+from stepwell.datapool.remote.link import Link
+from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.wire import Door, Server
+
+HERE = "this node"
+
+
+async def settle() -> None:
+    """Let the loop run until it has nothing to do but to wait."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def until(condition) -> None:
+    """Wait for something that happens elsewhere; the test's timeout is the limit."""
+    while not await condition():  # noqa: ASYNC110 - no event tells of it
+        await asyncio.sleep(0.005)
+
+
+async def n_waiting(client: DataPoolClient, who: str = "consumers") -> int:
+    return (await client.get_statistics("train"))["waiting"][who]
+
+
+async def groups_of(client: DataPoolClient, *states: str) -> list[int]:
+    groups = (await client.get_statistics("train"))["groups"]
+    return [groups[state] for state in states]
+
+
+class DoorLink(Link):
+    """The way to whatever `door` says now; None: it is starting."""
+
+    def __init__(self, door: Door | None, met: Known = None, here: str = HERE) -> None:
+        super().__init__(met)
+        self.door = door
+        self.here = here
+        self.n_found = 0
+
+    async def find(self) -> tuple[Door, str]:
+        self.n_found += 1
+        if self.door is None:
+            raise ConnectionError("it is starting")
+        return self.door, self.here
+
+
+@asynccontextmanager
+async def serving(config: PoolConfig | None = None, folder: Path | None = None):
+    """A pool of this loop, and the door of its socket."""
+    service = PoolService(config or PoolConfig(durability="none"), folder)
+    server = Server(service, HERE)
+    yield service, await server.door()
+    server.close()
+    service.close()
+
+
+class Proxy:
+    """Passes on what two peers say, and cuts the line after so many bytes of one of them."""
+
+    def __init__(self, door: Door, path: Path) -> None:
+        self._behind = door
+        self.door = door._replace(unix=str(path))
+        self.n_connections = 0
+        self.n_bytes = {"up": 0, "down": 0}
+        """Of the last connection: to the pool, and to the client."""
+        self.cut: dict[str, int] = {}
+        """After how many bytes the next connection breaks."""
+        self.open = asyncio.Event()
+        """Whether the client hears anything."""
+        self.open.set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Proxy]:
+        server = await asyncio.start_unix_server(self._serve, self.door.unix)
+        yield self
+        server.close()
+        self.break_()
+
+    def break_(self) -> None:
+        """Cut all lines now."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.n_connections += 1
+        self.n_bytes = {"up": 0, "down": 0}
+        cut, self.cut = self.cut, {}
+        there, back = await asyncio.open_unix_connection(self._behind.unix)
+        self._writers += [writer, back]
+        pumps = [
+            asyncio.create_task(self._pump("up", reader, back, cut.get("up"))),
+            asyncio.create_task(self._pump("down", there, writer, cut.get("down"))),
+        ]
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        for end in (writer, back):
+            end.transport.abort()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _pump(
+        self,
+        way: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        left: int | None,
+    ) -> None:
+        while data := await reader.read(1 << 16):
+            if way == "down":
+                await self.open.wait()
+            passed = data if left is None else data[:left]
+            writer.write(passed)
+            self.n_bytes[way] += len(passed)
+            if left is not None:
+                left -= len(passed)
+                if left == 0:
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                    return
+
+
+class PoolProcess:
+    """A pool in a process of its own, over the journal of `folder`, that can be killed."""
+
+    def __init__(self, folder: Path, shard: int = 0, n_shards: int = 1) -> None:
+        self.link = DoorLink(None)
+        self._arguments = [str(folder), str(shard), str(n_shards)]
+        self._process: asyncio.subprocess.Process | None = None
+        self._n_starts = 0
+
+    async def start(self) -> None:
+        self._n_starts += 1
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _PROCESS, *self._arguments, str(int(self._n_starts > 1))),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        said = json.loads(await self._process.stdout.readline())
+        self.link.door = Door(HERE, said["n"], said["unix"], None, bytes.fromhex(said["secret"]))
+
+    async def kill(self) -> None:
+        """`kill -9`; returns once the process is gone."""
+        self.link.door = None
+        self._process.send_signal(signal.SIGKILL)
+        await self._process.wait()
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+
+_PROCESS = """
+import asyncio, json, sys
+from pathlib import Path
+import uvloop
+from stepwell.datapool import PoolConfig
+from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.wire import Server
+
+async def run():
+    folder, shard, n_shards, restarted = sys.argv[1:]
+    config = PoolConfig(shards=int(n_shards))
+    service = PoolService(config, Path(folder), int(shard), restarted=bool(int(restarted)))
+    door = await Server(service, "this node").door()
+    said = {"n": door.n_shards, "unix": door.unix, "secret": door.secret.hex()}
+    print(json.dumps(said), flush=True)
+    await asyncio.Event().wait()
+
+uvloop.run(run())
+"""
+
+
+@asynccontextmanager
+async def processes(folder: Path, n: int = 1) -> AsyncIterator[tuple[DataPoolClient, list]]:
+    """A client of a pool of `n` processes, and these."""
+    shards = [PoolProcess(folder / f"shard-{k}", k, n) for k in range(n)]
+    await asyncio.gather(*(shard.start() for shard in shards))
+    client = DataPoolClient([shard.link for shard in shards])
+    yield client, shards
+    await client.close()
+    for shard in shards:
+        shard.resume()
+        await shard.kill()
