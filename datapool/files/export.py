@@ -1,4 +1,5 @@
-"""Files of trajectories, Parquet or JSONL, that `datasets.load_dataset` reads; and back.
+"""This module writes trajectories to files, Parquet or JSONL, that `datasets.load_dataset` reads,
+and reads them back.
 
     pool ──pages──► ExportedTrajectory ──write──► one row per branch ──► x.parquet | x.jsonl
                                        ◄──read───
@@ -19,13 +20,24 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from types import NoneType
+from typing import (
+    Annotated,
+    Any,
+    BinaryIO,
+    Literal,
+    TypeAlias,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
+import msgspec
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from stepwell.datapool.errors import ExportError
@@ -33,118 +45,43 @@ from stepwell.datapool.files.plain import check_text
 from stepwell.datapool.files.rows import (
     COLUMNS,
     SCHEMA_VERSION,
+    STEP_COLUMNS,
     TOKEN_COLUMNS,
     ExportedTrajectory,
     Provenance,
     Row,
-    RowCount,
-    assemble,
     check_columns,
+    from_rows,
     parse_row,
     to_rows,
 )
 
-__all__ = [
-    "SCHEMA_VERSION",
-    "ExportError",
-    "ExportFormat",
-    "ExportSummary",
-    "ExportedTrajectory",
-    "Provenance",
-    "read",
-    "schema",
-    "write",
-]
-
 ExportFormat: TypeAlias = Literal["parquet", "jsonl"]
+Numbered: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
+"""Columns of each row, and where it stands."""
 
-_SUFFIXES: dict[str, ExportFormat] = {".parquet": "parquet", ".jsonl": "jsonl"}
 _ROW_GROUP_BYTES = 16 << 20
 _ROW_GROUP_ROWS = 2048
 _HEAD_BYTES = 1 << 20
 """`load_dataset("json")` takes the types of a file from its first 10 MiB; see `_write_jsonl`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ExportSummary:
     """What `write` wrote."""
 
     path: Path
     format: ExportFormat
-    n_trajectories: int
-    n_without_steps: int
+    n_trajectories: int = 0
+    n_without_steps: int = 0
     """Trajectories without a step have no branch, hence no row; they are not in the file."""
-    n_rows: int
-    n_steps: int
-    n_tokens: int
+    n_rows: int = 0
+    n_steps: int = 0
+    n_tokens: int = 0
     """Length of all rows together."""
-    n_trained_tokens: int
+    n_trained_tokens: int = 0
     """Sum of `loss_mask`."""
-    n_bytes: int
-
-
-def schema() -> Any:
-    """The columns as a `pyarrow.Schema`.
-
-    `load_dataset("json", …, features=Features.from_arrow_schema(schema()))` gives a JSONL file the
-    exact types of Parquet; without, JSON's integers are 64 bits wide and its floats double.
-    """
-    pa = _pyarrow()
-    span = pa.struct([(name, pa.int64()) for name in ("version", "start", "end")])
-    step = pa.struct(
-        [
-            ("step_index", pa.int64()),
-            ("parent_index", pa.int64()),  # as stored; null = a root
-            ("prompt_start", pa.int32()),  # the prompt is input_ids[:response_start]; from here on
-            ("response_start", pa.int32()),  # it is new. The response is
-            ("response_end", pa.int32()),  # input_ids[response_start:response_end].
-            ("trained", pa.bool_()),  # whether loss_mask is 1 there
-            ("policy_version", pa.int64()),
-            ("version_spans", pa.list_(span)),  # relative to the response
-            ("finish_reason", pa.string()),
-            ("reward", pa.float64()),
-            ("log_probs", pa.list_(pa.float32())),  # only if the column is null: some lack them
-            ("is_last", pa.bool_()),
-            ("metadata", pa.string()),
-            ("multi_modal_data", pa.string()),
-            ("routed_experts", pa.string()),
-        ]
-    )
-    provenance = pa.struct(
-        [
-            ("stepwell_version", pa.string()),
-            ("schema_version", pa.int64()),
-            ("exported_at", pa.float64()),
-            ("source", pa.string()),
-        ]
-    )
-    return pa.schema(
-        [
-            ("channel", pa.string()),
-            ("prompt_uid", pa.string()),
-            ("trajectory_uid", pa.string()),
-            ("attempt", pa.int64()),
-            ("position", pa.int64()),  # of the trajectory in the file, from 0
-            ("branch", pa.int64()),  # of the row in the trajectory, from 0
-            ("n_branches", pa.int64()),
-            ("input_ids", pa.list_(pa.int32())),
-            ("loss_mask", pa.list_(pa.int8())),
-            ("log_probs", pa.list_(pa.float32())),
-            ("versions", pa.list_(pa.int64())),
-            ("reward", pa.float64()),  # of the trajectory: sum over its steps, also those not here
-            ("steps", pa.list_(step)),  # root to leaf
-            ("state", pa.string()),
-            ("reason", pa.string()),
-            ("group_state", pa.string()),
-            ("outcome", pa.float64()),  # of an open trajectory; else it is in steps[].reward
-            ("n_rollouts", pa.int64()),
-            ("metadata", pa.string()),
-            ("marks", pa.string()),
-            ("group_metadata", pa.string()),
-            ("group_marks", pa.string()),
-            ("provenance", provenance),
-        ]
-    )
+    n_bytes: int = 0
 
 
 def write(
@@ -166,14 +103,18 @@ def write(
         OSError: the disk is full, the folder not writable, …
     """
     path = Path(path)
-    chosen = _format_of(path, format)
+    chosen = cast(ExportFormat, format or path.suffix[1:])
+    if chosen not in get_args(ExportFormat):
+        raise ExportError(
+            f"{path}: no format {format or path.suffix!r}; pass 'parquet' or 'jsonl', or a path "
+            "that ends in .parquet or .jsonl"
+        )
     _refuse_existing(path, overwrite)
     if not path.parent.is_dir():
         raise ExportError(f"{path}: folder {path.parent} does not exist; create it first")
-    provenance = Provenance(_stepwell_version(), SCHEMA_VERSION, time.time(), source)
     check_text(source, "source")
-    count = RowCount()
-    rows = to_rows(trajectories, provenance, count)
+    summary = ExportSummary(path, chosen)
+    rows = _counted_rows(trajectories, source, summary)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with temporary.open("xb+") as file:
@@ -184,7 +125,36 @@ def write(
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    return ExportSummary(path, chosen, n_bytes=path.stat().st_size, **asdict(count))
+    summary.n_bytes = path.stat().st_size
+    return summary
+
+
+def _refuse_existing(path: Path, overwrite: bool) -> None:
+    if path.is_dir():
+        raise ExportError(f"{path} is a folder; pass the path of a file")
+    if path.exists() and not overwrite:
+        raise ExportError(f"{path} exists; choose another path, or pass overwrite=True")
+
+
+def _counted_rows(
+    trajectories: Iterable[ExportedTrajectory], source: str, summary: ExportSummary
+) -> Iterator[Row]:
+    try:
+        release = version("stepwell")
+    except PackageNotFoundError:
+        release = "unknown"
+    provenance = Provenance(release, SCHEMA_VERSION, time.time(), source)
+    for exported in trajectories:
+        if not exported.trajectory.steps:
+            summary.n_without_steps += 1
+            continue
+        for row in to_rows(exported, summary.n_trajectories, provenance):
+            summary.n_rows += 1
+            summary.n_tokens += len(row.input_ids)
+            summary.n_trained_tokens += int(row.loss_mask.sum())
+            yield row
+        summary.n_trajectories += 1
+        summary.n_steps += len(exported.trajectory.steps)
 
 
 def read(path: Path | str) -> Iterator[ExportedTrajectory]:
@@ -200,7 +170,7 @@ def read(path: Path | str) -> Iterator[ExportedTrajectory]:
     """
     path = Path(path)
     read_rows = _read_parquet if format_of_content(path) == "parquet" else _read_jsonl
-    return assemble(path, read_rows(path))
+    return from_rows(parse_row(columns, where) for where, columns in read_rows(path))
 
 
 def format_of_content(path: Path) -> ExportFormat:
@@ -218,11 +188,46 @@ def format_of_content(path: Path) -> ExportFormat:
     raise ExportError(f"{path} is neither Parquet nor JSONL: {what}; pass an exported file")
 
 
-# ---------------------------------------------------------------------------- writing
+# -- Parquet -----------------------------------------------------------------------------------
+
+
+def schema() -> Any:
+    """The columns as a `pyarrow.Schema`: the fields of `rows.Row`.
+
+    `load_dataset("json", …, features=Features.from_arrow_schema(schema()))` gives a JSONL file the
+    exact types of Parquet; without, JSON's integers are 64 bits wide and its floats double.
+    """
+    return _pyarrow().schema(list(_arrow_type(Row)))
+
+
+def _arrow_type(kind: Any) -> Any:
+    """What Arrow calls the type of a field."""
+    pa = _pyarrow()
+    inner = get_args(kind)
+    if NoneType in inner:  # every column may be null
+        return _arrow_type(inner[0])
+    if get_origin(kind) is Annotated:
+        note = kind.__metadata__[0]
+        return pa.from_numpy_dtype(note) if isinstance(note, type) else _arrow_type(inner[0])
+    if get_origin(kind) is np.ndarray:
+        return pa.list_(pa.from_numpy_dtype(get_args(inner[1])[0]))
+    if inner:
+        return pa.list_(_arrow_type(inner[0]))
+    if is_dataclass(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        return pa.struct([(name, _arrow_type(hint)) for name, hint in hints.items()])
+    return {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}[kind]
 
 
 def _write_parquet(file: BinaryIO, rows: Iterator[Row]) -> None:
+    pa = _pyarrow()
     import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
+
+    def column(batch: list[Row], field: Any) -> Any:
+        values = [getattr(row, field.name) for row in batch]
+        if field.name not in TOKEN_COLUMNS:  # Arrow reads NumPy's arrays
+            values = msgspec.to_builtins(values)
+        return pa.array(values, field.type)
 
     columns = schema()
     # Dictionaries of token ids and log-probs cost most of the time and save nothing over zstd.
@@ -230,7 +235,9 @@ def _write_parquet(file: BinaryIO, rows: Iterator[Row]) -> None:
         file, columns, compression="zstd", use_dictionary=False, write_page_checksum=True
     ) as writer:
         for batch in _batches(rows):
-            writer.write_batch(_record_batch(batch, columns), row_group_size=len(batch))
+            arrays = [column(batch, field) for field in columns]
+            table = pa.RecordBatch.from_arrays(arrays, schema=columns)
+            writer.write_batch(table, row_group_size=len(batch))
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -238,7 +245,10 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
     n_bytes = 0
     for row in rows:
         batch.append(row)
-        n_bytes += row.n_bytes
+        n_bytes += 17 * len(row.input_ids)
+        for step in row.steps:
+            texts = (step.metadata, step.multi_modal_data or "", step.routed_experts or "")
+            n_bytes += sum(map(len, texts))
         if n_bytes >= _ROW_GROUP_BYTES or len(batch) >= _ROW_GROUP_ROWS:
             yield batch
             batch, n_bytes = [], 0
@@ -246,160 +256,31 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
         yield batch
 
 
-def _record_batch(rows: list[Row], columns: Any) -> Any:
-    pa = _pyarrow()
-    arrays = []
-    for column in columns:
-        if column.name not in TOKEN_COLUMNS:
-            arrays.append(pa.array([row.fields[column.name] for row in rows], column.type))
-            continue
-        parts = [getattr(row, column.name) for row in rows]
-        null = pa.array([part is None for part in parts])
-        parts = [np.empty(0, np.float32) if part is None else part for part in parts]
-        offsets = pa.array(np.cumsum([0, *map(len, parts)]), pa.int32())
-        flat = pa.array(np.concatenate(parts), column.type.value_type)
-        arrays.append(pa.ListArray.from_arrays(offsets, flat, type=column.type, mask=null))
-    return pa.RecordBatch.from_arrays(arrays, schema=columns)
-
-
-def _write_jsonl(file: BinaryIO, rows: Iterator[Row]) -> None:
-    """One object per line. `load_dataset("json")` takes the types of a file from its first chunk
-    and fails at a value in a column that was null or empty all through it. So the first row with a
-    value in such a column goes to the front if it would come late: few rows ever, latest first, by
-    which a reader tells them (`_in_order`)."""
-    seen: set[str] = set()
-    late: list[tuple[int, int]] = []
-    for row in rows:
-        line = _json_line(row)
-        valued = _valued(row)
-        if not valued <= seen:
-            seen |= valued
-            if file.tell() > _HEAD_BYTES:
-                late.append((file.tell(), len(line)))
-        file.write(line)
-    if late:
-        _move_to_front(file, late)
-
-
-def _json_line(row: Row) -> bytes:
-    values = {**row.fields, **{name: getattr(row, name) for name in TOKEN_COLUMNS}}
-    if row.log_probs is not None:
-        # Doubles hold a float32 exactly, so that both formats load as the same numbers.
-        values["log_probs"] = row.log_probs.astype(np.float64)
-    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-
-
-def _valued(row: Row) -> set[str]:
-    names = {name for name, value in row.fields.items() if value is not None}
-    if row.log_probs is not None:
-        names.add("log_probs")
-    for step in row.fields["steps"]:
-        names.update(f"steps.{name}" for name, v in step.items() if v is not None and v != [])
-    return names
-
-
-def _move_to_front(file: BinaryIO, parts: list[tuple[int, int]]) -> None:
-    """Rewrite `file` with `parts` (offset, length; ascending) first, in reverse."""
-    with tempfile.TemporaryFile(dir=Path(file.name).parent) as spare:
-        for start, length in reversed(parts):
-            _copy(file, start, length, spare)
-        position = 0
-        for start, length in parts:
-            _copy(file, position, start - position, spare)
-            position = start + length
-        _copy(file, position, file.seek(0, os.SEEK_END) - position, spare)
-        spare.seek(0)
-        file.seek(0)
-        shutil.copyfileobj(spare, file, 1 << 20)
-
-
-def _copy(source: BinaryIO, start: int, length: int, target: Any) -> None:
-    source.seek(start)
-    while length:
-        chunk = source.read(min(length, 1 << 20))
-        target.write(chunk)
-        length -= len(chunk)
-
-
-# ---------------------------------------------------------------------------- reading
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
+def _read_parquet(path: Path) -> Numbered:
     pa = _pyarrow()
     import pyarrow.parquet as pq
 
+    others = [name for name in COLUMNS if name not in TOKEN_COLUMNS]
+    number = 0
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             check_columns(file.schema_arrow.names, str(path))
-            others = [name for name in COLUMNS if name not in TOKEN_COLUMNS]
-            number = 0
-            for batch in _parquet_batches(file):
-                tokens = {name: _split(batch.column(name)) for name in TOKEN_COLUMNS}
-                for i, fields in enumerate(batch.select(others).to_pylist()):
-                    number += 1
-                    columns = {name: parts[i] for name, parts in tokens.items()}
-                    yield parse_row(columns, fields, f"{path}: row {number}")
+            # One row group at a time: a batch over several would hold 64 rows however long.
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(64, [group], list(COLUMNS)):
+                    tokens = [batch.column(name) for name in TOKEN_COLUMNS]
+                    for columns, *lists in zip(
+                        batch.select(others).to_pylist(), *tokens, strict=True
+                    ):
+                        number += 1
+                        # Copies, which do not hold the whole batch.
+                        arrays = [None if a.values is None else np.array(a.values) for a in lists]
+                        columns |= zip(TOKEN_COLUMNS, arrays, strict=True)
+                        yield f"{path}: row {number}", columns
     except (pa.ArrowException, OSError) as e:
         raise ExportError(
             f"{path} is truncated, damaged or no Parquet ({e}); export it again"
         ) from e
-
-
-def _parquet_batches(file: Any) -> Iterator[Any]:
-    # One row group at a time: a batch over several would hold 64 rows however long they are.
-    for group in range(file.num_row_groups):
-        yield from file.iter_batches(batch_size=64, row_groups=[group], columns=list(COLUMNS))
-
-
-def _split(column: Any) -> list[npt.NDArray[Any] | None]:
-    """The rows of a list column as NumPy arrays."""
-    lengths = column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-    values = column.flatten().to_numpy(zero_copy_only=False)
-    parts = np.split(values, np.cumsum(lengths)[:-1])
-    nulls = column.is_null().to_pylist()
-    return [None if null else part for null, part in zip(nulls, parts, strict=True)]
-
-
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}: line {number}"
-            if not line.strip():
-                continue
-            try:
-                fields = orjson.loads(line)
-            except orjson.JSONDecodeError as e:
-                end = " (no line end: the file is truncated)" if line[-1:] != b"\n" else ""
-                raise ExportError(f"{where} is no JSON{end}: {e}; export it again") from e
-            if not isinstance(fields, dict):
-                raise ExportError(f"{where} is no JSON object; pass an exported file")
-            check_columns(fields, where)
-            columns = {name: fields.pop(name) for name in TOKEN_COLUMNS}
-            yield parse_row(columns, fields, where)
-
-
-# ---------------------------------------------------------------------------- surroundings
-
-
-def _format_of(path: Path, format: str | None) -> ExportFormat:
-    chosen = _SUFFIXES.get(path.suffix) if format is None else format
-    if chosen == "parquet":
-        _pyarrow()
-        return "parquet"
-    if chosen == "jsonl":
-        return "jsonl"
-    if format is not None:
-        raise ExportError(f"format is {format!r}; pass 'parquet' or 'jsonl'")
-    raise ExportError(
-        f"{path}: suffix {path.suffix!r} names no format; use .parquet or .jsonl, or pass format"
-    )
-
-
-def _refuse_existing(path: Path, overwrite: bool) -> None:
-    if path.is_dir():
-        raise ExportError(f"{path} is a folder; pass the path of a file")
-    if path.exists() and not overwrite:
-        raise ExportError(f"{path} exists; choose another path, or pass overwrite=True")
 
 
 def _pyarrow() -> Any:
@@ -410,8 +291,55 @@ def _pyarrow() -> Any:
     return pa
 
 
-def _stepwell_version() -> str:
-    try:
-        return version("stepwell")
-    except PackageNotFoundError:
-        return "unknown"
+# -- JSONL -------------------------------------------------------------------------------------
+
+
+def _write_jsonl(file: BinaryIO, rows: Iterator[Row]) -> None:
+    """One object per line. `load_dataset("json")` takes the types of a file from its first chunk
+    and fails at a value in a column that was null or empty all through it. So the first row with a
+    value in such a column goes to the front if it would come late: few rows ever, latest first, by
+    which a reader tells them (`rows._in_order`)."""
+    unseen = {*COLUMNS, *(f"steps.{name}" for name in STEP_COLUMNS)}
+    late: list[bytes] = []
+    for row in rows:
+        columns = {name: getattr(row, name) for name in COLUMNS}
+        if row.log_probs is not None:
+            # Doubles hold a float32 exactly, so that both formats load as the same numbers.
+            columns["log_probs"] = row.log_probs.astype(np.float64)
+        line = orjson.dumps(columns, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+        first = {name for name in unseen if _has_value(row, name)}
+        unseen -= first
+        if first and file.tell() > _HEAD_BYTES:
+            late.append(line)
+        else:
+            file.write(line)
+    if late:
+        with tempfile.TemporaryFile(dir=Path(file.name).parent) as others:
+            file.seek(0)
+            shutil.copyfileobj(file, others, 1 << 20)
+            file.seek(0)
+            file.writelines(reversed(late))
+            others.seek(0)
+            shutil.copyfileobj(others, file, 1 << 20)
+
+
+def _has_value(row: Row, name: str) -> bool:
+    table, _, column = name.rpartition(".")
+    values = [getattr(part, column) for part in (row.steps if table else [row])]
+    return any(isinstance(value, np.ndarray) or value not in (None, ()) for value in values)
+
+
+def _read_jsonl(path: Path) -> Numbered:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}: line {number}"
+            if not line.strip():
+                continue
+            try:
+                columns = orjson.loads(line)
+            except orjson.JSONDecodeError as e:
+                end = " (no line end: the file is truncated)" if line[-1:] != b"\n" else ""
+                raise ExportError(f"{where} is no JSON{end}: {e}; export it again") from e
+            if not isinstance(columns, dict):
+                raise ExportError(f"{where} is no JSON object; pass an exported file")
+            yield where, columns

@@ -1,8 +1,8 @@
-"""Values of no fixed type as JSON text, and back exactly.
+"""This module writes values of no fixed type as text, and reads them back exactly.
 
-What JSON has not, or would change, is `{"__stepwell__": kind, "value": …}`: bytes, arrays, tuples,
-NaN, mappings with keys that are no strings; arrays in base64 of the `.npy` format. Nothing is ever
-pickled. What cannot be carried is an ExportError that names it.
+JSON; what JSON has not, or would change, is `{"__stepwell__": kind, "value": …}`: bytes, arrays,
+tuples, NaN, mappings with keys that are no strings. Arrays are base64 of the `.npy` format. Nothing
+is ever pickled. What cannot be carried is an `ExportError` that names it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def dumps(value: Any, what: str) -> str:
         ExportError: it holds something that cannot be carried, or itself.
     """
     try:
-        # ASCII, so that a lone surrogate in an agent's text cannot break the file's UTF-8.
-        return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+        return _ENCODER.encode(_plain(value))
     except (TypeError, ValueError, RecursionError) as e:
         raise ExportError(
             f"{what} is {value!r:.120}, which no file can carry ({e}); use JSON values, bytes or "
@@ -63,13 +62,11 @@ def _plain(value: Any) -> Any:
 
 def loads(text: str) -> Any:
     """What `dumps` was given."""
-    return json.loads(text, object_hook=_revive)
+    return _DECODER.decode(text)
 
 
 def _revive(found: dict[str, Any]) -> Any:
-    if _TAG not in found:
-        return found
-    return _REVIVE[found[_TAG]](found["value"])
+    return _REVIVE[found[_TAG]](found["value"]) if _TAG in found else found
 
 
 def npy(value: Any, what: str) -> str:
@@ -79,19 +76,20 @@ def npy(value: Any, what: str) -> str:
         ExportError: it holds objects, or is of a subclass.
     """
     # A subclass may hold what .npy does not (the mask of a masked array).
-    if type(value) is not np.ndarray:
-        raise ExportError(f"{what} is a {type(value).__qualname__}; pass a plain NumPy array")
+    if type(value) is not np.ndarray or value.dtype.hasobject:
+        raise ExportError(
+            f"{what} has dtype {getattr(value, 'dtype', None)} and type "
+            f"{type(value).__qualname__}; pass a plain NumPy array of numbers or strings"
+        )
     buffer = io.BytesIO()
-    try:
-        np.save(buffer, value, allow_pickle=False)
-    except ValueError as e:
-        raise ExportError(f"{what} has dtype {value.dtype}; pass numbers or strings") from e
+    np.lib.format.write_array(buffer, value, allow_pickle=False)
     return base64.b64encode(buffer.getbuffer()).decode()
 
 
 def from_npy(text: str) -> npt.NDArray[Any]:
     """What `npy` was given."""
-    array: npt.NDArray[Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    buffer = io.BytesIO(base64.b64decode(text))
+    array: npt.NDArray[Any] = np.lib.format.read_array(buffer, allow_pickle=False)
     return array
 
 
@@ -104,17 +102,14 @@ _REVIVE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# ASCII, so that a lone surrogate in an agent's text cannot break the file's UTF-8.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_DECODER = json.JSONDecoder(object_hook=_revive)
+
+
 def check_text(value: Any, what: str) -> None:
-    """Raises ExportError if it is not None and no text that a file can hold."""
-    if value is None:
-        return
+    """Raises ExportError if it is no text that a file can hold."""
     try:
         value.encode()
     except (AttributeError, UnicodeEncodeError) as e:
         raise ExportError(f"{what} is {value!r}; pass text that UTF-8 can write") from e
-
-
-def check_int(value: int | None, what: str) -> None:
-    """Raises ExportError if it does not fit into the 64 bits of a column."""
-    if value is not None and not -(2**63) <= value < 2**63:
-        raise ExportError(f"{what} is {value}; pass an integer of 64 bits")

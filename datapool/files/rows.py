@@ -1,6 +1,8 @@
-"""A trajectory as rows of columns, and back exactly.
+"""This module turns a trajectory into rows of columns, and back exactly.
 
-One row per *branch* (`branches.py`) of the tree that its steps form::
+    ExportedTrajectory ──to_rows──► Row, Row, …  (one per branch) ──from_rows──► ExportedTrajectory
+
+One row per *branch* (`datapool/branches.py`) of the tree that its steps form::
 
     steps        s0: P0 R0            s1: P0 R0 U1 R1         s2: P0 R0 U2 R2
     input_ids                         P0 R0 U1 R1             P0 R0 U2 R2
@@ -18,35 +20,43 @@ No list has nulls among its numbers: Arrow's JSON reader loses those at its head
 (apache/arrow#51305), and a tensor has no place for them either. What has no fixed type is text
 (`plain.py`).
 
-Rows carry the table of their steps with everything a Step has; columns that follow from it are
-compared with it on reading, so that an edit which would be lost is an error instead.
+`Row` and `StepColumns` are the schema: their fields name and type the columns of both formats, and
+msgspec checks values against them on the way in and out. A row carries the table of its steps with
+everything a Step has; columns that follow from it are compared with it on reading, so that an edit
+which would be lost is an error instead.
 
-Owns the row form. Does not own the file (`export.py`), nor its types (`export.schema`).
+Owns the row form. Does not own the file (`export.py`).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import chain, groupby
-from operator import attrgetter
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from functools import cache
+from itertools import chain, groupby, product
+from typing import Annotated, Any, TypeAlias, get_args
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from stepwell.datapool.branches import branches
 from stepwell.datapool.errors import ExportError
-from stepwell.datapool.files.plain import check_int, check_text, dumps, from_npy, loads, npy
-from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, Trajectory, VersionSpan, is_reward
+from stepwell.datapool.files.plain import check_text, dumps, from_npy, loads, npy
+from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, Trajectory, VersionSpan
 
 SCHEMA_VERSION = 1
 """Raised when a reader of the version before would misread the rows."""
 
 MAX_MOVED = 16
 """Rows that a writer may have moved to the front (`export.py`)."""
+
+Int32: TypeAlias = Annotated[int, np.int32]
+Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Float32: TypeAlias = Annotated[float, np.float32]
+Reward: TypeAlias = Annotated[float, msgspec.Meta(ge=-MAX_REWARD, le=MAX_REWARD)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,371 +96,332 @@ class ExportedTrajectory:
     """Of the file it was read from; `write` ignores it and states its own."""
 
 
-TOKEN_COLUMNS = ("input_ids", "loss_mask", "log_probs", "versions")
-_TRAJECTORY_COLUMNS = (
-    *("channel", "prompt_uid", "trajectory_uid", "attempt", "position", "n_branches", "reward"),
-    *("state", "reason", "group_state", "outcome", "n_rollouts", "metadata", "marks"),
-    *("group_metadata", "group_marks", "provenance"),
-)
-COLUMNS = (*_TRAJECTORY_COLUMNS, "branch", "steps", *TOKEN_COLUMNS)
+# -- columns -----------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class RowCount:
-    n_trajectories: int = 0
-    n_without_steps: int = 0
-    n_rows: int = 0
-    n_steps: int = 0
-    n_tokens: int = 0
-    n_trained_tokens: int = 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepColumns:
+    """A step in the table of its row. Fields that a `Step` has too are that field."""
+
+    step_index: int
+    parent_index: int | None
+    """As stored; null: a root."""
+    prompt_start: Int32
+    """The prompt is `input_ids[:response_start]`; from here on it is new."""
+    response_start: Int32
+    response_end: Int32
+    """The response is `input_ids[response_start:response_end]`."""
+    trained: bool
+    """Whether `loss_mask` is 1 there."""
+    policy_version: int
+    version_spans: tuple[VersionSpan, ...]
+    """Relative to the response."""
+    finish_reason: str | None
+    reward: float | None
+    log_probs: list[Float32] | None
+    """Only if the row's `log_probs` are null, because other steps lack theirs."""
+    is_last: bool
+    metadata: str
+    multi_modal_data: str | None
+    routed_experts: str | None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
-    """One row: its token columns, shape [L] each, and the other columns by name."""
+    """A row. Fields that a `Trajectory` or `ExportedTrajectory` has too are that field. Arrays have
+    shape [L]."""
 
+    channel: str
+    prompt_uid: str
+    trajectory_uid: str
+    attempt: Int64
+    position: int
+    """Of the trajectory in the file, from 0."""
+    branch: int
+    """Of the row in the trajectory, from 0."""
+    n_branches: int
     input_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.int8]
     log_probs: npt.NDArray[np.float32] | None
     versions: npt.NDArray[np.int64]
-    fields: dict[str, Any]
-    where: str = ""
-    """File and row, for messages."""
+    reward: float | None
+    """Of the trajectory: the sum over its steps, also those that are not in this row."""
+    steps: Annotated[tuple[StepColumns, ...], msgspec.Meta(min_length=1)]
+    """Root to leaf."""
+    state: str
+    reason: str | None
+    group_state: str | None
+    outcome: Reward | None
+    n_rollouts: Int64 | None
+    metadata: str
+    marks: str | None
+    group_metadata: str
+    group_marks: str | None
+    provenance: Provenance
 
     @property
     def key(self) -> tuple[int, int]:
-        return self.fields["position"], self.fields["branch"]
-
-    @property
-    def n_bytes(self) -> int:
-        tokens = 17 * len(self.input_ids)
-        texts = (v for s in self.fields["steps"] for v in s.values() if isinstance(v, str))
-        return int(tokens + sum(map(len, texts)))
+        return self.position, self.branch
 
 
-def to_rows(
-    trajectories: Iterable[ExportedTrajectory], provenance: Provenance, count: RowCount
-) -> Iterator[Row]:
-    stated = asdict(provenance)
-    for exported in trajectories:
-        steps = exported.trajectory.steps
-        if not steps:
-            count.n_without_steps += 1
-            continue
-        fields = _trajectory_fields(exported, count.n_trajectories, stated)
-        table = [_step_fields(step) for step in steps]
-        paths = branches(steps)
-        count.n_trajectories += 1
-        count.n_steps += len(steps)
-        done: set[int] = set()
-        for number, path in enumerate(paths):
-            trained = [i not in done for i in path]
-            done.update(path)
-            row = _build_row(
-                [steps[i] for i in path],
-                trained,
-                [table[i] for i in path],
-                {**fields, "branch": number, "n_branches": len(paths)},
-            )
-            count.n_rows += 1
-            count.n_tokens += len(row.input_ids)
-            count.n_trained_tokens += int(row.loss_mask.sum())
-            yield row
+PlacedRow: TypeAlias = tuple[str, Row]
+"""File and line or row, for messages; and what stands there."""
+
+COLUMNS = tuple(f.name for f in fields(Row))
+STEP_COLUMNS = tuple(f.name for f in fields(StepColumns))
+TOKEN_COLUMNS = ("input_ids", "loss_mask", "log_probs", "versions")
+_SHARED = tuple(name for name in COLUMNS if name not in ("branch", "steps", *TOKEN_COLUMNS))
+"""Columns that are the same in all rows of a trajectory."""
+
+_JSON = ("metadata", "multi_modal_data", "marks", "group_metadata", "group_marks")
+_FORMS = dict.fromkeys(_JSON, (dumps, loads)) | {"routed_experts": (npy, from_npy)}
+"""Columns of text for values of no fixed type: how it is written, and read."""
 
 
-def _build_row(
-    path: list[Step], trained: list[bool], table: list[dict[str, Any]], fields: dict[str, Any]
-) -> Row:
-    entries: list[dict[str, Any]] = []
-    end = 0
-    for step, is_trained, stored in zip(path, trained, table, strict=True):
-        starts = {"prompt_start": end, "response_start": len(step.prompt_ids)}
-        end = step.n_tokens
-        entries.append({**stored, **starts, "response_end": end, "trained": is_trained})
-    input_ids = np.concatenate([path[-1].prompt_ids, path[-1].response_ids])
-    mask, log_probs, versions = _response_columns(path, trained)
-    for step, entry in zip(path, entries, strict=True):
-        known = step.rollout_log_probs if log_probs is None else None
-        entry["log_probs"] = None if known is None else known.tolist()
-    return Row(input_ids, mask, log_probs, versions, fields | {"steps": entries})
+@cache
+def _common(target: type, source: type[Any]) -> list[tuple[str, Any]]:
+    """Fields that both have, each with its form if it is text."""
+    return [(f.name, _FORMS.get(f.name)) for f in fields(target) if hasattr(source, f.name)]
 
 
-def _response_columns(
-    path: Sequence[Step], trained: Sequence[bool]
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32] | None, npt.NDArray[np.int64]]:
-    """`loss_mask`, `log_probs` and `versions` of a branch."""
-    n = path[-1].n_tokens
-    mask = np.zeros(n, np.int8)
-    known = all(step.rollout_log_probs is not None for step in path)
-    log_probs = np.zeros(n, np.float32) if known else None
-    versions = np.full(n, -1, np.int64)
-    for step, is_trained in zip(path, trained, strict=True):
-        start, end = len(step.prompt_ids), step.n_tokens
-        mask[start:end] = is_trained
-        if log_probs is not None and step.rollout_log_probs is not None:
-            log_probs[start:end] = step.rollout_log_probs
-        versions[start:end] = step.policy_version
-        for span in step.version_spans:
-            versions[start + span.start : start + span.end] = span.version
-    return mask, log_probs, versions
+def _columns_of(source: Any, columns: type, owner: str) -> dict[str, Any]:
+    """The fields of `source` that are columns, as they stand in the file."""
+    values = {}
+    for name, form in _common(columns, source.__class__):
+        value = getattr(source, name)
+        values[name] = (
+            value if form is None or value is None else form[0](value, f"{owner}: {name}")
+        )
+    return values
 
 
-def _trajectory_fields(
-    exported: ExportedTrajectory, position: int, provenance: dict[str, Any]
-) -> dict[str, Any]:
-    trajectory = exported.trajectory
+def _fields_of(columns: Any, target: type) -> dict[str, Any]:
+    """The columns that are fields of `target`, as `_columns_of` was given them."""
+    values = {}
+    for name, form in _common(target, columns.__class__):
+        value = getattr(columns, name)
+        values[name] = value if form is None or value is None else form[1](value)
+    return values
+
+
+@cache
+def _number_type(column: Any) -> Any:
+    """Of a column of type `NDArray[…]`."""
+    return get_args(get_args(column)[1])[0]
+
+
+def _array(column: Any, value: Any) -> npt.NDArray[Any]:
+    """The numbers of a column as a read-only array of its type, so that steps are views of it."""
+    raw = np.asarray(value)
+    array = raw.astype(_number_type(column), casting="same_kind", copy=False)
+    if raw.ndim != 1 or (array.dtype.kind == "i" and not np.array_equal(array, raw)):
+        raise ValueError(f"Expected a list of {array.dtype}, got {value!r:.80}")
+    array.flags.writeable = False
+    return array
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def to_rows(exported: ExportedTrajectory, position: int, provenance: Provenance) -> Iterator[Row]:
+    """The branches of a trajectory, which is the `position`-th of the file.
+
+    Raises:
+        ExportError: it contradicts itself, or has a value that no row can carry.
+    """
+    trajectory, steps = exported.trajectory, exported.trajectory.steps
     owner = f"trajectory {trajectory.trajectory_uid!r}"
+    _check_steps(trajectory, owner)
+    head = _columns_of(trajectory, Row, owner) | _columns_of(exported, Row, owner)
+    for name, value in head.items():
+        if isinstance(value, str):
+            check_text(value, f"{owner}: {name}")
+        elif isinstance(value, np.generic):
+            head[name] = value.item()
+    table = [
+        _columns_of(s, StepColumns, f"step {s.trajectory_uid!r}[{s.step_index}]") for s in steps
+    ]
+    paths = branches(steps)
+    head |= {"position": position, "n_branches": len(paths), "provenance": provenance}
+    for branch, (path, (tokens, places)) in enumerate(
+        zip(paths, _derived(steps, paths), strict=True)
+    ):
+        entries = []
+        for i, place in zip(path, places, strict=True):
+            own = steps[i].rollout_log_probs if tokens["log_probs"] is None else None
+            log_probs = None if own is None else own.tolist()
+            entries.append(StepColumns(**table[i], **place, log_probs=log_probs))
+        row = head | tokens | {"branch": branch, "steps": entries}
+        try:
+            yield msgspec.convert(row, Row, dec_hook=_array)
+        except msgspec.ValidationError as e:
+            name = str(e).rpartition("$.")[2].rstrip("`")
+            raise ExportError(f"{owner}: {name} is {row.get(name)!r:.120} ({e})") from e
+
+
+def _check_steps(trajectory: Trajectory, owner: str) -> None:
     indices = [step.step_index for step in trajectory.steps]
     if indices != sorted(set(indices)):
         raise ExportError(f"{owner}: step_index runs {indices}; pass each step once, by step_index")
-    for step in trajectory.steps:
-        for name in ("trajectory_uid", "prompt_uid"):
-            if getattr(step, name) != getattr(trajectory, name):
-                raise ExportError(
-                    f"{owner}: its step {step.step_index} has {name} {getattr(step, name)!r}, the "
-                    f"trajectory {getattr(trajectory, name)!r}; a trajectory holds its own steps"
-                )
-    fields: dict[str, Any] = {
-        "channel": exported.channel,
-        "prompt_uid": trajectory.prompt_uid,
-        "trajectory_uid": trajectory.trajectory_uid,
-        "attempt": trajectory.attempt,
-        "position": position,
-        "reward": trajectory.reward,
-        "state": exported.state,
-        "reason": exported.reason,
-        "group_state": exported.group_state,
-        "outcome": exported.outcome,
-        "n_rollouts": exported.n_rollouts,
-    }
-    for name in ("channel", "prompt_uid", "trajectory_uid", "state", "reason", "group_state"):
-        check_text(fields[name], f"{owner}: {name}")
-    for name in ("attempt", "n_rollouts"):
-        check_int(fields[name], f"{owner}: {name}")
-    if exported.outcome is not None and not is_reward(exported.outcome):
-        raise ExportError(
-            f"{owner}: outcome is {exported.outcome}; pass a number within ±{MAX_REWARD:g} or None"
-        )
-    for name in ("marks", "group_marks"):
-        marks = getattr(exported, name)
-        fields[name] = None if marks is None else dumps(marks, f"{owner}: {name}")
-    return fields | {
-        "metadata": dumps(trajectory.metadata, f"{owner}: metadata"),
-        "group_metadata": dumps(exported.group_metadata, f"{owner}: group_metadata"),
-        "provenance": provenance,
-    }
+    for name, step in product(("trajectory_uid", "prompt_uid"), trajectory.steps):
+        if getattr(step, name) != getattr(trajectory, name):
+            raise ExportError(
+                f"{owner}: its step {step.step_index} has {name} {getattr(step, name)!r}, the "
+                f"trajectory {getattr(trajectory, name)!r}; a trajectory holds its own steps"
+            )
 
 
-def _step_fields(step: Step) -> dict[str, Any]:
-    """The entry of `steps` for `step`, without what depends on the row."""
-    owner = f"step {step.trajectory_uid!r}[{step.step_index}]"
-    images, experts = step.multi_modal_data, step.routed_experts
-    fields: dict[str, Any] = {
-        "step_index": step.step_index,
-        "parent_index": step.parent_index,
-        "policy_version": step.policy_version,
-        "version_spans": [asdict(span) for span in step.version_spans],
-        "finish_reason": step.finish_reason,
-        "reward": step.reward,
-        "is_last": bool(step.is_last),
-        "metadata": dumps(step.metadata, f"{owner}: metadata"),
-        "multi_modal_data": None if images is None else dumps(images, f"{owner}: multi_modal_data"),
-        "routed_experts": None if experts is None else npy(experts, f"{owner}: routed_experts"),
-    }
-    return fields
+def _derived(
+    steps: Sequence[Step], paths: Iterable[list[int]]
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """What follows from the steps of each branch: columns of its row, and of each of its steps."""
+    done: set[int] = set()
+    for path in paths:
+        leaf = steps[path[-1]]
+        mask = np.zeros(leaf.n_tokens, np.int8)
+        log_probs = np.zeros(leaf.n_tokens, np.float32)
+        versions = np.full(leaf.n_tokens, -1, np.int64)
+        places: list[dict[str, Any]] = []
+        known, end = True, 0
+        for i in path:
+            step, prompt_start, trained = steps[i], end, i not in done
+            start, end = len(step.prompt_ids), step.n_tokens
+            bounds = {"prompt_start": prompt_start, "response_start": start, "response_end": end}
+            places.append({**bounds, "trained": trained})
+            mask[start:end] = trained
+            if step.rollout_log_probs is None:
+                known = False
+            else:
+                log_probs[start:end] = step.rollout_log_probs
+            versions[start:end] = step.policy_version
+            for span in step.version_spans:
+                versions[start + span.start : start + span.end] = span.version
+        done.update(path)
+        tokens = {
+            "input_ids": np.concatenate([leaf.prompt_ids, leaf.response_ids]),
+            "loss_mask": mask,
+            "log_probs": log_probs if known else None,
+            "versions": versions,
+        }
+        yield tokens, places
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
+def parse_row(columns: Mapping[str, Any], where: str) -> PlacedRow:
+    """A row as it was written.
+
+    Raises:
+        ExportError: another schema, a missing column, a value of another type.
+    """
+    check_columns(columns, where)
+    with _named(where):
+        written = columns["provenance"]["schema_version"]
+        if written != SCHEMA_VERSION:  # first, because another may have other types
+            raise ExportError(
+                f"{where}: schema_version is {written}, this release reads {SCHEMA_VERSION} only; "
+                f"use Stepwell {columns['provenance']['stepwell_version']}, which wrote it"
+            )
+        return where, msgspec.convert(columns, Row, dec_hook=_array)
 
 
 def check_columns(names: Iterable[str], where: str) -> None:
-    missing = sorted(set(COLUMNS) - set(names))
-    if missing and "provenance" in missing:
+    """Raises ExportError if one is missing."""
+    if missing := sorted(set(COLUMNS).difference(names)):
+        foreign = "was not exported by Stepwell: it " if "provenance" in missing else ""
         raise ExportError(
-            f"{where} was not exported by Stepwell: no column {', '.join(missing)}; pass a file "
-            "that `export` wrote"
-        )
-    if missing:
-        raise ExportError(
-            f"{where} lacks column {', '.join(missing)}; keep all columns, or export again"
+            f"{where} {foreign}lacks column {', '.join(missing)}; pass a file that `export` wrote, "
+            "with all of its columns"
         )
 
 
-def parse_row(columns: Mapping[str, Any], fields: dict[str, Any], where: str) -> Row:
-    """A row as it was written, its schema checked first: another may have other columns."""
+@contextmanager
+def _named(where: str) -> Iterator[None]:
     try:
-        written = fields["provenance"]["schema_version"]
-        if written != SCHEMA_VERSION:
-            raise ExportError(
-                f"{where}: schema_version is {written}, this release reads {SCHEMA_VERSION} only; "
-                f"use Stepwell {fields['provenance']['stepwell_version']}, which wrote it"
-            )
-        for name in ("position", "branch"):
-            if not isinstance(fields[name], int):
-                raise TypeError(f"{name} is {fields[name]!r}, no integer")
-        ids = _integers(columns["input_ids"], np.int32, "input_ids")
-        ids.flags.writeable = False  # so that steps are views of it
-        return Row(
-            ids,
-            _integers(columns["loss_mask"], np.int8, "loss_mask"),
-            _floats(columns["log_probs"]),
-            _integers(columns["versions"], np.int64, "versions"),
-            fields,
-            where,
-        )
-    except (KeyError, TypeError, ValueError, OverflowError) as e:
-        raise _malformed(where, e) from e
+        yield
+    except ExportError:
+        raise
+    except (KeyError, TypeError, ValueError) as e:
+        raise ExportError(f"{where} is malformed ({type(e).__name__}: {e}); export it again") from e
 
 
-def _integers(values: Any, dtype: type[np.signedinteger[Any]], name: str) -> npt.NDArray[Any]:
-    raw = np.asarray(values)
-    if raw.dtype.kind != "i" or raw.ndim != 1:
-        raise TypeError(f"{name} holds {raw.dtype} values of shape {raw.shape}, not integers")
-    limits = np.iinfo(dtype)
-    if raw.min() < limits.min or raw.max() > limits.max:
-        raise ValueError(f"{name} spans [{raw.min()}, {raw.max()}]")
-    return raw.astype(dtype)
+def from_rows(rows: Iterator[PlacedRow]) -> Iterator[ExportedTrajectory]:
+    """The trajectories that `to_rows` was given.
+
+    Raises:
+        ExportError: rows out of order or missing, columns that contradict each other.
+    """
+    for _, placed in groupby(_in_order(rows), key=lambda placed: placed[1].position):
+        branches_of_one = list(placed)
+        with _named(branches_of_one[0][0]):
+            exported = _trajectory(branches_of_one)
+        yield exported
 
 
-def _floats(values: Any) -> npt.NDArray[np.float32] | None:
-    if values is None:
-        return None
-    raw = np.asarray(values)
-    if raw.dtype.kind not in "if" or raw.ndim != 1:
-        raise TypeError(f"log_probs holds {raw.dtype} values of shape {raw.shape}, not numbers")
-    return raw.astype(np.float32)
-
-
-def _malformed(where: str, error: Exception) -> ExportError:
-    if isinstance(error, ExportError):
-        return error
-    what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-    return ExportError(f"{where} is malformed: {what}; export it again")
-
-
-def assemble(path: Path, rows: Iterator[Row]) -> Iterator[ExportedTrajectory]:
-    for _, found in groupby(_in_order(path, rows), key=lambda row: row.key[0]):
-        group = list(found)
-        try:
-            trajectory = _trajectory(group)
-        except (KeyError, TypeError, ValueError) as e:
-            raise _malformed(group[0].where, e) from e
-        yield trajectory
-
-
-def _in_order(path: Path, rows: Iterator[Row]) -> Iterator[Row]:
-    """By position and branch: rows that `_write_jsonl` moved to the front, in descending order,
+def _in_order(rows: Iterator[PlacedRow]) -> Iterator[PlacedRow]:
+    """By position and branch: rows that the JSONL writer moved to the front, in descending order,
     go back to their places; the others are in order."""
-    moved: list[Row] = []
+    moved: list[PlacedRow] = []
     ordered = rows
-    for row in rows:
-        if moved and (row.key >= moved[-1].key or len(moved) > MAX_MOVED):
-            ordered = chain([moved.pop(), row], rows)
+    for placed in rows:
+        if moved and (placed[1].key >= moved[-1][1].key or len(moved) > MAX_MOVED):
+            ordered = chain([moved.pop(), placed], rows)
             break
-        moved.append(row)
+        moved.append(placed)
     last = (-1, -1)
-    for row in heapq.merge(reversed(moved), ordered, key=attrgetter("key")):
+    for where, row in heapq.merge(reversed(moved), ordered, key=lambda placed: placed[1].key):
         if row.key <= last:
             raise ExportError(
-                f"{row.where}: position and branch are {row.key} after {last}; keep the rows in "
+                f"{where}: position and branch are {row.key} after {last}; keep the rows in "
                 "order (sort by position, branch) and each export in a file of its own"
             )
         last = row.key
-        yield row
+        yield where, row
 
 
-def _trajectory(rows: list[Row]) -> ExportedTrajectory:
-    head = {name: rows[0].fields[name] for name in _TRAJECTORY_COLUMNS}
-    steps: dict[int, Step] = {}
-    trained: set[int] = set()
-    for row in rows:
-        differing = [name for name, value in head.items() if row.fields[name] != value]
-        if differing:
-            raise ExportError(f"{row.where}: {differing[0]} is not that of {rows[0].where}")
-        for step, is_trained in _read_steps(row):
-            index = step.step_index
-            known = steps.setdefault(index, step)
-            if known is not step and known != step:
-                raise ExportError(f"{row.where}: step {index} is not that of the rows before it")
-            if is_trained and index in trained:
-                raise ExportError(f"{row.where}: step {index} is in loss_mask of two rows")
-            trained |= {index} if is_trained else set()
-    if len(rows) != head["n_branches"] or trained != steps.keys():
+def _trajectory(rows: list[PlacedRow]) -> ExportedTrajectory:
+    beginning, head = rows[0]
+    if len(rows) != head.n_branches:
         raise ExportError(
-            f"{rows[0].where}: {len(rows)} of the {head['n_branches']} rows of trajectory "
-            f"{head['trajectory_uid']!r} are here; the file was cut off or filtered by rows: "
+            f"{beginning}: {len(rows)} of the {head.n_branches} rows of trajectory "
+            f"{head.trajectory_uid!r} are here; the file was cut off or filtered by rows: "
             "keep all rows of a trajectory or none"
         )
-    trajectory = Trajectory(
-        trajectory_uid=head["trajectory_uid"],
-        prompt_uid=head["prompt_uid"],
-        steps=tuple(steps[index] for index in sorted(steps)),
-        metadata=loads(head["metadata"]),
-        attempt=head["attempt"],
-    )
-    if trajectory.reward != head["reward"]:
-        raise ExportError(
-            f"{rows[0].where}: reward is {head['reward']}, its steps' rewards add up to "
-            f"{trajectory.reward}; edit steps[].reward and reward alike"
-        )
-    return ExportedTrajectory(
-        trajectory=trajectory,
-        channel=head["channel"],
-        state=head["state"],
-        reason=head["reason"],
-        group_state=head["group_state"],
-        outcome=head["outcome"],
-        n_rollouts=head["n_rollouts"],
-        marks=None if head["marks"] is None else loads(head["marks"]),
-        group_metadata=loads(head["group_metadata"]),
-        group_marks=None if head["group_marks"] is None else loads(head["group_marks"]),
-        provenance=Provenance(**head["provenance"]),
-    )
-
-
-def _read_steps(row: Row) -> list[tuple[Step, bool]]:
-    """The steps of a branch, root to leaf, and whether they are trained here."""
-    table = row.fields["steps"]
-    path = [_read_step(row, entry) for entry in table]
-    trained = [entry["trained"] for entry in table]
-    if not path or path[-1].n_tokens != len(row.input_ids):
-        raise ExportError(
-            f"{row.where}: the last of its {len(path)} steps does not end where input_ids "
-            f"({len(row.input_ids)} tokens) ends"
-        )
-    columns = _response_columns(path, trained)
-    for name, expected in zip(TOKEN_COLUMNS[1:], columns, strict=True):
-        found = getattr(row, name)
-        same = found is None if expected is None else np.array_equal(found, expected)
-        if not same:
+    found: dict[int, Step] = {}
+    for where, row in rows:
+        for step in (_step(row, entry) for entry in row.steps):
+            known = found.setdefault(step.step_index, step)
+            if known is not step and known != step:
+                raise ExportError(
+                    f"{where}: step {step.step_index} is not that of the rows before it"
+                )
+    steps = tuple(found[index] for index in sorted(found))
+    trajectory = Trajectory(**_fields_of(head, Trajectory) | {"steps": steps})
+    shared = {name: getattr(head, name) for name in _SHARED} | {"reward": trajectory.reward}
+    position = {step.step_index: i for i, step in enumerate(steps)}
+    paths = ([position[entry.step_index] for entry in row.steps] for _, row in rows)
+    for (where, row), (tokens, places) in zip(rows, _derived(steps, paths), strict=True):
+        wrong = [name for name, value in shared.items() if getattr(row, name) != value]
+        wrong += [k for k, array in tokens.items() if not np.array_equal(getattr(row, k), array)]
+        for entry, place in zip(row.steps, places, strict=True):
+            wrong += [f"steps[].{k}" for k, value in place.items() if getattr(entry, k) != value]
+        if wrong:
             raise ExportError(
-                f"{row.where}: {name} is not what its steps say; undo the edit, for which a Step "
-                "has no place"
+                f"{where}: {', '.join(wrong)}: not what the steps and other rows of the trajectory "
+                "say; edit all alike, or undo the edit, for which a Step may have no place"
             )
-    return list(zip(path, trained, strict=True))
+    return ExportedTrajectory(trajectory=trajectory, **_fields_of(head, ExportedTrajectory))
 
 
-def _read_step(row: Row, entry: Mapping[str, Any]) -> Step:
-    start, end = entry["response_start"], entry["response_end"]
-    if not 0 < start < end <= len(row.input_ids):
-        raise ExportError(
-            f"{row.where}: step {entry['step_index']} has its response at [{start}, {end}) of "
-            f"{len(row.input_ids)} tokens"
-        )
-    own = _floats(entry["log_probs"])
-    log_probs = own if row.log_probs is None else row.log_probs[start:end]
-    images, experts = entry["multi_modal_data"], entry["routed_experts"]
+def _step(row: Row, entry: StepColumns) -> Step:
+    start, end = entry.response_start, entry.response_end
+    known = entry.log_probs if row.log_probs is None else row.log_probs[start:end]
     return Step(
+        trajectory_uid=row.trajectory_uid,
+        prompt_uid=row.prompt_uid,
         prompt_ids=row.input_ids[:start],
         response_ids=row.input_ids[start:end],
-        reward=entry["reward"],
-        trajectory_uid=row.fields["trajectory_uid"],
-        prompt_uid=row.fields["prompt_uid"],
-        step_index=entry["step_index"],
-        policy_version=entry["policy_version"],
-        is_last=entry["is_last"],
-        metadata=loads(entry["metadata"]),
-        rollout_log_probs=log_probs,
-        finish_reason=entry["finish_reason"],
-        parent_index=entry["parent_index"],
-        version_spans=tuple(VersionSpan(**span) for span in entry["version_spans"]),
-        multi_modal_data=None if images is None else loads(images),
-        routed_experts=None if experts is None else from_npy(experts),
+        rollout_log_probs=known,  # type: ignore[arg-type]  # a list is normalised
+        **_fields_of(entry, Step),
     )

@@ -20,14 +20,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stepwell.datapool.files.export import (
-    SCHEMA_VERSION,
-    ExportedTrajectory,
-    ExportError,
-    read,
-    schema,
-    write,
-)
+from stepwell.datapool.errors import ExportError
+from stepwell.datapool.files.export import read, schema, write
+from stepwell.datapool.files.rows import SCHEMA_VERSION, ExportedTrajectory
 from stepwell.datapool.types import Step, Trajectory, VersionSpan
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -410,6 +405,31 @@ def varied() -> list[ExportedTrajectory]:
     ]
 
 
+def test_the_columns_and_their_types_are_those_that_files_of_this_version_have():
+    numbers = {"input_ids": "int32", "loss_mask": "int8", "log_probs": "float", "versions": "int64"}
+    integers = ("attempt", "position", "branch", "n_branches", "n_rollouts")
+    found = {field.name: str(field.type) for field in schema()}
+    assert {n: found[n] for n in numbers} == {n: f"list<item: {t}>" for n, t in numbers.items()}
+    assert {n for n, t in found.items() if t == "int64"} == set(integers)
+    assert {n for n, t in found.items() if t == "double"} == {"reward", "outcome"}
+    assert found["provenance"] == (
+        "struct<stepwell_version: string, schema_version: int64, exported_at: double, "
+        "source: string>"
+    )
+    assert found["steps"] == (
+        "list<item: struct<step_index: int64, parent_index: int64, prompt_start: int32, "
+        "response_start: int32, response_end: int32, trained: bool, policy_version: int64, "
+        "version_spans: list<item: struct<version: int64, start: int64, end: int64>>, "
+        "finish_reason: string, reward: double, log_probs: list<item: float>, is_last: bool, "
+        "metadata: string, multi_modal_data: string, routed_experts: string>>"
+    )
+    texts = {"channel", "prompt_uid", "trajectory_uid", "state", "reason", "group_state"}
+    texts |= {"metadata", "marks", "group_metadata", "group_marks"}
+    assert {n for n, t in found.items() if t == "string"} == texts
+    others = {*numbers, *integers, *texts, "reward", "outcome", "provenance", "steps"}
+    assert others == set(found)
+
+
 def test_datasets_loads_parquet_with_the_columns_of_the_schema(tmp_path, load):
     summary = write(tmp_path / "x.parquet", varied())
     loaded = load(tmp_path / "x.parquet")
@@ -536,6 +556,32 @@ def test_an_outcome_that_is_no_number_is_refused(tmp_path):
         write(tmp_path / "x.jsonl", [build_chain(outcome=float("nan"))])
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [({"state": 5}, "state is 5"), ({"n_rollouts": 2**63}, f"n_rollouts is {2**63}")],
+)
+def test_a_value_of_another_type_than_its_column_is_refused(tmp_path, fields, named):
+    with pytest.raises(ExportError, match=f"trajectory 't': {named}"):
+        write(tmp_path / "x.jsonl", [build_chain(**fields)])
+
+
+@BOTH
+def test_numbers_of_numpy_are_those_of_python(tmp_path, suffix):
+    path = tmp_path / f"x.{suffix}"
+    write(path, [build_chain(n_rollouts=np.int64(4), outcome=np.float32(0.5), attempt=np.int8(1))])
+    assert list(read(path)) == [build_chain(n_rollouts=4, outcome=0.5, attempt=1)]
+
+
+def test_log_probs_of_single_steps_may_be_rounded_as_a_float32_is(tmp_path):
+    path = tmp_path / "x.jsonl"
+    known = build_step(1, [1, 2, 3], [4, 5], rollout_log_probs=[-0.1, -0.7])
+    write(path, [exported(build_step(0, [1], [2]), known)])
+    (row,) = rows_of(path)
+    row["steps"][1]["log_probs"] = [-0.1, -0.7]
+    rewrite(path, [row])
+    assert list(read(path)) == [exported(build_step(0, [1], [2]), known)]
+
+
 def test_text_that_no_file_can_carry_is_an_error_that_names_the_field(tmp_path):
     with pytest.raises(ExportError, match="channel"):
         write(tmp_path / "x.jsonl", [build_chain(channel="\ud800")])
@@ -591,7 +637,8 @@ def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path):
     program = """
 import resource, signal, sys
 from pathlib import Path
-from stepwell.datapool.files.export import write, ExportedTrajectory
+from stepwell.datapool.files.export import write
+from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.types import Step, Trajectory
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
@@ -757,11 +804,19 @@ def edit_ids(row: dict[str, Any]) -> None:
     row["input_ids"] = row["input_ids"][:-1]
 
 
+def edit_prompt_start(row: dict[str, Any]) -> None:
+    row["steps"][1]["prompt_start"] = 0
+
+
+def edit_trained(row: dict[str, Any]) -> None:
+    row["steps"][0]["trained"] = False
+
+
 @pytest.mark.parametrize(
     "edit",
     [
         *(edit_mask, edit_version, edit_step_reward, edit_reward),
-        *(edit_bounds, edit_log_probs, edit_ids),
+        *(edit_bounds, edit_log_probs, edit_ids, edit_prompt_start, edit_trained),
     ],
 )
 @BOTH
@@ -791,6 +846,10 @@ def test_a_reward_edited_wherever_it_stands_is_read(tmp_path):
         {"input_ids": [[1]]},
         {"input_ids": None},
         {"input_ids": []},
+        {"input_ids": [1, 10, 20, 30, 11, 21, 31, 12, 2**32 + 22]},
+        {"loss_mask": [0, 257, 1, 0, 1, 1, 0, 1, 1]},
+        {"versions": [-1, 0.5, 0, -1, 1, 1, -1, 2, 2]},
+        {"attempt": "0"},
         {"steps": 3},
         {"steps": []},
         {"position": "0"},
@@ -821,7 +880,9 @@ def test_jsonl_needs_no_pyarrow_and_parquet_without_it_says_what_to_install(tmp_
 import sys
 from pathlib import Path
 sys.modules["pyarrow"] = None
-from stepwell.datapool.files.export import ExportedTrajectory, ExportError, read, write
+from stepwell.datapool.errors import ExportError
+from stepwell.datapool.files.export import read, write
+from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.types import Step, Trajectory
 step = Step(prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid="p")
 one = ExportedTrajectory(trajectory=Trajectory("t", "p", (step,)))

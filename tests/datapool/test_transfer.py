@@ -25,11 +25,11 @@ from stepwell.datapool import (
     Trajectory,
     VersionSpan,
     start_data_pool,
-    transfer,
 )
+from stepwell.datapool.files import transfer
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.files.rows import ExportedTrajectory
-from stepwell.datapool.files.transfer import BATCH_TRAJECTORIES, export_channel, import_channel
+from stepwell.datapool.files.transfer import export_channel, import_channel
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 NARROW = "narrow"
@@ -290,7 +290,7 @@ async def test_a_waiting_consumer_gets_a_group_whole_however_many_it_asked_for(
     client, channel, other, tmp_path
 ):
     await client.open_group("p", 2, channel=channel)
-    n = BATCH_TRAJECTORIES + 9  # more than it was declared with, and than a batch holds
+    n = 73  # more than it was declared with
     for i in range(n):
         await client.submit_step(build_chain(f"t{i}", "p", n=1)[0], channel)
     for i in range(n):

@@ -8,7 +8,8 @@ import pytest
 
 from stepwell.cli import main
 from stepwell.datapool import DataPool, PoolConfig, Step, Trajectory
-from stepwell.datapool.files.export import ExportedTrajectory, read, write
+from stepwell.datapool.files.export import read, write
+from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 
