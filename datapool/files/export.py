@@ -20,7 +20,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import NoneType
@@ -213,10 +213,11 @@ def _arrow_type(kind: Any) -> Any:
         return pa.list_(pa.from_numpy_dtype(get_args(inner[1])[0]))
     if inner:
         return pa.list_(_arrow_type(inner[0]))
-    if is_dataclass(kind):
-        hints = get_type_hints(kind, include_extras=True)
-        return pa.struct([(name, _arrow_type(hint)) for name, hint in hints.items()])
-    return {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}[kind]
+    plain = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    if kind in plain:
+        return plain[kind]
+    hints = get_type_hints(kind, include_extras=True)
+    return pa.struct([(name, _arrow_type(hint)) for name, hint in hints.items()])
 
 
 def _write_parquet(file: BinaryIO, rows: Iterator[Row]) -> None:
@@ -303,6 +304,7 @@ def _write_jsonl(file: BinaryIO, rows: Iterator[Row]) -> None:
     late: list[bytes] = []
     for row in rows:
         columns = {name: getattr(row, name) for name in COLUMNS}
+        columns["steps"] = msgspec.to_builtins(row.steps)
         if row.log_probs is not None:
             # Doubles hold a float32 exactly, so that both formats load as the same numbers.
             columns["log_probs"] = row.log_probs.astype(np.float64)

@@ -33,7 +33,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, groupby, product
 from typing import Annotated, Any, TypeAlias, get_args
@@ -99,8 +99,7 @@ class ExportedTrajectory:
 # -- columns -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepColumns:
+class StepColumns(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A step in the table of its row. Fields that a `Step` has too are that field."""
 
     step_index: int
@@ -126,8 +125,7 @@ class StepColumns:
     routed_experts: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Row:
+class Row(msgspec.Struct, frozen=True, kw_only=True, eq=False, gc=False):
     """A row. Fields that a `Trajectory` or `ExportedTrajectory` has too are that field. Arrays have
     shape [L]."""
 
@@ -167,8 +165,8 @@ class Row:
 PlacedRow: TypeAlias = tuple[str, Row]
 """File and line or row, for messages; and what stands there."""
 
-COLUMNS = tuple(f.name for f in fields(Row))
-STEP_COLUMNS = tuple(f.name for f in fields(StepColumns))
+COLUMNS = Row.__struct_fields__
+STEP_COLUMNS = StepColumns.__struct_fields__
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "log_probs", "versions")
 _SHARED = tuple(name for name in COLUMNS if name not in ("branch", "steps", *TOKEN_COLUMNS))
 """Columns that are the same in all rows of a trajectory."""
@@ -181,7 +179,7 @@ _FORMS = dict.fromkeys(_JSON, (dumps, loads)) | {"routed_experts": (npy, from_np
 @cache
 def _common(target: type, source: type[Any]) -> list[tuple[str, Any]]:
     """Fields that both have, each with its form if it is text."""
-    return [(f.name, _FORMS.get(f.name)) for f in fields(target) if hasattr(source, f.name)]
+    return [(name, _FORMS.get(name)) for name in target.__annotations__ if hasattr(source, name)]
 
 
 def _columns_of(source: Any, columns: type, owner: str) -> dict[str, Any]:
@@ -207,14 +205,15 @@ def _fields_of(columns: Any, target: type) -> dict[str, Any]:
 @cache
 def _number_type(column: Any) -> Any:
     """Of a column of type `NDArray[…]`."""
-    return get_args(get_args(column)[1])[0]
+    return np.dtype(get_args(get_args(column)[1])[0])
 
 
 def _array(column: Any, value: Any) -> npt.NDArray[Any]:
     """The numbers of a column as a read-only array of its type, so that steps are views of it."""
-    raw = np.asarray(value)
-    array = raw.astype(_number_type(column), casting="same_kind", copy=False)
-    if raw.ndim != 1 or (array.dtype.kind == "i" and not np.array_equal(array, raw)):
+    array = raw = np.asarray(value)
+    if raw.dtype != (dtype := _number_type(column)):
+        array = raw.astype(dtype, casting="same_kind")
+    if raw.ndim != 1 or (array is not raw and raw.dtype.kind == "i" and (array != raw).any()):
         raise ValueError(f"Expected a list of {array.dtype}, got {value!r:.80}")
     array.flags.writeable = False
     return array
