@@ -20,7 +20,7 @@ from stepwell.datapool.core import rows as kinds
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import DataPoolError, ReplayError
-from stepwell.datapool.store.journal import Row
+from stepwell.datapool.store.segments import Row
 
 COUNTS = "channel/"
 LEASES = "leases"
