@@ -92,7 +92,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def step(self, index: int) -> PackedStep | None:
         """The step of this index, if it is stored."""
         steps = self.steps
-        if index < len(steps) and steps[index].step_index == index:
+        if 0 <= index < len(steps) and steps[index].step_index == index:
             return steps[index]
         at = bisect_left(steps, index, key=_INDEX)
         return steps[at] if at < len(steps) and steps[at].step_index == index else None
@@ -158,7 +158,8 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
         last one."""
         for step in steps if self.step_rewards else ():
             step.reward = self.step_reward(step.step_index)
-        steps[-1].reward, steps[-1].is_last = self.last_reward(), True
+        if steps:
+            steps[-1].reward, steps[-1].is_last = self.last_reward(), True
         return steps
 
 

@@ -5,7 +5,8 @@
 
 Who has the bare Ray handle uses the documented methods below; all else goes through a
 `DataPoolClient`. Calls of one handle take effect in the order they were made, as those of any Ray
-actor: they run one by one. Only `fetch_batch` has threads of its own, since it may wait.
+actor: they run one by one. Only `fetch_batch` has threads of its own, since it may wait, and comes
+after what was called before it all the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +53,8 @@ R = TypeVar("R")
 SHARDS_FILE = "shards"
 """In a journal_dir that several shards share: how many, and whether each has a journal."""
 WAITING = "waiting"
+FINDING = "finding"
+"""Clients do not wait behind bare handles' calls to be told where the pool is."""
 N_WAITING = 16
 """Bare handles' `fetch_batch` calls that may wait at a time."""
 
@@ -98,6 +102,7 @@ class DataPoolActor:
         settle_heap()
         return_large_blocks(1 << 18)
 
+    @ray.method(concurrency_group=FINDING)
     def door(self, from_node: str) -> Door:
         """Where clients on that node of the cluster reach this pool."""
         is_here = from_node == ray.get_runtime_context().get_node_id()
@@ -155,16 +160,17 @@ class DataPoolActor:
         Nothing takes them back if the consumer dies on the way; who cannot afford that leases.
         """
 
-        async def fetch() -> Fetched | None:
-            op = LeaseBatch(n_rollouts, channel, batch_size)
-            lease = await self._service.call(op, timeout_s)
-            if not isinstance(lease, PackedLease):
-                return None
-            await self._service.call(Ack(lease.lease_id))
-            return Fetched(lease)
+        me: Any = ray.get_runtime_context().current_actor
+        ray.get(me.wait_for_earlier.remote())
+        op = LeaseBatch(n_rollouts, channel, batch_size)
+        lease = self._run(self._service.call(op, timeout_s))
+        if not isinstance(lease, PackedLease):
+            return None
+        self._call(Ack(lease.lease_id))
+        return Fetched(lease)
 
-        fetched: Fetched | None = self._run(fetch())
-        return fetched
+    def wait_for_earlier(self) -> None:
+        """Return after every call that this actor was sent before: its turn comes after theirs."""
 
     def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
         """As `questions.GetStatistics`."""
@@ -172,9 +178,18 @@ class DataPoolActor:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        answer: R = self._run(self._service.call(op, timeout_s))
-        return answer
+    def _call(self, op: Op[R]) -> R:
+        answered: Future[R] = Future()
+        # A third of what a coroutine of the loop's takes.
+        self._loop.call_soon_threadsafe(self._answer, op, answered)
+        return answered.result()
+
+    def _answer(self, op: Op[Any], answered: Future[Any]) -> None:
+        (answer,) = self._service.settle_now([(op, self._service.try_(op))])
+        if isinstance(answer, Exception):
+            answered.set_exception(answer)
+        else:
+            answered.set_result(answer)
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -31,7 +31,7 @@ from stepwell.datapool.errors import (
     PoolUnavailableError,
 )
 from stepwell.datapool.process import numbered_log
-from stepwell.datapool.remote.actor import N_WAITING, SHARDS_FILE, WAITING, DataPoolActor
+from stepwell.datapool.remote.actor import FINDING, N_WAITING, SHARDS_FILE, WAITING, DataPoolActor
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.link import RESTART_S, Link
@@ -232,7 +232,7 @@ def _create_actor(
     }
     # Any: Ray's own types do not cover `.options`.
     remote: Any = ray.remote  # whose types leave concurrency groups out
-    actor_class = remote(concurrency_groups={WAITING: N_WAITING})(DataPoolActor)
+    actor_class = remote(concurrency_groups={WAITING: N_WAITING, FINDING: 1})(DataPoolActor)
     return actor_class.options(**settings).remote(config, folder, shard, has_journal, log_file)
 
 

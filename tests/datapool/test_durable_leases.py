@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from stepwell.datapool import ChannelConfig, DataPoolActor, PoolConfig, Step
+from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig, Step
 from stepwell.datapool.errors import JournalFullError
+from stepwell.datapool.ops import LeaseBatch
+from tests.datapool.pools import pool_here, settle
 
 MakeStep = Callable[..., Step]
 
@@ -30,13 +32,8 @@ def full_disk(file_bytes: int = 0) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-async def counts(actor: DataPoolActor, *names: str) -> list[int]:
-    groups = (await actor.get_statistics("train"))["groups"]
+async def counts(pool: DataPoolClient, *names: str) -> list[int]:
+    groups = (await pool.get_statistics("train"))["groups"]
     return [groups[name] for name in names]
 
 
@@ -45,11 +42,11 @@ async def test_a_lease_given_at_the_end_of_a_wait_survives_a_kill(
     tmp_path: Path, make_step: MakeStep, iteration: int
 ) -> None:
     """The wait ends while a commit is under way, and a group becomes ready before that is over."""
-    actor = DataPoolActor(None, tmp_path / "live")
+    pool = pool_here(None, tmp_path / "live")
     answers: list[Any] = []
 
     async def consume() -> None:
-        answer = await actor.lease_batch(timeout_s=0.005)
+        answer = await pool.call(LeaseBatch(), 0.005)
         answers.append(answer)
         # A kill at this moment leaves these files.
         shutil.copytree(tmp_path / "live", tmp_path / "killed")
@@ -60,87 +57,95 @@ async def test_a_lease_given_at_the_end_of_a_wait_survives_a_kill(
     others = []
     for turn in range(12):
         if turn == iteration:
-            others.append(asyncio.create_task(actor.submit_step(make_step("t", is_last=True))))
+            others.append(asyncio.create_task(pool.submit_step(make_step("t", is_last=True))))
         # Others keep the journal busy in each iteration of the loop.
-        others.append(asyncio.create_task(actor.open_trajectory(f"x{turn}", f"q{turn}")))
+        others.append(asyncio.create_task(pool.open_trajectory(f"x{turn}", f"q{turn}")))
         await asyncio.sleep(0)
     await consumer
     await asyncio.gather(*others)
     if answers != ["nothing_yet"]:
-        again = DataPoolActor(None, tmp_path / "killed")
+        again = pool_here(None, tmp_path / "killed")
         await again.ack(answers[0].lease_id)
-    ended = await actor.lease_batch()
+    ended = await pool.call(LeaseBatch())
     assert (ended == "nothing_yet") == (answers != ["nothing_yet"]), "the group is with one of them"
 
 
 async def test_a_lease_that_the_full_disk_refused_leaves_its_group_to_the_next_consumer(
     tmp_path: Path, make_step: MakeStep
 ) -> None:
-    actor = DataPoolActor(None, tmp_path)
-    await actor.submit_step(make_step("t", is_last=True))
+    pool = pool_here(None, tmp_path)
+    await pool.submit_step(make_step("t", is_last=True))
     with full_disk():
         with pytest.raises(JournalFullError):
-            await actor.lease_batch()
-        assert await counts(actor, "ready", "leased") == [1, 0]
-    lease = await actor.lease_batch()
+            await pool.lease_batch()
+        assert await counts(pool, "ready", "leased") == [1, 0]
+    lease = await pool.lease_batch()
     assert lease.groups[0].delivery == 2
-    await actor.ack(lease.lease_id)
-    assert await counts(actor, "ready", "leased", "acked") == [0, 0, 1]
+    await pool.ack(lease.lease_id)
+    assert await counts(pool, "ready", "leased", "acked") == [0, 0, 1]
 
 
 async def test_consumers_that_wait_on_a_full_disk_hold_no_group(
     tmp_path: Path, make_step: MakeStep
 ) -> None:
-    actor = DataPoolActor(None, tmp_path)
-    waiting = [asyncio.create_task(actor.lease_batch(timeout_s=None)) for _ in range(3)]
+    pool = pool_here(None, tmp_path)
+    waiting = [asyncio.create_task(pool.call(LeaseBatch(), None)) for _ in range(3)]
     await settle()
     with full_disk():
         with pytest.raises(JournalFullError):
-            await actor.submit_step(make_step("t", is_last=True))
+            await pool.submit_step(make_step("t", is_last=True))
         answers = await asyncio.gather(*waiting, return_exceptions=True)
         assert [type(answer) for answer in answers] == [JournalFullError] * 3
-        assert await counts(actor, "ready", "leased") == [1, 0]
-    assert (await actor.lease_batch()).groups[0].prompt_uid == "p"
+        assert await counts(pool, "ready", "leased") == [1, 0]
+    assert (await pool.lease_batch()).groups[0].prompt_uid == "p"
 
 
 async def test_a_fetch_that_the_full_disk_refused_loses_no_step(
     tmp_path: Path, make_step: MakeStep
 ) -> None:
-    actor = DataPoolActor(None, tmp_path)
-    await actor.submit_step(make_step("t", is_last=True))
+    pool = pool_here(None, tmp_path)
+    await pool.submit_step(make_step("t", is_last=True))
     with full_disk(), pytest.raises(JournalFullError):
-        await actor.fetch_batch()
-    (step,) = (await actor.fetch_batch()).unpack()
+        await pool.fetch_batch()
+    (step,) = await pool.fetch_batch()
     assert step.trajectory_uid == "t"
-    assert await actor.fetch_batch() is None
+    assert await pool.fetch_batch() is None
 
 
 async def test_a_consumer_that_leaves_on_a_full_disk_gives_its_group_back(
     tmp_path: Path, make_step: MakeStep
 ) -> None:
-    actor = DataPoolActor(None, tmp_path)
-    await actor.submit_step(make_step("t", is_last=True))
+    pool = pool_here(None, tmp_path)
+    await pool.submit_step(make_step("t", is_last=True))
     with full_disk():
         with pytest.raises(JournalFullError):
-            await actor.submit_step(make_step("u", "q"))
-        leaving = asyncio.create_task(actor.lease_batch())
+            await pool.submit_step(make_step("u", "q"))
+        leaving = asyncio.create_task(pool.lease_batch())
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        assert await counts(actor, "ready", "leased") == [1, 0]
-    assert (await actor.lease_batch()).groups[0].prompt_uid == "p"
+        assert await counts(pool, "ready", "leased") == [1, 0]
+    assert (await pool.lease_batch()).groups[0].prompt_uid == "p"
 
 
 async def test_a_lease_says_whether_more_may_come(tmp_path: Path, make_step: MakeStep) -> None:
-    actor = DataPoolActor(PoolConfig(default=ChannelConfig(n_rollouts=2)), tmp_path)
-    assert await actor.lease_batch() == "nothing_yet"
-    assert await actor.lease_batch(timeout_s=0.01) == "nothing_yet"
-    waiting = asyncio.create_task(actor.lease_batch(timeout_s=None))
+    pool = pool_here(PoolConfig(default=ChannelConfig(n_rollouts=2)), tmp_path)
+    assert await pool.call(LeaseBatch()) == "nothing_yet"
+    assert await pool.call(LeaseBatch(), 0.01) == "nothing_yet"
+    waiting = asyncio.create_task(pool.call(LeaseBatch(), None))
     await settle()
-    await actor.shutdown("train")
+    await pool.shutdown("train")
     assert await waiting == "shut_down"
-    assert await actor.lease_batch(timeout_s=None) == "shut_down"
-    assert await actor.lease_batch(channel="val") == "nothing_yet"
+    assert await pool.call(LeaseBatch(), None) == "shut_down"
+    assert await pool.call(LeaseBatch(channel="val")) == "nothing_yet"
+
+
+async def test_a_group_that_the_full_disk_refused_can_be_opened_again(tmp_path: Path) -> None:
+    pool = pool_here(PoolConfig(default=ChannelConfig(max_outstanding_groups=1)), tmp_path)
+    with full_disk(), pytest.raises(JournalFullError):
+        await pool.open_group("p", 1)
+    assert await pool.open_group("p", 1) in ("accepted", "duplicate")
+    assert await counts(pool, "open", "dropped") == [1, 0]
 
 
 async def test_a_pool_that_ran_out_of_space_goes_on_with_all_it_acknowledged(
@@ -151,25 +156,25 @@ async def test_a_pool_that_ran_out_of_space_goes_on_with_all_it_acknowledged(
             make_step(f"t{i}", f"p{i}", k, prompt_ids=[k] * 4000, is_last=k == 1) for k in (0, 1)
         ]
 
-    actor = DataPoolActor(None, tmp_path / "live")
+    pool = pool_here(None, tmp_path / "live")
     acknowledged: list[str] = []
     refused: list[int] = []
     with full_disk(320_000):
         for i in range(40):
             try:
-                await actor.submit_steps(trajectory(i))
+                await pool.submit_steps(trajectory(i))
                 acknowledged.append(f"t{i}")
             except JournalFullError:
                 refused.append(i)
     assert acknowledged
     assert refused
     shutil.copytree(tmp_path / "live", tmp_path / "killed")
-    killed = DataPoolActor(None, tmp_path / "killed")
+    killed = pool_here(None, tmp_path / "killed")
     groups = (await killed.get_statistics("train"))["groups"]
     assert groups["ready"] == groups["submitted"] == len(acknowledged), "nothing half, nothing less"
 
     for i in refused:
-        assert set(await actor.submit_steps(trajectory(i))) <= {"accepted", "duplicate"}
-    steps = (await actor.fetch_batch(batch_size=40)).unpack()
+        assert set(await pool.submit_steps(trajectory(i))) <= {"accepted", "duplicate"}
+    steps = await pool.fetch_batch(batch_size=40)
     assert sorted({step.trajectory_uid for step in steps}) == sorted(f"t{i}" for i in range(40))
     assert len(steps) == 80

@@ -19,9 +19,9 @@ import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepwell.datapool import (
-    DataPoolActor,
     DataPoolClient,
     JournalFencedError,
     JournalLockedError,
@@ -31,9 +31,12 @@ from stepwell.datapool import (
     Step,
     start_data_pool,
 )
-from stepwell.datapool.remote import actor as actor_module
+from stepwell.datapool.remote import service as service_module
 from stepwell.datapool.remote.incarnation import Former, Incarnation
+from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.start import ShardLink, client_of
 from stepwell.datapool.store.folder import read_acked
+from tests.datapool.pools import pool_here, service_of
 
 MakeStep = Callable[..., Step]
 NAMESPACE = f"incarnation-test-{uuid.uuid4().hex}"
@@ -73,7 +76,8 @@ async def kill(client: DataPoolClient) -> None:
 
 
 async def node_of(actor: Any) -> str:
-    node: str = (await actor.open_line.remote())[0]
+    here = ray.get_runtime_context().get_node_id()
+    node: str = (await actor.door.remote(here)).node
     return node
 
 
@@ -81,7 +85,7 @@ async def test_a_pool_comes_back_on_the_node_of_its_journal(
     start: Callable[[], Any], make_step: MakeStep
 ) -> None:
     actor = start()
-    client = DataPoolClient(actor)
+    client = client_of([actor])
     here = ray.get_runtime_context().get_node_id()
     assert await node_of(actor) == here
     for i in range(4):
@@ -91,10 +95,48 @@ async def test_a_pool_comes_back_on_the_node_of_its_journal(
         assert await node_of(actor) == here
 
 
+async def test_a_client_on_another_node_reaches_the_pool_by_tcp(
+    start: Callable[[], Any], make_step: MakeStep
+) -> None:
+    actor = start()
+    client = client_of([actor])
+    await client.submit_step(make_step("here", "p"))
+    (elsewhere,) = (
+        node["NodeID"]
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"] and node["NodeID"] != ray.get_runtime_context().get_node_id()
+    )
+
+    @ray.remote(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(elsewhere, False))
+    def work(client: DataPoolClient, step: Step) -> tuple[str, str, Any]:
+        async def run() -> tuple[str, Any]:
+            outcome = await client.submit_step(step)
+            await client.complete_trajectory(step.trajectory_uid, 1.0)
+            await client.complete_trajectory("here", 0.5)
+            lease = await client.lease_batch(batch_size=2, timeout_s=60)
+            assert lease is not None
+            await client.ack(lease.lease_id)
+            (port,) = client.ports
+            assert isinstance(port, ShardLink)
+            assert port._connection is not None
+            peer = port._connection.transport.get_extra_info("peername")
+            return outcome, peer
+
+        return ray.get_runtime_context().get_node_id(), *asyncio.run(run())
+
+    big = make_step("there", "q", metadata={"blob": b"x" * 3_000_000})
+    node, outcome, peer = await work.remote(client, big)
+    assert (node, outcome) == (elsewhere, "accepted")
+    door = await actor.door.remote(elsewhere)
+    assert (door.node, tuple(peer)) == (ray.get_runtime_context().get_node_id(), door.tcp)
+    assert (await client.get_statistics("train"))["groups"]["acked"] == 2
+    await client.close()
+
+
 async def test_a_pool_whose_journal_is_gone_is_not_started_over_empty(
     start: Callable[[], Any], make_step: MakeStep, tmp_path: Path
 ) -> None:
-    client = DataPoolClient(start())
+    client = client_of([start()])
     await client.submit_step(make_step("t", is_last=True))
     shutil.move(tmp_path / "pool", tmp_path / "elsewhere")
     await kill(client)
@@ -104,7 +146,7 @@ async def test_a_pool_whose_journal_is_gone_is_not_started_over_empty(
         await client.get_statistics()
     assert not (tmp_path / "pool").exists(), "no empty one was made in its place"
     shutil.move(tmp_path / "elsewhere", tmp_path / "pool")
-    again = DataPoolClient(start())
+    again = client_of([start()])
     assert (await again.get_statistics("train"))["groups"]["ready"] == 1
 
 
@@ -112,7 +154,7 @@ async def test_a_pool_that_finds_another_journal_or_an_older_copy_is_not_started
     start: Callable[[], Any], make_step: MakeStep, tmp_path: Path
 ) -> None:
     folder = tmp_path / "pool"
-    client = DataPoolClient(start())
+    client = client_of([start()])
     before = Incarnation(*[(await client.describe())[k] for k in ("pool", "generation")])
     shutil.copytree(folder, tmp_path / "copy")
     await kill(client)
@@ -124,7 +166,7 @@ async def test_a_pool_that_finds_another_journal_or_an_older_copy_is_not_started
         await client.get_statistics()
 
     shutil.rmtree(folder)
-    other = DataPoolClient(start())
+    other = client_of([start()])
     assert (await other.describe())["pool"] != before.pool
 
 
@@ -132,59 +174,60 @@ async def test_a_client_refuses_a_pool_that_is_not_the_one_it_met(
     start: Callable[[], Any], make_step: MakeStep
 ) -> None:
     actor = start()
-    client = DataPoolClient(actor)
+    client = client_of([actor])
     await client.submit_step(make_step("t", is_last=True))
-    while client._pool.met is None:  # noqa: ASYNC110 - it is on its way
-        await asyncio.sleep(0.01)
-    met = client._pool.met
-    assert pickle.loads(pickle.dumps(client))._pool.met == met
+    met = met_by(client)
+    assert met is not None
+    assert met_by(pickle.loads(pickle.dumps(client))) == met
 
     newer = met._replace(generation=met.generation + 1)
     other = met._replace(pool="0" * 32)
     for known in (newer, other):
-        strict = DataPoolClient(actor, known)
+        strict = DataPoolClient([ShardLink(actor, known)])
         with pytest.raises(PoolReplacedError) as error:
             await strict.submit_step(make_step("u", "q"))
         assert str(met) in str(error.value)
         assert str(known) in str(error.value)
         with pytest.raises(PoolReplacedError):
             await strict.lease_batch()
-    await DataPoolClient(actor, met).get_statistics()
-    older = DataPoolClient(actor, met._replace(generation=met.generation - 1))
+    await DataPoolClient([ShardLink(actor, met)]).get_statistics()
+    older = DataPoolClient([ShardLink(actor, met._replace(generation=met.generation - 1))])
     assert await older.submit_step(make_step("u", "q")) == "accepted"
 
 
+def met_by(client: DataPoolClient) -> Incarnation | None:
+    (port,) = client.ports
+    return port.met
+
+
 async def test_a_client_knows_the_new_generation_after_a_restart(start: Callable[[], Any]) -> None:
-    client = DataPoolClient(start())
+    client = client_of([start()])
     await client.get_statistics()
-    with contextlib.suppress(PoolUnavailableError):
-        await kill(client)
-    while client._pool.met is None or client._pool.met.generation < 2:
-        client._line.connection()
-        await client.get_statistics()
-        await asyncio.sleep(0.05)
+    first = met_by(client)
+    assert first is not None
+    await kill(client)
+    await client.get_statistics()
+    assert met_by(client) == first._replace(generation=first.generation + 1)
 
 
 def test_each_opening_of_a_journal_is_one_generation_more(tmp_path: Path) -> None:
     met = []
     for _ in range(3):
-        actor = DataPoolActor(None, tmp_path)
-        assert actor.incarnation is not None
-        met.append(actor.incarnation)
-        assert actor._journal is not None
-        actor._journal.close()
+        pool = PoolService(None, tmp_path)
+        assert pool.incarnation is not None
+        met.append(pool.incarnation)
+        pool.close()
     assert [m.generation for m in met] == [1, 2, 3]
     assert len({m.pool for m in met}) == 1
-    assert DataPoolActor(PoolConfig(durability="none")).incarnation is None
+    assert PoolService(PoolConfig(durability="none")).incarnation is None
 
 
-def declare_dead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def former_of(folder: Path) -> dict[str, Any]:
     """The next pool is made as Ray makes it after it lost sight of the one that uses `folder`."""
     acked = read_acked(folder)
     assert acked is not None
     former = Former(Incarnation(acked.journal.hex(), 1), acked.pid)
-    monkeypatch.setattr(actor_module, "_was_restarted", lambda: True)
-    monkeypatch.setattr(actor_module, "former_of", lambda *_: former)
+    return {"restarted": True, "former": former}
 
 
 async def test_a_restarted_pool_takes_nothing_over_from_another_one_than_its_former_process(
@@ -196,18 +239,15 @@ async def test_a_restarted_pool_takes_nothing_over_from_another_one_than_its_for
     )
     assert killed.stdout is not None
     assert killed.stdout.readline() == "accepted t0\n"
-    declare_dead(tmp_path, monkeypatch)
+    declared_dead = former_of(tmp_path)
     killed.kill()
     killed.communicate()
-    with monkeypatch.context() as once:
-        once.setattr(actor_module, "_was_restarted", lambda: False)
-        other = DataPoolActor(None, tmp_path)
-    monkeypatch.setattr(actor_module, "CUT_OFF_S", 0.05)
+    other = pool_here(None, tmp_path)
+    monkeypatch.setattr(service_module, "CUT_OFF_S", 0.05)
     with pytest.raises(JournalLockedError, match=f"in use by process {os.getpid()}"):
-        DataPoolActor(None, tmp_path)
+        PoolService(None, tmp_path, **declared_dead)
     assert await other.submit_step(make_step("b", "q", is_last=True)) == "accepted"
-    assert other._journal is not None
-    other._journal.close()
+    service_of(other).close()
 
 
 @pytest.mark.parametrize("durability", ["process", "power"])
@@ -215,33 +255,33 @@ async def test_a_process_that_was_declared_dead_acknowledges_nothing_when_it_com
     tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch, durability: Any
 ) -> None:
     config = PoolConfig(durability=durability)
-    former = DataPoolActor(config, tmp_path)
+    ended: list[str] = []
+    former = pool_here(config, tmp_path, fenced=lambda: ended.append("former"))
     assert await former.submit_step(make_step("a", "p", is_last=True)) == "accepted"
-    monkeypatch.setattr(actor_module, "CUT_OFF_S", 0.05)
-    monkeypatch.setattr(actor_module, "LOCK_S", 0.05)
+    monkeypatch.setattr(service_module, "CUT_OFF_S", 0.05)
+    monkeypatch.setattr(service_module, "LOCK_S", 0.05)
     with pytest.raises(JournalLockedError):
-        DataPoolActor(config, tmp_path)
-    declare_dead(tmp_path, monkeypatch)
-    successor = DataPoolActor(config, tmp_path)
+        PoolService(config, tmp_path)
+    successor = pool_here(config, tmp_path, **former_of(tmp_path))
 
     with pytest.raises(JournalFencedError, match="another process has taken this journal over"):
         await former.submit_step(make_step("b", "q", is_last=True))
+    assert ended, "its process ends, so that its clients go to the successor"
     for call in (former.lease_batch(), former.fetch_batch(), former.open_group("r", 1)):
         with pytest.raises(JournalFencedError):
             await call
     assert await successor.submit_step(make_step("b", "q", is_last=True)) == "accepted"
-    assert former.incarnation is not None
-    assert successor.incarnation is not None
-    assert successor.incarnation.generation == former.incarnation.generation + 1
-    for actor in (former, successor):
-        assert actor._journal is not None
+    before, after = service_of(former).incarnation, service_of(successor).incarnation
+    assert before is not None
+    assert after == before._replace(generation=before.generation + 1)
+    for pool in (former, successor):
         with contextlib.suppress(JournalFencedError):
-            actor._journal.close()
+            service_of(pool).close()
 
-    again = DataPoolActor(config, tmp_path)
+    again = pool_here(config, tmp_path)
     batch = await again.fetch_batch(batch_size=2)
     assert batch is not None
-    assert [step.trajectory_uid for step in batch.unpack()] == ["a", "b"]
+    assert [step.trajectory_uid for step in batch] == ["a", "b"]
 
 
 async def test_a_takeover_holds_against_a_former_process_that_never_stops_writing(
@@ -253,9 +293,8 @@ async def test_a_takeover_holds_against_a_former_process_that_never_stops_writin
     )
     assert former.stdout is not None
     assert former.stdout.readline() == "accepted t0\n"
-    monkeypatch.setattr(actor_module, "CUT_OFF_S", 0.1)
-    declare_dead(tmp_path, monkeypatch)
-    successor = DataPoolActor(None, tmp_path)
+    monkeypatch.setattr(service_module, "CUT_OFF_S", 0.1)
+    successor = pool_here(None, tmp_path, **former_of(tmp_path))
     out, _ = former.communicate()
     *accepted, end = out.splitlines()
     assert end == "JournalFencedError"
@@ -268,17 +307,19 @@ async def test_a_takeover_holds_against_a_former_process_that_never_stops_writin
 BUSY = """
 import asyncio, itertools, sys
 from pathlib import Path
-from stepwell.datapool import DataPoolActor, DataPoolError, Step
+from stepwell.datapool import DataPoolClient, DataPoolError, Step
+from stepwell.datapool.remote.link import LocalPort
+from stepwell.datapool.remote.service import PoolService
 
 async def run():
-    actor = DataPoolActor(None, Path(sys.argv[1]))
+    pool = DataPoolClient([LocalPort(PoolService(None, Path(sys.argv[1])))])
     for i in itertools.count():
         step = Step(
             prompt_ids=[1, 2, 3], response_ids=[4, 5], rollout_log_probs=[-0.5, -0.25],
             trajectory_uid=f"t{i}", prompt_uid=f"t{i}", step_index=0, is_last=True,
         )
         try:
-            print(await actor.submit_step(step), f"t{i}", flush=True)
+            print(await pool.submit_step(step), f"t{i}", flush=True)
         except DataPoolError as e:
             print(type(e).__name__, flush=True)
             return

@@ -4,33 +4,24 @@ and leaves the pool when its use is durable."""
 from __future__ import annotations
 
 import asyncio
-import pickle
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import stepwell.datapool.remote.lease_keeper
-from stepwell.datapool import DataPoolActor, Lease, PoolConfig, Step
+from stepwell.datapool import DataPoolClient, Lease, Step
 from stepwell.datapool.remote.lease_keeper import USED, LeaseKeeper, by_lease
+from stepwell.datapool.remote.link import LocalPort
+from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.types import Group
 
 
-class Pool:
-    """The pool's actor without Ray: what is asked and answered is pickled on its way, as there."""
+class Pool(DataPoolClient):
+    """A pool of this process."""
 
     def __init__(self) -> None:
-        self._actor = DataPoolActor(PoolConfig())
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            answer = await getattr(self._actor, name)(*args, **kwargs)
-            if name == "lease_batch" and isinstance(answer, str):  # why there is none
-                return None
-            return pickle.loads(pickle.dumps(answer))
-
-        return call
+        super().__init__([LocalPort(PoolService())])
 
     async def put(self, *uids: str) -> None:
         for uid in uids:
@@ -120,7 +111,8 @@ async def test_a_settled_group_that_was_on_its_way_here_is_acked_when_it_arrives
     await pool.put("a", "b")
     await keeper.lease()
     await pool.run_out()
-    other: Lease = await pool.lease_batch()
+    other = await pool.lease_batch()
+    assert other is not None
     assert await keeper.settle("a") == ["a"]  # somebody has it: it may be trained there, too
     assert keeper.settled == {"a"}
     await pool.nack(other.lease_id)
@@ -154,24 +146,15 @@ async def test_leases_are_renewed_while_their_consumer_does_something_else(
 class LateAnswers(Pool):
     """Whoever leases stands still, the first time, until the lease has run out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.late = True
+    late = True
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = super().__getattr__(name)
-        if name != "lease_batch":
-            return call
-
-        async def lease(*args: Any, **kwargs: Any) -> Any:
-            answer = await call(*args, **kwargs)
-            if self.late:
-                self.late = False
-                await asyncio.sleep(0.3)
-                await self.run_out()
-            return answer
-
-        return lease
+    async def lease_batch(self, *args: Any, **kwargs: Any) -> Lease | None:
+        answer = await super().lease_batch(*args, **kwargs)
+        if self.late:
+            self.late = False
+            await asyncio.sleep(0.3)
+            await self.run_out()
+        return answer
 
 
 async def test_groups_whose_lease_ran_out_before_it_arrived_are_not_delivered_with_it() -> None:
@@ -191,17 +174,12 @@ async def test_a_keeper_survives_a_pool_that_answers_with_errors() -> None:
     class Broken(Pool):
         fails = 2
 
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            call = super().__getattr__(name)
-
-            async def renew(*args: Any) -> Any:
-                self.fails -= 1
-                if self.fails >= 0:
-                    raise RuntimeError("no answer that anybody expects")
-                done.set()
-                return await call(*args)
-
-            return renew if name == "renew" else call
+        async def renew(self, *args: Any, **kwargs: Any) -> float:
+            self.fails -= 1
+            if self.fails >= 0:
+                raise RuntimeError("no answer that anybody expects")
+            done.set()
+            return await super().renew(*args, **kwargs)
 
     done = asyncio.Event()
     pool = Broken()

@@ -13,7 +13,6 @@ import pytest
 
 from stepwell.datapool import (
     ChannelConfig,
-    DataPoolActor,
     DataPoolClient,
     InvalidRequestError,
     PoolConfig,
@@ -23,7 +22,10 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.inspect import events as events_module
+from stepwell.datapool.questions import WaitForRoom
+from stepwell.datapool.remote.start import client_of
 from stepwell.datapool.selection import Choice
+from tests.datapool.pools import pool_here
 
 MakeStep = Callable[..., Step]
 Pool = Any
@@ -477,7 +479,7 @@ def test_a_dry_run_holds_what_a_failing_function_would_hold(
 
 
 async def test_events_are_read_page_by_page_without_gap_or_repetition(make_step: MakeStep) -> None:
-    actor = DataPoolActor(PoolConfig(durability="none"))
+    actor = pool_here(PoolConfig(durability="none"))
     for i in range(5):
         await actor.submit_step(make_step(f"t{i}", f"p{i}", is_last=True))
         await actor.fetch_batch()
@@ -500,7 +502,7 @@ async def test_a_reader_that_is_too_slow_is_told(
     make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events_module, "REMEMBERED", 3)
-    actor = DataPoolActor(PoolConfig(durability="none"))
+    actor = pool_here(PoolConfig(durability="none"))
     start = (await actor.get_events()).cursor
     for i in range(5):
         await actor.submit_step(make_step(f"t{i}", f"p{i}", is_last=True))
@@ -511,18 +513,20 @@ async def test_a_reader_that_is_too_slow_is_told(
     assert not (await actor.get_events()).lost, "who asks for all there is, missed nothing"
 
 
-async def test_a_long_poll_from_a_former_life_is_told_so_when_it_ends(make_step: MakeStep) -> None:
-    actor = DataPoolActor(PoolConfig(durability="none"))
-    polling = asyncio.create_task(actor.get_events("another:17", timeout_s=30))
+async def test_a_long_poll_from_a_former_life_is_told_so(make_step: MakeStep) -> None:
+    actor = pool_here(PoolConfig(durability="none"))
+    page = await actor.get_events("another:17", timeout_s=30)
+    assert page.lost
+    polling = asyncio.create_task(actor.get_events(page.cursor, timeout_s=30))
     await asyncio.sleep(0)
     await actor.submit_step(make_step("t", is_last=True))
     page = await polling
-    assert page.lost
+    assert not page.lost
     assert [e.kind for e in page.events] == ["ready"]
 
 
 async def test_what_is_no_cursor_or_no_kind_is_refused() -> None:
-    actor = DataPoolActor(PoolConfig(durability="none"))
+    actor = pool_here(PoolConfig(durability="none"))
     with pytest.raises(InvalidRequestError, match="cursor is 'yesterday'"):
         await actor.get_events("yesterday")
     with pytest.raises(InvalidRequestError, match=r"kinds holds \['born'\]; there are ready"):
@@ -543,7 +547,7 @@ async def test_a_filter_that_drops_a_group_lets_the_next_open_group_in(
     limits = ChannelConfig(
         max_outstanding_groups=1, selection=SelectionConfig(filters=("zero_variance",))
     )
-    actor = DataPoolActor(PoolConfig(default=limits, durability="none"))
+    actor = pool_here(PoolConfig(default=limits, durability="none"))
     await actor.open_group("p", 2)
     opening = asyncio.create_task(actor.open_group("q", 2))
     for uid in "ab":
@@ -559,10 +563,10 @@ async def test_steps_that_wait_for_room_do_not_wait_behind_a_group_without_credi
     limits = ChannelConfig(
         overflow="block", max_queue_size=1, max_ahead_versions=0, groups_per_version=1
     )
-    actor = DataPoolActor(PoolConfig(default=limits, durability="none"))
+    actor = pool_here(PoolConfig(default=limits, durability="none"))
     await actor.submit_step(make_step("a", "p", is_last=True))
     opening = asyncio.create_task(actor.open_group("q", 1))
-    room = asyncio.create_task(actor.wait_for_room())
+    room = asyncio.create_task(actor.call(WaitForRoom(), None))
     await asyncio.sleep(0)
     assert await waiting_producers(actor) == 2
     assert await actor.fetch_batch() is not None
@@ -588,7 +592,7 @@ def shared(cluster: str) -> Any:
 
 @pytest.fixture
 def client(shared: Any) -> DataPoolClient:
-    return DataPoolClient(shared)
+    return client_of([shared])
 
 
 async def until_waiting(client: DataPoolClient, channel: str, n: int = 1) -> None:

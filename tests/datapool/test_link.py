@@ -22,7 +22,7 @@ from stepwell.datapool.remote import client as client_module
 from stepwell.datapool.remote import link as link_module
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.tips import TIP_BYTES, Tips
-from tests.datapool.sockets import (
+from tests.datapool.pools import (
     DoorLink,
     Proxy,
     groups_of,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 import uuid
 
 import psutil
@@ -13,10 +12,7 @@ import ray
 
 import stepwell.datapool.remote.client as client_module
 from stepwell.datapool import (
-    DataPoolClient,
     DataPoolError,
-    InvalidRequestError,
-    InvalidStepError,
     PoolConfig,
     PoolUnavailableError,
     StepConflictError,
@@ -25,6 +21,9 @@ from stepwell.datapool import (
     connect,
     start_data_pool,
 )
+from stepwell.datapool.ops import LeaseBatch
+from stepwell.datapool.remote.actor import N_WAITING
+from stepwell.datapool.remote.start import client_of
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def channel():
 
 @pytest.fixture
 def client(shared_actor):
-    return DataPoolClient(shared_actor)
+    return client_of([shared_actor])
 
 
 @pytest.fixture
@@ -160,45 +159,17 @@ async def is_true(awaitable):
     return bool(await awaitable)
 
 
-async def test_a_wait_is_as_long_as_asked_however_it_is_sliced(client, channel, monkeypatch):
-    monkeypatch.setattr(client_module, "SLICE_S", 0.02)
-    assert await client.fetch_batch(channel=channel, timeout_s=0.1) is None
-    waiting = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=None))
-    await asyncio.sleep(0.1)
-    assert not waiting.done()
-    await client.shutdown(channel)
-    assert await waiting is None
-
-
-async def test_a_wait_goes_on_when_a_slice_of_it_ends_early(
-    client, channel, monkeypatch, make_step
-):
-    """A clock that ticks in milliseconds ends a slice up to one too soon; here many are slices."""
-    monkeypatch.setattr(client_module, "SLICE_S", 0.0015)
-    endless = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=None))
-    limited = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=60, batch_size=2))
-    await asyncio.sleep(1)
-    assert not endless.done()
-    assert not limited.done()
-    for uid in "abc":
-        await client.submit_step(make_step(uid, f"p{uid}", is_last=True), channel)
-    assert {len((await waiting).groups) for waiting in (endless, limited)} == {1, 2}
-
-
-async def test_cancelled_callers_leave_the_queue(shared_actor, client, channel):
-    reference = shared_actor.fetch_batch.remote(channel=channel, timeout_s=None)
-    task = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=None))
-
-    async def both_wait():
-        return await consumers(client, channel) == 2
+async def test_a_consumer_that_leaves_leaves_the_queue(client, channel, make_step):
+    leaving = asyncio.create_task(client.lease_batch(channel=channel, timeout_s=None))
+    await until(lambda: is_true(consumers(client, channel)))
+    leaving.cancel()
 
     async def nobody_waits():
         return await consumers(client, channel) == 0
 
-    await until(both_wait)
-    ray.cancel(reference)
-    task.cancel()
     await until(nobody_waits)
+    await client.submit_step(make_step("t", is_last=True), channel)
+    assert (await client.lease_batch(channel=channel)).groups[0].delivery == 1
 
 
 async def test_a_consumer_whose_process_died_leaves_the_queue(client, channel):
@@ -222,80 +193,34 @@ async def test_a_consumer_whose_process_died_leaves_the_queue(client, channel):
     await until(nobody_waits)
 
 
-async def test_many_waiting_consumers_do_not_shut_out_producers(shared_actor, channel, make_step):
-    waiting = [
-        shared_actor.fetch_batch.remote(channel=channel, timeout_s=None) for _ in range(1100)
-    ]
+async def test_a_bare_fetch_that_waits_holds_nobody_up(shared_actor, client, channel, make_step):
+    """Nor do more of them than may wait at a time."""
+    n = 3 * N_WAITING
+    waiting = [shared_actor.fetch_batch.remote(channel=channel, timeout_s=None) for _ in range(n)]
+    await until(lambda: is_n(consumers(client, channel), N_WAITING))
     assert await shared_actor.submit_step.remote(make_step("t"), channel) == "accepted"
-    await shared_actor.shutdown.remote(channel)
-    assert await asyncio.gather(*waiting) == [None] * 1100
+    assert await shared_actor.complete_trajectory.remote("t", channel=channel) == "complete"
+    statistics = await shared_actor.get_statistics.remote(channel)
+    assert statistics["groups"]["acked"] == 1
+    newcomer = client_of([shared_actor])
+    assert await newcomer.submit_step(make_step("u", "q"), channel) == "accepted"
+    await client.shutdown(channel)
+    batches = await asyncio.gather(*waiting)
+    assert sorted(len(batch or ()) for batch in batches) == [0] * (n - 1) + [1]
 
 
-class CountingHandle:
-    """The real handle, counting the calls that carry operations."""
-
-    def __init__(self, handle):
-        self._handle = handle
-        self.calls = 0
-
-    def __getattr__(self, name):
-        self.calls += name == "apply"
-        return getattr(self._handle, name)
+async def is_n(awaitable, n):
+    return await awaitable == n
 
 
-async def test_concurrent_submits_travel_together_and_each_gets_its_own_answer(
-    shared_actor, channel, make_step
-):
-    handle = CountingHandle(shared_actor)
-    client = DataPoolClient(handle)
-    await client.submit_step(make_step("t"), channel)
-    answers = await asyncio.gather(
-        *(client.submit_step(make_step(f"u{i}", index=i), channel) for i in range(100)),
-        client.submit_step(make_step("t"), channel),
-        client.submit_step(make_step("t", response_ids=[9, 9]), channel),
-        client.submit_steps([make_step("t", index=1), make_step("t", index=2)], channel),
-        return_exceptions=True,
-    )
-    assert answers[:100] == ["accepted"] * 100
-    assert answers[100] == "duplicate"
-    assert isinstance(answers[101], StepConflictError)
-    assert answers[102] == ["accepted", "accepted"]
-    assert handle.calls <= 4
-
-
-async def test_a_whole_trajectory_sent_at_once_travels_together_and_in_order(
-    shared_actor, channel, make_step
-):
-    handle = CountingHandle(shared_actor)
-    client = DataPoolClient(handle)
-
-    async def trajectory(uid):
-        return await asyncio.gather(
-            client.open_trajectory(uid, "p", channel=channel),
-            client.submit_step(make_step(uid), channel),
-            client.complete_trajectory(uid, 1.0, channel=channel),
-        )
-
-    answers = await asyncio.gather(*(trajectory(f"t{i}") for i in range(100)))
-    assert answers == [["accepted", "accepted", "complete"]] * 100
-    assert handle.calls <= 4
-
-
-async def test_an_operation_that_is_not_a_producers_is_refused(shared_actor):
-    with pytest.raises(InvalidRequestError, match="operation is 'shutdown'"):
-        await shared_actor.apply.remote([("shutdown", ())])
-
-
-async def test_a_step_that_cannot_travel_fails_alone(client, channel, make_step):
-    answers = await asyncio.gather(
-        client.submit_step(make_step("good"), channel),
-        client.submit_step(make_step("bad", metadata={"lock": threading.Lock()}), channel),
-        client.submit_step(make_step("fine"), channel),
-        return_exceptions=True,
-    )
-    assert isinstance(answers[1], InvalidStepError)
-    assert {answers[0], answers[2]} <= {"accepted", "duplicate"}
-    assert (await client.get_statistics(channel))["steps"]["stored"] == 2
+async def test_a_bare_fetch_sees_what_was_submitted_before_it(own_actor, make_step):
+    """Though it runs beside the others, and they were not waited for."""
+    for i in range(50):
+        steps = [make_step(f"t{i}", f"p{i}", k, prompt_ids=[1] * 40_000) for k in range(3)]
+        own_actor.submit_steps.remote(steps)
+        own_actor.complete_trajectory.remote(f"t{i}")
+        batch = await own_actor.fetch_batch.remote()
+        assert [step.trajectory_uid for step in batch] == [f"t{i}"] * 3
 
 
 async def test_a_producer_that_leaves_does_not_disturb_the_others(client, channel, make_step):
@@ -314,7 +239,7 @@ async def test_a_client_is_found_by_name_and_a_missing_pool_is_named(shared_acto
 
 
 async def test_a_dead_pool_is_a_connection_error_in_one_line(own_actor, make_step):
-    client = DataPoolClient(own_actor)
+    client = client_of([own_actor])
     waiting = asyncio.create_task(client.fetch_batch(timeout_s=None))
     await until(lambda: is_true(consumers(client, "train")))
     pid = (await client.describe())["pid"]
@@ -347,21 +272,21 @@ def memory_actor(cluster):
     ray.kill(handle)
 
 
-async def kill(handle):
+async def kill(client):
     """`kill -9`; returns once the process is gone."""
-    process = psutil.Process((await handle.describe.remote())["pid"])
+    process = psutil.Process((await client.describe())["pid"])
     process.kill()
     await asyncio.to_thread(process.wait, 10)
 
 
 async def test_a_killed_pool_still_has_what_it_acknowledged(own_actor, make_step):
-    client = DataPoolClient(own_actor)
+    client = client_of([own_actor])
     steps = [make_step(t, f"p{t}", i, metadata={"i": i}) for t in "ab" for i in range(3)]
     await client.submit_steps(steps)
     await client.complete_trajectory("a", reward=1.0)
     await client.submit_step(make_step("c", "pc", is_last=True))
     first = await client.lease_batch()
-    await kill(own_actor)
+    await kill(client)
 
     assert await client.submit_steps(steps[3:]) == ["duplicate"] * 3
     stats = await client.get_statistics("train")
@@ -374,33 +299,31 @@ async def test_a_killed_pool_still_has_what_it_acknowledged(own_actor, make_step
 
 
 async def test_a_lease_whose_answer_was_lost_is_given_again_to_the_same_call(own_actor, make_step):
-    await DataPoolClient(own_actor).submit_step(make_step("t", is_last=True))
-    lost = await own_actor.lease_batch.remote(request_id="r")
-    await kill(own_actor)
-    client = DataPoolClient(own_actor)
-    await client.get_statistics()  # waits for the restart
-    repeated = await own_actor.lease_batch.remote(request_id="r")
-    assert repeated == lost
-    assert await own_actor.lease_batch.remote(request_id="other") == "nothing_yet"
+    client = client_of([own_actor])
+    await client.submit_step(make_step("t", is_last=True))
+    lost = await client.call(LeaseBatch(request_id="r"))
+    await kill(client)
+    assert await client.call(LeaseBatch(request_id="r")) == lost
+    assert await client.call(LeaseBatch(request_id="other")) == "nothing_yet"
 
 
 async def test_a_call_under_way_when_the_pool_is_killed_gets_its_answer(own_actor, make_step):
-    client = DataPoolClient(own_actor)
+    client = client_of([own_actor])
     fetch = asyncio.create_task(client.fetch_batch(timeout_s=60))
     await until(lambda: is_true(consumers(client, "train")))
-    await kill(own_actor)
+    await kill(client)
     await client.submit_step(make_step("t", is_last=True))
     assert len(await fetch) == 1
 
 
 async def test_a_pool_without_a_journal_knows_no_lease_of_its_former_life(memory_actor, make_step):
-    client = DataPoolClient(memory_actor)
+    client = client_of([memory_actor])
     child = {"prompt_ids": [1, 2, 3, 4, 5, 9], "parent_index": 0}
 
     await client.submit_step(make_step("t", is_last=True))
     before = await client.lease_batch()
     await client.submit_step(make_step("u"))
-    await kill(memory_actor)
+    await kill(client)
 
     # Sent relative to a step that the new pool never saw: it goes once more, whole.
     assert await client.submit_step(make_step("u", index=1, **child)) == "accepted"
@@ -412,79 +335,25 @@ async def test_a_pool_without_a_journal_knows_no_lease_of_its_former_life(memory
     await client.ack(after.lease_id)
 
 
-# -- the direct line -----------------------------------------------------------------------
-
-
-async def lined(client):
-    """The client's connection, once it is up."""
-    async with asyncio.timeout(10):
-        while (connection := client._line.connection()) is None:  # noqa: ASYNC110 - it comes
-            await asyncio.sleep(0.01)
-    return connection
-
-
-async def test_steps_and_leases_take_the_line(own_actor, make_step):
-    client = DataPoolClient(own_actor)
-    connection = await lined(client)
-    uid = uuid.uuid4().hex
-    assert await client.submit_step(make_step(uid)) == "accepted"
-    await client.complete_trajectory(uid, reward=1.0)
-    lease = await client.lease_batch(1, timeout_s=5)
-    assert lease is not None
-    assert [s.trajectory_uid for s in lease.steps] == [uid]
-    assert connection._n_calls >= 3
-
-
-async def test_a_refusal_is_the_pools_own_error(own_actor):
-    client = DataPoolClient(own_actor)
-    await lined(client)
-    with pytest.raises(UnknownLeaseError):
-        await client.ack("nothing")
-
-
-async def test_a_consumer_that_leaves_is_not_served(own_actor, make_step):
-    client = DataPoolClient(own_actor)
-    await lined(client)
-    leaving = asyncio.create_task(client.lease_batch(1, timeout_s=None))
-    await asyncio.sleep(0.1)
-    leaving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaving
-    uid = uuid.uuid4().hex
-    await client.submit_step(make_step(uid))
-    await client.complete_trajectory(uid, reward=1.0)
-    assert await client.lease_batch(1, timeout_s=5) is not None
-
-
-async def test_calls_outlive_the_line_and_get_a_new_one(own_actor, make_step):
-    client = DataPoolClient(own_actor)
-    first = await lined(client)
+async def test_a_client_connects_again_to_the_pool_that_comes_back(own_actor, make_step):
+    client = client_of([own_actor])
     waiting = asyncio.create_task(client.lease_batch(1, timeout_s=None))
-    await asyncio.sleep(0.1)
+    await until(lambda: is_true(consumers(client, "train")))
     psutil.Process((await client.describe())["pid"]).kill()
-    uid = uuid.uuid4().hex
-    assert await client.submit_step(make_step(uid)) == "accepted"
-    await client.complete_trajectory(uid, reward=1.0)
+    assert await client.submit_step(make_step("t")) == "accepted"
+    await client.complete_trajectory("t", reward=1.0)
     lease = await waiting
     assert lease is not None
-    assert lease.steps[0].trajectory_uid == uid
-    second = await lined(client)
-    assert second is not first
-    await client.submit_step(make_step(uuid.uuid4().hex))
-    assert second._n_calls >= 1
+    assert lease.steps[0].trajectory_uid == "t"
 
 
-def test_each_event_loop_has_a_line_of_its_own(own_actor, make_step):
-    client = DataPoolClient(own_actor)
-
-    async def submit():
-        connection = await lined(client)
-        await client.submit_step(make_step(uuid.uuid4().hex))
-        return connection._n_calls
-
-    assert asyncio.run(submit()) == 1
-    assert asyncio.run(submit()) == 1
-    assert ray.is_initialized()
+async def test_a_new_client_finds_a_pool_that_is_busy_with_a_bare_handles_calls(
+    own_actor, make_step
+):
+    calls = [own_actor.submit_step.remote(make_step("t", index=i)) for i in range(3000)]
+    assert await client_of([own_actor]).submit_step(make_step("u", "q")) == "accepted"
+    assert ray.wait(calls[-1:], timeout=0)[1], "its calls are not through yet"
+    assert set(await asyncio.gather(*calls)) == {"accepted"}
 
 
 def test_a_client_whose_event_loop_ended_amid_its_calls_works_in_the_next_one(

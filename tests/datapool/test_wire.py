@@ -31,7 +31,7 @@ from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import wire
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.wire import Connection, Server, connect
-from tests.datapool.sockets import HERE, DoorLink, groups_of, serving, settle, until
+from tests.datapool.pools import HERE, DoorLink, groups_of, serving, settle, until
 
 
 class RawPeer:

@@ -1,5 +1,5 @@
-"""A pool behind a socket without Ray: in this process, or in one that can be killed; and a line to
-it that breaks where a test says."""
+"""Pools without Ray: of this process, behind a socket or not, or in one that can be killed; and a
+line to them that breaks where a test says."""
 
 from __future__ import annotations
 
@@ -13,11 +13,22 @@ from pathlib import Path
 
 from stepwell.datapool import DataPoolClient, PoolConfig
 from stepwell.datapool.remote.incarnation import Known
-from stepwell.datapool.remote.link import Link
+from stepwell.datapool.remote.link import Link, LocalPort
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.remote.wire import Door, Server
 
 HERE = "this node"
+
+
+def pool_here(
+    config: PoolConfig | None = None, folder: Path | None = None, **how
+) -> DataPoolClient:
+    """A pool of this process, as `DataPoolClient.local`, until `service_of(it).close()`."""
+    return DataPoolClient([LocalPort(PoolService(config, folder, **how))])
+
+
+def service_of(client: DataPoolClient) -> PoolService:
+    return client.ports[0].service
 
 
 async def settle() -> None:
