@@ -128,12 +128,12 @@ class Steps(Serving):
             closing = Closing(record.prompt_uid, "is_last")
             self._complete(record, before if before is not None and before == closing else closing)
 
-    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[memoryview, int | None]:
+    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int | None]:
         """The group's own copy of a root's prompt, and the row that holds it."""
         kept = group.prompts.get(prompt)
         if kept is None:
             row = self._write(group, PromptStored(group.prompt_uid), prompt)
-            kept = memoryview(prompt), row
+            kept = prompt, row
             group.prompts[prompt] = kept
             self.payloads.memory_bytes += len(prompt)
         return kept
@@ -193,17 +193,14 @@ class Steps(Serving):
 
     # -- after a restart ---------------------------------------------------------------------
 
-    def adopt_prompt(self, stored: PromptStored, prompt: bytes, row: int) -> memoryview:
+    def adopt_prompt(self, stored: PromptStored, prompt: bytes, row: int) -> None:
         """A prompt of before. Its group may begin with the very step that brought it."""
         group = self.prompt_groups.get(stored.prompt_uid) or self._begin_group(stored.prompt_uid)
-        group.prompts[prompt] = memoryview(prompt), row
+        group.prompts[prompt] = prompt, row
         group.rows.append(row)
         self.payloads.memory_bytes += len(prompt)
-        return group.prompts[prompt][0]
 
-    def adopt(
-        self, stored: StepStored, prompt: memoryview | None, payload: bytes, row: int
-    ) -> None:
+    def adopt(self, stored: StepStored, prompt: bytes | None, payload: bytes, row: int) -> None:
         """A step of before: it was accepted then, so nothing about it is checked."""
         prompt_uid, step = stored.prompt_uid, stored.step
         group = self.prompt_groups.get(prompt_uid) or self._begin_group(prompt_uid)
