@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Container, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +27,7 @@ import aiohttp
 from benchmarks.checks import BenchResult, Check
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
-from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import HttpServer
@@ -41,32 +40,16 @@ HANGS_AFTER_S = 120.0
 SHOWN = 20
 
 
-class MemoryPool:
-    """The pool's own core behind the gateway's port, always with room; keeps the Steps."""
-
-    def __init__(self) -> None:
-        self._core = DataPool(PoolConfig())
-        self.steps: list[Step] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        method = getattr(self._core, name)
-
-        async def call(*args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-            return method(*args, now=time.monotonic(), **kwargs)
-
-        return call
-
-    async def submit_steps(
-        self, steps: Sequence[Step], channel: str = "train", timeout_s: float | None = None
-    ) -> Any:
-        outcomes = self._core.submit_steps(steps, channel, now=time.monotonic())
-        self.steps += [s for s, o in zip(steps, outcomes, strict=True) if o == "accepted"]
-        return outcomes
-
-    async def submit_step(
-        self, step: Step, channel: str = "train", timeout_s: float | None = None
-    ) -> Any:
-        return (await self.submit_steps([step], channel))[0]
+async def steps_in(pool: DataPoolClient) -> list[Step]:
+    """All that a gateway stored in its training channel, once nobody uses the pool any more."""
+    steps: list[Step] = []
+    cursor = None
+    while True:
+        page = await pool.read_trajectories(cursor=cursor)
+        steps += [step for each in page.unpack() for step in each.trajectory.steps]
+        cursor = page.cursor
+        if cursor is None:
+            return steps
 
 
 def endless_model(folder: Path) -> Path:
@@ -117,7 +100,9 @@ async def engine(model: Path, log: Path) -> AsyncIterator[RunningEngine]:
 
 
 @asynccontextmanager
-async def gateway(pool: Any, engine_urls: Sequence[str], **options: Any) -> AsyncIterator[str]:
+async def gateway(
+    pool: DataPoolClient, engine_urls: Sequence[str], **options: Any
+) -> AsyncIterator[str]:
     """The gateway on an event loop of its own; yields its origin."""
     config = GatewayConfig(
         port=0,
@@ -199,40 +184,43 @@ async def update_under_load(
     first_version: int = 1,
 ) -> dict[str, Any]:
     """The figures of one mode; `problems` is empty if all is well."""
-    pool = MemoryPool()
     started = time.perf_counter()
     async with (
-        gateway(pool, [engine_url]) as origin,
+        DataPoolClient.local() as pool,
         EngineClient(engine_url) as control,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        clients = Clients(origin, session)
-        running = clients.start(n_requests)
-        in_flight, pauses = [], []
-        await asyncio.sleep(0.5)
-        for version in range(first_version, first_version + n_updates):
-            paused = time.perf_counter()
-            await control.pause(mode)
-            in_flight.append(clients.in_flight)
-            await control.update_weights_from_disk(str(model), version)
-            await control.continue_()
-            pauses.append(time.perf_counter() - paused)
-            await asyncio.sleep(0.15)
-        clients.stop.set()
-        await asyncio.gather(*running)
-        async with session.get(f"{origin}/statistics") as response:
-            statistics = (await response.json())["engine"]
+        async with (
+            gateway(pool, [engine_url]) as origin,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+        ):
+            clients = Clients(origin, session)
+            running = clients.start(n_requests)
+            in_flight, pauses = [], []
+            await asyncio.sleep(0.5)
+            for version in range(first_version, first_version + n_updates):
+                paused = time.perf_counter()
+                await control.pause(mode)
+                in_flight.append(clients.in_flight)
+                await control.update_weights_from_disk(str(model), version)
+                await control.continue_()
+                pauses.append(time.perf_counter() - paused)
+                await asyncio.sleep(0.15)
+            clients.stop.set()
+            await asyncio.gather(*running)
+            async with session.get(f"{origin}/statistics") as response:
+                statistics = (await response.json())["engine"]
+        steps = await steps_in(pool)
     versions = range(first_version - 1, first_version + n_updates)
-    problems = [*clients.failures, *wrong_steps(pool.steps, clients.tokens, versions)]
+    problems = [*clients.failures, *wrong_steps(steps, clients.tokens, versions)]
     return {
         "requests": clients.answered + len(clients.failures),
         "in_flight_at_each_update": min(in_flight),
         "updates": n_updates,
         "failed_or_hung": len(clients.failures),
-        "steps": len(pool.steps),
-        "steps_over_several_versions": sum(len(s.version_spans) > 1 for s in pool.steps),
-        "most_versions_in_a_step": max((len(s.version_spans) or 1 for s in pool.steps), default=0),
-        "tokens": sum(len(s.response_ids) for s in pool.steps),
+        "steps": len(steps),
+        "steps_over_several_versions": sum(len(s.version_spans) > 1 for s in steps),
+        "most_versions_in_a_step": max((len(s.version_spans) or 1 for s in steps), default=0),
+        "tokens": sum(len(s.response_ids) for s in steps),
         "resumes": statistics["resumes"],
         "last_version": statistics["version"],
         "longest_pause_s": round(max(pauses), 3),

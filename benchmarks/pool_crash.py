@@ -50,6 +50,7 @@ from stepwell.datapool import (
     LeaseExpiredError,
     PoolConfig,
     Step,
+    client_of,
     start_data_pool,
 )
 
@@ -389,6 +390,6 @@ def _pool() -> Iterator[DataPoolClient]:
         )
         actor = start_data_pool(config, f"bench-crash-{Path(folder).name}")
         try:
-            yield DataPoolClient(actor)
+            yield client_of([actor])
         finally:
             ray.kill(actor)

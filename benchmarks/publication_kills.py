@@ -39,13 +39,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.checks import BenchResult, Check
-from benchmarks.gateway_updates import MODEL, MemoryPool, gateway
+from benchmarks.gateway_updates import MODEL, gateway, steps_in
 from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
 from stepwell.backends.engines.client import EngineClient, version_number
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import EngineError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
 from stepwell.backends.weights.transaction import PHASES, Phase, When
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.trainer.errors import ConfigError
 
@@ -381,9 +382,9 @@ async def _run(
     transports: Sequence[WeightTransport],
     verbose: bool,
 ) -> BenchResult:
-    record, weights, pool = Record(), Weights(), MemoryPool()
+    record, weights = Record(), Weights()
     stop, started = asyncio.Event(), time.monotonic()
-    async with AsyncExitStack() as stack:
+    async with DataPoolClient.local() as pool, AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         weights.save(0, folder / "base")
         store = WeightStore(folder / "weights")
@@ -438,7 +439,9 @@ async def _run(
         stop.set()
         await asyncio.gather(*tasks)
         restarts = sum(s.restarts for s in supervisors)
-    check_steps(record, pool.steps)
+        await stack.aclose()  # the gateway ends before its pool is read
+        steps = await steps_in(pool)
+    check_steps(record, steps)
     recovery = sorted(record.recovery_s)
     figures = {
         "kills": record.kills.total(),
@@ -452,9 +455,9 @@ async def _run(
         ),
         "publication_s_max": round(max(record.publication_s), 3),
         "calls": record.calls,
-        "steps": len(pool.steps),
-        "step_tokens": sum(len(s.response_ids) for s in pool.steps),
-        "steps_over_several_versions": sum(len(s.version_spans) > 1 for s in pool.steps),
+        "steps": len(steps),
+        "step_tokens": sum(len(s.response_ids) for s in steps),
+        "steps_over_several_versions": sum(len(s.version_spans) > 1 for s in steps),
         "direct_answers": record.probes,
         "direct_tokens": record.probe_tokens,
         "seconds": round(time.monotonic() - started, 1),

@@ -201,7 +201,7 @@ async def run(
         async with _running(Path(base) / "run", books) as under_fire:
             await _fire(under_fire, books, kills)
             await _finish(under_fire, books)
-        result = _compare(under_fire, books, kills)
+        result = await _compare(under_fire, books, kills)
     result.figures["elapsed_s"] = time.monotonic() - began
     return result
 
@@ -282,7 +282,7 @@ async def _finish(run: _Run, books: _Books) -> None:
         books.died.append(run.last_words())
 
 
-def _compare(run: _Run, books: _Books, kills: int) -> BenchResult:
+async def _compare(run: _Run, books: _Books, kills: int) -> BenchResult:
     config = load_config("quickstart", run.options(1))
     source = training_prompts(config)
     n_draws = len(audit(run.ledger).draws)
@@ -290,7 +290,7 @@ def _compare(run: _Run, books: _Books, kills: int) -> BenchResult:
     store = CheckpointStore(run.folder / "checkpoints")
     state = store.load(store.folder / f"step_{store.steps()[-1]}")
     n_updates = state["progress"].updates
-    acked = _acked(config.run.dir / "pool")
+    acked = await _acked(config.run.dir / "pool")
     final_drops = found.dropped.total() - found.returned
     ends = found.trained + final_drops + len(found.in_flight) + len(found.waiting)
     checks = {
@@ -331,20 +331,11 @@ def _settled(found: Audit) -> int:
     return found.trained + found.dropped["not_trained"]
 
 
-def _acked(folder: Path) -> int:
+async def _acked(folder: Path) -> int:
     """Groups of the train channel acked, or dropped as trained, by the pool's own journal."""
-    from stepwell.datapool.config import PoolConfig
-    from stepwell.datapool.core.pool import DataPool
-    from stepwell.datapool.store.journal import Journal
-    from stepwell.datapool.store.replay import restore
+    from stepwell.datapool.remote.client import DataPoolClient
 
-    journal = Journal(folder, "process")
-    try:
-        pool = DataPool(PoolConfig())
-        restore(pool, journal, journal.rows(), journal.states(), journal.read)
-        counts = pool.get_statistics("train", now=time.time())
-    finally:
-        journal.close()
-    groups = counts["groups"]
+    async with DataPoolClient.local(folder=folder) as pool:
+        groups = (await pool.get_statistics("train"))["groups"]
     dropped = groups["drop_reasons"]
     return int(groups["acked"] + dropped.get(TRAINED, 0) + dropped.get(USED, 0))

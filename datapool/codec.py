@@ -136,8 +136,9 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     parent_index: int | None
     base: int | None
     """`step_index` of the step whose tokens the prompt begins with; None: `prompt` is whole."""
-    prompt: bytes | None
-    """The whole prompt, int32; None with a base."""
+    prompt: memoryview | None
+    """The whole prompt, int32; None with a base. A view of the message that it came with: a pool
+    keeps one copy for all rollouts of a group, and the others would leave holes in its heap."""
     payload: bytes
     """See the module; if it is spilled, its header and the row of the journal."""
 
@@ -224,7 +225,7 @@ def pack(step: Step, base: Tokens | None = None) -> PackedStep:
         step.is_last,
         step.parent_index,
         None if base is None else base.step_index,
-        prompt if base is None else None,
+        memoryview(prompt) if base is None else None,
         payload,
     )
 

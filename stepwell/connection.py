@@ -38,9 +38,11 @@ class Connection:
     def __init__(self, run: str | os.PathLike[str]) -> None:
         self._run = run
         self._stack = ExitStack()
+        self._pool: DataPoolClient | None = None
 
     async def __aenter__(self) -> DataPoolClient:
-        return self._open()
+        self._pool = self._open()
+        return self._pool
 
     async def __aexit__(
         self,
@@ -48,7 +50,11 @@ class Connection:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.close()
+        try:
+            if self._pool is not None:
+                await self._pool.close()
+        finally:
+            self._stack.close()
 
     def __await__(self) -> Generator[Any, None, DataPoolClient]:
         atexit.register(self._stack.close)  # and nothing earlier: nobody else holds the connection

@@ -141,12 +141,15 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
                 "torch",
                 "transformers",
                 "ray",
+                "uvloop",
                 *(f"stepwell.{r}" for r in ALLOWED if r != "datapool"),
             ],
         ),
+        # A pool of this process, and who has a client already, needs no Ray.
+        ("from stepwell.datapool import DataPoolClient", ["torch", "transformers", "ray"]),
         # Pools and engines are started and supervised by processes that compute nothing.
         (
-            "import stepwell.datapool.remote.actor, stepwell.datapool.remote.sharded",
+            "import stepwell.datapool.remote.actor, stepwell.datapool.remote.start",
             ["torch", "transformers"],
         ),
         ("import stepwell.backends.engines.server", ["torch", "transformers"]),

@@ -29,8 +29,7 @@ from benchmarks.gateway.size import trajectory_size
 from benchmarks.gateway.workload import Workload
 from benchmarks.pool.systems import pid_of
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.remote.actor import start_data_pool
-from stepwell.datapool.remote.client import DataPoolClient
+from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.graph import join
@@ -179,7 +178,8 @@ class Stepwell(System):
         self._folder = tempfile.TemporaryDirectory(prefix="stepwell-bench-")
         pool_name = f"bench-{os.urandom(4).hex()}"
         pool_config = PoolConfig(durability="process", journal_dir=Path(self._folder.name))
-        self.pool = DataPoolClient(await asyncio.to_thread(start_data_pool, pool_config, pool_name))
+        self._pool_actor = await asyncio.to_thread(start_data_pool, pool_config, pool_name)
+        self.pool = client_of([self._pool_actor])
         config = GatewayConfig(
             port=0,
             tokenizer_path=str(workload.tokenizer_path),
@@ -188,7 +188,7 @@ class Stepwell(System):
         urls: list[str] = await asyncio.gather(*(actor.start.remote() for actor in self.actors))
         self.ports = tuple(int(url.rpartition(":")[2]) for url in urls)
         self.pids = tuple([await pid_of(actor) for actor in self.actors])
-        self.pool_pid = await pid_of(self.pool.actor)
+        self.pool_pid = await pid_of(self._pool_actor)
 
     def _start(self, config: GatewayConfig, wiring: Wiring, pool_name: str) -> list[Any]:
         actor_class: Any = ray.remote(num_cpus=0)(WatchedGateway)
@@ -198,7 +198,7 @@ class Stepwell(System):
         for actor in self.actors:
             await actor.stop.remote()
             ray.kill(actor)
-        ray.kill(self.pool.actor)
+        ray.kill(self._pool_actor)
         self._folder.cleanup()
 
     async def settle(self, jobs: Sequence[Job]) -> None:

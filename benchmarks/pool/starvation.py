@@ -28,7 +28,7 @@ from benchmarks.checks import BenchResult, Check
 from benchmarks.pool.cluster import bench_cluster
 from benchmarks.pool.systems import pid_of
 from benchmarks.pool.workload import ROLLOUTS, Call, small_calls
-from stepwell.datapool import DataPoolClient, PoolConfig, start_data_pool
+from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_pool
 
 GROUPS = 10_000
 QUICK_GROUPS = 120
@@ -75,7 +75,7 @@ async def run(*, quick: bool = False) -> BenchResult:
     with bench_cluster(), tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
         config = PoolConfig(journal_dir=Path(folder), remembered_uids=REMEMBERED_UIDS)
         actor = await asyncio.to_thread(start_data_pool, config, "bench-starvation")
-        client = DataPoolClient(actor)
+        client = client_of([actor])
         process = psutil.Process(await pid_of(actor))
         began = time.monotonic()
         state = await _drive(client, process, groups, deadline_s)

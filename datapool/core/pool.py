@@ -18,7 +18,7 @@ and calling `tick` when `next_deadline` comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,7 +31,6 @@ from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Load, Log
 from stepwell.datapool.inspect import listing
 from stepwell.datapool.inspect.events import EventLog, Events
-from stepwell.datapool.inspect.rows import ExportedPage, Page, StepRow
 from stepwell.datapool.types import TRAIN, VAL
 
 R = TypeVar("R")
@@ -70,13 +69,7 @@ class DataPool:
         Raises:
             DataPoolError: as the operation says; nothing is changed.
         """
-        answer: R
-        if (method := _OF_A_CHANNEL.get(type(op))) is not None:
-            answer = method(self._at(getattr(op, "channel"), now), op)  # noqa: B009
-        elif (method := _ASKED_OF_A_CHANNEL.get(type(op))) is not None:
-            answer = method(self._seen(getattr(op, "channel"), now), op)  # noqa: B009
-        else:
-            answer = _OF_THE_POOL[type(op)](self, op, now)
+        answer: R = _ANSWERS[type(op)](self, op, now)
         return answer
 
     # -- producers and people ----------------------------------------------------------------
@@ -192,19 +185,6 @@ class DataPool:
     def _events(self, op: asked.GetEvents, now: float) -> Events:
         return self.events.after(op.cursor, op.channel, op.kinds, op.limit)
 
-    def _list(self, op: Any, now: float) -> Page[Any]:
-        source = self._seen(op.channel, now)
-        rows = _LISTINGS[type(op)]
-        return rows(source, self.epoch, op.cursor, op.limit, op.filters)
-
-    def _list_steps(self, op: asked.ListSteps, now: float) -> Page[StepRow]:
-        about = op.cursor, op.limit, op.filters, op.include_tokens
-        return listing.list_steps(self._seen(op.channel, now), self.epoch, *about)
-
-    def _read(self, op: asked.ReadTrajectories, now: float) -> ExportedPage:
-        about = op.cursor, op.limit, op.filters
-        return listing.read_trajectories(self._seen(op.channel, now), self.epoch, *about)
-
     # -- memory and the log ------------------------------------------------------------------
 
     @property
@@ -281,31 +261,35 @@ class DataPool:
         self.events.add(channel.now, kind, channel.name, *uids, **data)
 
 
-def _available(channel: Channel, op: asked.WaitAvailable) -> asked.Available:
-    return asked.Available(channel.n_available(op.n_rollouts), channel.counts.shut_down)
+_Answer: TypeAlias = Callable[[DataPool, Any, float], Any]
 
 
-_OF_A_CHANNEL: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
-    ops.OpenGroup: Channel.open_group,
-    ops.OpenTrajectory: Channel.open_trajectory,
-    ops.SubmitSteps: Channel.submit_steps,
-    ops.CompleteTrajectory: Channel.complete_trajectory,
-    ops.AbortTrajectory: Channel.abort_trajectory,
-    ops.DropGroup: Channel.drop_group,
-    ops.SetReward: Channel.set_reward,
-    ops.Mark: Channel.mark,
-    ops.AdvanceVersion: Channel.advance_version,
-}
-"""Changes, which make the channel if there is none."""
-_ASKED_OF_A_CHANNEL: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
-    asked.DryRunOf: Channel.dry_run,
-    asked.WaitForRoom: Channel.check_room,
-    asked.WaitAvailable: _available,
-    asked.WaitCredit: Channel.credit,
-}
-_OF_THE_POOL: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
+def _change(method: Callable[[Channel, Any], Any]) -> _Answer:
+    """Of a channel, which it makes if there is none."""
+    return lambda pool, op, now: method(pool._at(op.channel, now), op)
+
+
+def _ask(method: Callable[[Channel, Any], Any]) -> _Answer:
+    """Of a channel, which may not be there."""
+    return lambda pool, op, now: method(pool._seen(op.channel, now), op)
+
+
+def _list(listed: Callable[[Channel, str, Any], Any]) -> _Answer:
+    return lambda pool, op, now: listed(pool._seen(op.channel, now), pool.epoch, op)
+
+
+_ANSWERS: Final[Mapping[type, _Answer]] = {
+    ops.OpenGroup: _change(Channel.open_group),
+    ops.OpenTrajectory: _change(Channel.open_trajectory),
     ops.ResumeTrajectory: DataPool._resume,
+    ops.SubmitSteps: _change(Channel.submit_steps),
+    ops.CompleteTrajectory: _change(Channel.complete_trajectory),
+    ops.AbortTrajectory: _change(Channel.abort_trajectory),
+    ops.DropGroup: _change(Channel.drop_group),
+    ops.SetReward: _change(Channel.set_reward),
+    ops.Mark: _change(Channel.mark),
     ops.Delete: DataPool._delete,
+    ops.AdvanceVersion: _change(Channel.advance_version),
     ops.LeaseBatch: DataPool._lease,
     ops.Ack: DataPool._ack,
     ops.Nack: DataPool._nack,
@@ -315,12 +299,13 @@ _OF_THE_POOL: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     ops.Shutdown: DataPool._close,
     asked.GetStatistics: DataPool._statistics,
     asked.GetEvents: DataPool._events,
-    asked.ListGroups: DataPool._list,
-    asked.ListTrajectories: DataPool._list,
-    asked.ListSteps: DataPool._list_steps,
-    asked.ReadTrajectories: DataPool._read,
+    asked.DryRunOf: _ask(Channel.dry_run),
+    asked.WaitForRoom: _ask(Channel.check_room),
+    asked.WaitAvailable: _ask(Channel.available),
+    asked.WaitCredit: _ask(Channel.credit),
+    asked.ListGroups: _list(listing.list_groups),
+    asked.ListTrajectories: _list(listing.list_trajectories),
+    asked.ListSteps: _list(listing.list_steps),
+    asked.ReadTrajectories: _list(listing.read_trajectories),
 }
-_LISTINGS: Final[Mapping[type, Callable[..., Page[Any]]]] = {
-    asked.ListGroups: listing.list_groups,
-    asked.ListTrajectories: listing.list_trajectories,
-}
+"""How each is answered."""

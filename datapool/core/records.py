@@ -92,7 +92,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def step(self, index: int) -> PackedStep | None:
         """The step of this index, if it is stored."""
         steps = self.steps
-        if index < len(steps) and steps[index].step_index == index:
+        if 0 <= index < len(steps) and steps[index].step_index == index:
             return steps[index]
         at = bisect_left(steps, index, key=_INDEX)
         return steps[at] if at < len(steps) and steps[at].step_index == index else None
@@ -158,7 +158,8 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
         last one."""
         for step in steps if self.step_rewards else ():
             step.reward = self.step_reward(step.step_index)
-        steps[-1].reward, steps[-1].is_last = self.last_reward(), True
+        if steps:
+            steps[-1].reward, steps[-1].is_last = self.last_reward(), True
         return steps
 
 
@@ -176,7 +177,7 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     trajectories: dict[str, TrajectoryRecord] = {}
     complete: list[TrajectoryRecord] = []
     """In the order of completion, which is the order they are served in."""
-    prompts: dict[bytes, tuple[bytes, int | None]] = {}
+    prompts: dict[bytes, tuple[memoryview, int | None]] = {}
     """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
     rows: array[int] = msgspec.field(default_factory=lambda: array("q"))
     """Rows of the log that are about this group; they go with it."""

@@ -32,7 +32,7 @@ from stepwell.datapool.core.rows import (
     RewardsAwaited,
 )
 from stepwell.datapool.errors import SelectionError
-from stepwell.datapool.questions import DryRunOf
+from stepwell.datapool.questions import Available, DryRunOf, WaitAvailable
 from stepwell.datapool.selection import (
     NOT_TRAINABLE,
     STALE,
@@ -227,6 +227,9 @@ class Serving(Limits):
         return dry_run(rules, infos, op.batch_size, judge=judge, more_may_come=self.more_may_come)
 
     # -- consumers ---------------------------------------------------------------------------
+
+    def available(self, op: WaitAvailable) -> Available:
+        return Available(self.n_available(op.n_rollouts), self.counts.shut_down)
 
     def n_available(self, n_rollouts: int | None) -> int:
         return self._order.count(n_rollouts or self.config.n_rollouts)

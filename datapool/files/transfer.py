@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
 from collections.abc import Awaitable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -47,7 +46,7 @@ NOT_IMPORTED = "not_imported"
 EXPORT_PAGE = 256
 """Trajectories of an export that travel together, if they are small."""
 GROUPS_AT_ONCE = 8
-"""Groups that an import fills side by side, at most."""
+"""Groups that an import reads and fills side by side."""
 ABORTS_AT_ONCE = 64
 
 T = TypeVar("T")
@@ -159,12 +158,14 @@ async def import_channel(
     left_out = {"aborted"} if include_open else {"aborted", "open"}
     groups = _groups(read(path))
     try:
-        while group := await asyncio.to_thread(next, groups, None):
-            chosen = [_renamed(e, uid_suffix) for e in group if e.state not in left_out]
-            run.summary.n_left_out += len(group) - len(chosen)
-            if chosen:
-                await run.add(chosen)
-        await run.settle(0)
+        while some := await asyncio.to_thread(list, islice(groups, GROUPS_AT_ONCE)):
+            for group in some:
+                chosen = [_renamed(e, uid_suffix) for e in group if e.state not in left_out]
+                run.summary.n_left_out += len(group) - len(chosen)
+                if chosen:
+                    await run.add(chosen)
+            while run.filling:
+                await run.filling.pop(0)
         if close_groups:
             await run.close_groups()
     except _CONTRADICTIONS as e:
@@ -228,7 +229,7 @@ class _Import:
     timeout_s: float | None
     missing: dict[str, int] = field(default_factory=dict)
     """Rollouts that a group was declared with and that the file did not have so far."""
-    filling: deque[asyncio.Task[None]] = field(default_factory=deque)
+    filling: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def channel(self) -> str:
@@ -251,12 +252,6 @@ class _Import:
             self.summary.n_groups += 1
         self.missing[uid] -= len(group)
         self.filling.append(asyncio.create_task(self._fill(group)))
-        await self.settle(GROUPS_AT_ONCE)
-
-    async def settle(self, n: int) -> None:
-        """Wait until no more than `n` groups are being filled."""
-        while len(self.filling) > n:
-            await self.filling.popleft()
 
     async def _open(self, t: Trajectory) -> SubmitOutcome:
         outcome = await self.client.open_trajectory(

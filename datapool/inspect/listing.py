@@ -15,10 +15,11 @@ Owns the walk and what can be filtered. Does not own cursors and costs (`paging.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
+from stepwell.datapool import questions
 from stepwell.datapool.codec import PackedTrajectory, read_extra, unpack
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
@@ -90,21 +91,15 @@ class Listing(Generic[T]):
         self._filters = filters
         self._items = items
 
-    def __call__(
-        self,
-        channel: Channel,
-        epoch: str,
-        cursor: str | None,
-        limit: int,
-        filters: Mapping[str, Any],
-    ) -> Page[T]:
+    def __call__(self, channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Page[T]:
         """A page of a channel.
 
         Raises:
             InvalidRequestError: as `Pager`.
             JournalError: a payload cannot be read back.
         """
-        pager = Pager(self._kind, self._filters, epoch, cursor, limit, filters)
+        about = asked.cursor, asked.limit, asked.filters
+        pager = Pager(self._kind, self._filters, epoch, *about)
         items: list[T] = []
         for item in self._items(channel, pager):
             items.append(item)
@@ -357,21 +352,14 @@ _list_steps_with_tokens: Final = Listing(
 _list_exported: Final = Listing("export", _TRAJECTORY_FILTERS, _exported)
 
 
-def list_steps(
-    channel: Channel,
-    epoch: str,
-    cursor: str | None,
-    limit: int,
-    filters: Mapping[str, Any],
-    include_tokens: bool,
-) -> Page[StepRow]:
+def list_steps(channel: Channel, epoch: str, asked: questions.ListSteps) -> Page[StepRow]:
     """Trajectory by trajectory, by `step_index`."""
-    listing = _list_steps_with_tokens if include_tokens else _list_steps
-    return listing(channel, epoch, cursor, limit, filters)
+    listing = _list_steps_with_tokens if asked.include_tokens else _list_steps
+    return listing(channel, epoch, asked)
 
 
 def read_trajectories(
-    channel: Channel, epoch: str, cursor: str | None, limit: int, filters: Mapping[str, Any]
+    channel: Channel, epoch: str, asked: questions.ReadTrajectories
 ) -> ExportedPage:
     """Whole trajectories with their tokens, at most about 8 MiB at a time; filters are those of
     `list_trajectories`.
@@ -380,6 +368,6 @@ def read_trajectories(
     that were set since; one for the whole trajectory stands in `outcome`. Of aborted ones only the
     head, because the pool released their steps.
     """
-    page = _list_exported(channel, epoch, cursor, limit, filters)
+    page = _list_exported(channel, epoch, asked)
     heads, packed = zip(*page.items, strict=True) if page.items else ((), ())
     return ExportedPage(heads, packed, page.cursor)

@@ -18,6 +18,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,17 +162,12 @@ class DataPoolActor:
 
         me: Any = ray.get_runtime_context().current_actor
         ray.get(me.wait_for_earlier.remote())
-
-        async def fetch() -> Fetched | None:
-            op = LeaseBatch(n_rollouts, channel, batch_size)
-            lease = await self._service.call(op, timeout_s)
-            if not isinstance(lease, PackedLease):
-                return None
-            await self._service.call(Ack(lease.lease_id))
-            return Fetched(lease)
-
-        fetched: Fetched | None = self._run(fetch())
-        return fetched
+        op = LeaseBatch(n_rollouts, channel, batch_size)
+        lease = self._run(self._service.call(op, timeout_s))
+        if not isinstance(lease, PackedLease):
+            return None
+        self._call(Ack(lease.lease_id))
+        return Fetched(lease)
 
     def wait_for_earlier(self) -> None:
         """Return after every call that this actor was sent before: its turn comes after theirs."""
@@ -182,9 +178,18 @@ class DataPoolActor:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        answer: R = self._run(self._service.call(op, timeout_s))
-        return answer
+    def _call(self, op: Op[R]) -> R:
+        answered: Future[R] = Future()
+        # A third of what a coroutine of the loop's takes.
+        self._loop.call_soon_threadsafe(self._answer, op, answered)
+        return answered.result()
+
+    def _answer(self, op: Op[Any], answered: Future[Any]) -> None:
+        (answer,) = self._service.settle_now([(op, self._service.try_(op))])
+        if isinstance(answer, Exception):
+            answered.set_exception(answer)
+        else:
+            answered.set_result(answer)
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

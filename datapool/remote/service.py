@@ -218,19 +218,38 @@ class PoolService:
 
     async def settle(self, applied: Sequence[tuple[Op[Any] | None, Any]]) -> list[Any]:
         """The answers, or errors, of operations that `try_` has applied, once they are durable."""
-        if self._journal is None or not any(isinstance(op, Change) for op, _ in applied):
+        error = None
+        if self._journal is not None and any(isinstance(op, Change) for op, _ in applied):
+            self._pool.write_counts()
+            try:
+                await self._journal.committed()
+            except JournalError as e:
+                error = e
+        return self._settled(applied, error)
+
+    def settle_now(self, applied: Sequence[tuple[Op[Any] | None, Any]]) -> list[Any]:
+        """As `settle`, in a transaction of its own. Waits for the disk where the pool survives a
+        power failure."""
+        error = None
+        if self._journal is not None:
+            self._pool.write_counts()
+            try:
+                self._journal.flush()
+            except JournalError as e:
+                error = e
+        return self._settled(applied, error)
+
+    def _settled(
+        self, applied: Sequence[tuple[Op[Any] | None, Any]], error: JournalError | None
+    ) -> list[Any]:
+        if error is None:
+            self._pool.written()
             return [answer for _, answer in applied]
-        self._pool.write_counts()
-        try:
-            await self._journal.committed()
-        except JournalError as e:
-            error = self._ended(e)
-            for op, answer in applied:
-                if isinstance(answer, PackedLease):  # a group is there when it is opened again
-                    self._take_back(op, answer)
-            return [error if isinstance(op, Change) else answer for op, answer in applied]
-        self._pool.written()
-        return [answer for _, answer in applied]
+        self._ended(error)
+        for op, answer in applied:
+            if isinstance(answer, PackedLease):  # a group is there when it is opened again
+                self._take_back(op, answer)
+        return [error if isinstance(op, Change) else answer for op, answer in applied]
 
     def _apply(self, op: Op[R]) -> R:
         answer: Any = (

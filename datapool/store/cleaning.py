@@ -13,6 +13,7 @@ their segments die whole. Owns what is moved and when; writes nothing.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -49,7 +50,7 @@ class Cleaner:
         """Segments to be erased, in order."""
         self._victim: int | None = None
         self._records: Iterator[tuple[int, bytes | None]] | None = None
-        self._is_stopped = False
+        self.is_stopped = False
 
     def begin(self) -> None:
         """After a start."""
@@ -77,13 +78,14 @@ class Cleaner:
 
     @property
     def is_erasing(self) -> bool:
-        return bool(self._queue) and not self._is_stopped
+        return bool(self._queue) and not self.is_stopped
 
     def is_busy(self, active: int) -> bool:
         return self.is_erasing or self._choose(active) is not None
 
-    def take(self, active: int, deleted: Collection[int]) -> Slice:
-        """The next slice, for a transaction that deletes these rows, written into `active`."""
+    def take(self, active: int, deleted: Collection[int], n_written: int) -> Slice:
+        """The next slice, for a transaction that deletes these rows and writes so many bytes of new
+        ones into `active`: as many may be moved, so that the cleaning keeps up."""
         victim = self._choose(active)
         if victim is None:
             return Slice({}, [])
@@ -92,16 +94,17 @@ class Cleaner:
             self._records = self._live_records(self._index.segments[victim])
         moved: dict[int, bytes] = {}
         n_bytes = n_seen = 0
+        larger = max(1.0, n_written / SLICE_BYTES)
         try:
             for n_seen, (row, record) in enumerate(self._records, start=1):
                 if record is not None and row not in deleted:
                     moved[row] = record
                     n_bytes += len(record)
-                if n_bytes >= SLICE_BYTES or n_seen >= SLICE_ROWS:
+                if n_bytes >= SLICE_BYTES * larger or n_seen >= SLICE_ROWS * larger:
                     return Slice(moved, [])
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, struct.error) as e:
             # Copies that were moved are still in it, so no other segment may go either.
-            self._is_stopped = True
+            self.is_stopped = True
             logger.error(
                 "%s cannot be read (%s): what is dead stays on disk, and grows. Stop the pool and "
                 "run `stepwell data salvage %s`",
@@ -113,8 +116,8 @@ class Cleaner:
         return Slice(moved, [victim])
 
     def _choose(self, active: int) -> int | None:
-        if self._is_stopped or self._victim is not None:
-            return None if self._is_stopped else self._victim
+        if self.is_stopped or self._victim is not None:
+            return None if self.is_stopped else self._victim
         segments = self._index.segments
         for number in self._queue:
             if number != active:
@@ -125,7 +128,8 @@ class Cleaner:
         if n_dead <= max(SLACK_BYTES, self._index.live_bytes):
             return None
         sealed = [segment for segment in segments.values() if segment.number != active]
-        deadest = max(sealed, key=lambda s: s.end - s.live_bytes, default=None)
+        # By its share, not its bytes: rows that were moved once are not moved with every choice.
+        deadest = min(sealed, key=lambda s: s.live_bytes / s.end, default=None)
         return None if deadest is None else deadest.number
 
     def _live_records(self, segment: Segment) -> Iterator[tuple[int, bytes | None]]:

@@ -14,18 +14,18 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from stepwell.datapool.store.segments import (
-    RECORD,
     Block,
     Meta,
     journal_of,
+    runs,
     segment_path,
     segments_in,
     sound_blocks,
-    unpack_ids,
 )
 
 _OFFSET_BITS = 36
@@ -98,7 +98,6 @@ class Index:
 
     def put(self, number: int, row: int, offset: int, size: int) -> None:
         """A copy of the row was written into this segment, which counts from now on."""
-        segment = self.segments[number]
         chunk = self._chunks.get(row >> _CHUNK_BITS)
         if chunk is None:
             chunk = self._chunks[row >> _CHUNK_BITS] = _Chunk(array("q"), array("q"), array("I"))
@@ -117,12 +116,7 @@ class Index:
                 rows.insert(i, row)
                 places.insert(i, place)
                 sizes.insert(i, size)
-        segment.rows += 1
-        segment.live_rows += 1
-        segment.live_bytes += size
-        self.empty.discard(number)
-        self.n_rows += 1
-        self.live_bytes += size
+        self._enter(number, 1, size)
 
     def delete(self, row: int, said_in: int) -> None:
         """The row is dead, says the segment `said_in`. Unknown rows are passed over."""
@@ -161,26 +155,52 @@ class Index:
             if (rows := segment.graves.pop(number, None)) is not None:
                 segment.graves.setdefault(into, array("q")).extend(rows)
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
-        """Id, segment and offset of every live row, in order of the ids."""
+    def places(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+        """All live rows in order of their ids: the segment and (id, offset) of some that follow
+        each other in it."""
         for key in sorted(self._chunks):
-            chunk = self._chunks.get(key)
-            if chunk is not None:
-                for row, place in zip(chunk.rows[:], chunk.places[:], strict=True):
-                    yield row, place >> _OFFSET_BITS, place & _OFFSET_MASK
+            chunk = self._chunks[key]
+            each = zip(chunk.rows[:], chunk.places[:], strict=True)
+            for number, found in groupby(each, lambda row: row[1] >> _OFFSET_BITS):
+                yield number, [(row, place & _OFFSET_MASK) for row, place in found]
 
-    def apply(self, number: int, data: bytes, block: Block, meta: Meta) -> None:
-        """What a block says of rows."""
+    def apply(self, number: int, block: Block, meta: Meta) -> None:
+        """What a transaction in this segment changes."""
         self.grow(number, block.end, block.crc)
-        at = block.at
-        unpack, put = RECORD.unpack_from, self.put
-        for _ in range(block.n_rows):
-            _, _, row, n_names, n_head, n_payload = unpack(data, at)
-            size = RECORD.size + n_names + n_head + n_payload - (n_payload > 0)
-            put(number, row, at, size)
-            at += size
-        for row in unpack_ids(meta.deleted):
-            self.delete(row, number)
+        at, i = block.at, 0
+        for first, n in runs(meta.rows):
+            sizes = meta.sizes[i : i + n]
+            self._put(number, first, sizes, at)
+            at += sum(sizes)
+            i += n
+        for first, n in runs(meta.deleted):
+            for row in range(first, first + n):
+                self.delete(row, number)
+
+    def _put(self, number: int, first: int, sizes: list[int], at: int) -> None:
+        """Rows that follow each other, also in the segment."""
+        last = first + len(sizes) - 1
+        chunk = self._chunks.get(first >> _CHUNK_BITS)
+        is_last = chunk is None or chunk.rows[-1] < first
+        if chunk is None or not is_last or last >> _CHUNK_BITS != first >> _CHUNK_BITS:
+            for row, size in enumerate(sizes, first):
+                self.put(number, row, at, size)
+                at += size
+            return
+        chunk.rows.extend(range(first, last + 1))
+        chunk.sizes.extend(sizes)
+        *places, end = accumulate(sizes, initial=number << _OFFSET_BITS | at)
+        chunk.places.extend(places)
+        self._enter(number, len(sizes), end - places[0])
+
+    def _enter(self, number: int, n_rows: int, n_bytes: int) -> None:
+        segment = self.segments[number]
+        segment.rows += n_rows
+        segment.live_rows += n_rows
+        segment.live_bytes += n_bytes
+        self.empty.discard(number)
+        self.n_rows += n_rows
+        self.live_bytes += n_bytes
 
     def _leave(self, number: int, size: int) -> None:
         segment = self.segments[number]
@@ -211,8 +231,8 @@ class Found:
     crcs: dict[int, int] = field(default_factory=dict)
     """Of the blocks of the newest two segments, by transaction."""
 
-    def apply(self, number: int, data: bytes, block: Block, meta: Meta) -> None:
-        self.index.apply(number, data, block, meta)
+    def apply(self, number: int, block: Block, meta: Meta) -> None:
+        self.index.apply(number, block, meta)
         self.states |= meta.states
         self.sequence, self.next_row = block.sequence, block.next_row
         self.segment, self.end, self.crc = number, block.end, block.crc
@@ -245,13 +265,13 @@ def read_log(folder: Path, journal: bytes, newest: int | None = None) -> Found:
             raise ValueError(f"{name} is missing")
         sealed = segment_path(folder, other).read_bytes()
         for block, meta in sound_blocks(sealed, journal):
-            found.apply(other, sealed, block, meta)
+            found.apply(other, block, meta)
         if (found.segment, found.end, found.crc) != (other, end, crc):
             at = found.end if found.segment == other else 0
             raise ValueError(f"{name} is damaged at byte {at}")
         found.crcs = {found.sequence: found.crc}
     for block, meta in tail:
-        found.apply(number, data, block, meta)
+        found.apply(number, block, meta)
         found.crcs[block.sequence] = block.crc
     return found
 

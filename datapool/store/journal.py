@@ -342,8 +342,8 @@ class Journal:
         self._error = None
         self._commits += 1
         self._rows_written += len(transaction.batch.rows)
-        self._rows_deleted += len(transaction.deleted)
-        if transaction.deleted and self._due is None:
+        self._rows_deleted += transaction.n_deleted
+        if transaction.n_deleted and self._due is None:
             self._due = time.monotonic() + ERASE_S
         if self._begins:
             self._begins = self._is_asked = False
@@ -471,6 +471,8 @@ class Journal:
         self._commit_or_raise()
         while self._log.is_cleaning:
             self._commit_or_raise()
+        if self._log.cleaner.is_stopped:
+            raise self._log.corrupt("a segment cannot be read, so what was deleted is still there")
         self._sweep()
 
     def _sweep(self) -> None:

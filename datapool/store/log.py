@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import struct
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,7 +52,7 @@ from stepwell.datapool.store.segments import (
     encode_block,
     encode_segment,
     pack_ids,
-    read_row,
+    read_rows,
     segment_path,
     segments_in,
 )
@@ -99,10 +100,9 @@ class Transaction:
     data: bytes
     acked: Acked
     """The record of it."""
-    placed: list[tuple[int, int, int]]
-    """Rows with their offsets and sizes."""
-    deleted: set[int]
-    dropped: list[int]
+    block: Block
+    meta: Meta
+    n_deleted: int
 
     @property
     def at(self) -> int:
@@ -165,20 +165,21 @@ class Log:
         is_new = not last.segment or last.end >= SEGMENT_BYTES or self._ends
         number = last.segment + is_new
         deleted = {row for row in batch.deletes if index.find(row) is not None}
-        moved, dropped = self.cleaner.take(number, deleted)
+        records = {row: b"".join((a, b, c or b"")) for row, (a, b, c) in batch.rows.items()}
+        n_bytes = sum(map(len, records.values()))
+        moved, dropped = self.cleaner.take(number, deleted, n_bytes)
         carried = [row for each in dropped for row in index.deletions_in(each)]
+        records |= moved
+        rows = sorted(records)
+        body = b"".join([records[row] for row in rows])
         meta = Meta(
-            deleted=pack_ids([*deleted, *carried]),
+            rows=pack_ids(rows),
+            sizes=[len(records[row]) for row in rows],
+            deleted=pack_ids(sorted([*deleted, *carried])),
             states=self.states | batch.states if is_new else batch.states,
             dropped=dropped,
             segments=[(s.number, s.end, s.crc) for s in index.segments.values()] if is_new else [],
         )
-        records = [
-            (row, b"".join((prefix, head, payload or b"")))
-            for row, (prefix, head, payload) in batch.rows.items()
-        ]
-        records += moved.items()
-        body = b"".join([record for _, record in records])
         block = Block(
             sequence=last.sequence + 1,
             first_row=last.next_row,
@@ -199,12 +200,8 @@ class Log:
             end=len(data) + (0 if is_new else last.end),
             crc=block.crc,
         )
-        at = acked.end - len(body)
-        placed = []
-        for row, record in records:
-            placed.append((row, at, len(record)))
-            at += len(record)
-        return Transaction(batch, data, acked, placed, deleted, dropped)
+        block = block._replace(at=acked.end - len(body))
+        return Transaction(batch, data, acked, block, meta, len(deleted))
 
     def write(self, transaction: Transaction) -> None:
         """Writes and records it, or leaves the files as they were.
@@ -243,15 +240,11 @@ class Log:
         acked = self.last = transaction.acked
         self.states |= transaction.batch.states
         self._ends &= bool(transaction.at)
-        self.index.grow(acked.segment, acked.end, acked.crc)
-        for placed in transaction.placed:
-            self.index.put(acked.segment, *placed)
-        for row in transaction.deleted:
-            self.index.delete(row, acked.segment)
-        for number in transaction.dropped:
+        self.index.apply(acked.segment, transaction.block, transaction.meta)
+        for number in transaction.meta.dropped:
             self.index.drop(number, acked.segment)
             self.cleaner.dropped(number)
-        self._doomed += transaction.dropped
+        self._doomed += transaction.meta.dropped
 
     def erase(self) -> None:
         """The next transactions take out all dead rows that there are now."""
@@ -301,19 +294,16 @@ class Log:
     def rows(self, payloads: bool) -> Iterator[Row]:
         """The live rows in order of their ids."""
         segments: OrderedDict[int, bytes] = OrderedDict()
-        number, data = 0, b""
-        for row, segment, offset in self.index.places():
-            if segment != number:
-                number, data = segment, segments.get(segment, b"")
-                if not data:
-                    path = segment_path(self.folder, segment)
-                    data = segments[segment] = self.reading(path.read_bytes)
-                    if len(segments) > READ_SEGMENTS:
-                        segments.popitem(last=False)
-            found, is_sound = read_row(data, offset, row, payloads)
-            if found is None or not is_sound:
-                raise self.corrupt(f"row {row} does not have the content it was written with")
-            yield found
+        for number, places in self.index.places():
+            if number not in segments:
+                path = segment_path(self.folder, number)
+                segments[number] = self.reading(path.read_bytes)
+                if len(segments) > READ_SEGMENTS:
+                    segments.popitem(last=False)
+            try:
+                yield from read_rows(segments[number], places, payloads)
+            except (ValueError, struct.error) as e:  # the second: it was cut
+                raise self.corrupt(str(e)) from e
 
     def payloads(self, rows: Iterable[int]) -> dict[int, bytes]:
         """Of stored rows."""
@@ -329,10 +319,10 @@ class Log:
                     files[number] = self.reading(partial(private, path, os.O_RDONLY))
                     opened.callback(os.close, files[number])
                 data = self.reading(partial(os.pread, files[number], size, offset))
-                found, is_sound = read_row(data, 0, row) if len(data) == size else (None, False)
-                if found is None or not is_sound:
-                    raise self.corrupt(f"the payload of row {row} is not what was written")
-                payloads[row] = found.payload or b""
+                try:
+                    payloads[row] = next(read_rows(data, [(row, 0)])).payload or b""
+                except (ValueError, struct.error) as e:
+                    raise self.corrupt(str(e)) from e
         return payloads
 
     # --- errors ---

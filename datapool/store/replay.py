@@ -11,7 +11,7 @@ more, and what has rows was accepted. Afterwards the limits and filters of today
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +20,7 @@ from stepwell.datapool.core import rows as kinds
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import DataPoolError, ReplayError
+from stepwell.datapool.store.segments import Row
 
 COUNTS = "channel/"
 LEASES = "leases"
@@ -44,25 +45,10 @@ _METHODS: Final[Mapping[str, Callable[[Channel, Any], Any]]] = {
 """What applies a row again, by its kind."""
 
 
-class LoggedRow(Protocol):
-    """A row of the log, as `journal.Row`."""
-
-    @property
-    def row(self) -> int: ...
-    @property
-    def channel(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def head(self) -> bytes: ...
-    @property
-    def payload(self) -> bytes | None: ...
-
-
 def restore(
     pool: DataPool,
     log: kinds.Log,
-    rows: Iterable[LoggedRow],
+    rows: Iterable[Row],
     states: Mapping[str, bytes],
     load: kinds.Load,
 ) -> int:
@@ -116,7 +102,7 @@ def _restore_states(pool: DataPool, states: Mapping[str, bytes]) -> None:
             ) from e
 
 
-def _restore_lease(pool: DataPool, row: LoggedRow) -> None:
+def _restore_lease(pool: DataPool, row: Row) -> None:
     _, _, record = kinds.read(row.kind, row.head)
     if isinstance(record, kinds.LeaseRecord):
         pool.leases.restore(msgspec.structs.replace(record, row=row.row))
@@ -129,9 +115,9 @@ class _Replay:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._prompts: dict[int | None, bytes] = {}
+        self._prompts: dict[int, memoryview] = {}
 
-    def apply(self, row: LoggedRow) -> None:
+    def apply(self, row: Row) -> None:
         channel, payload = self._channel, row.payload or b""
         now, number, record = kinds.read(row.kind, row.head)
         channel.at_row(now, number)
@@ -139,8 +125,7 @@ class _Replay:
             prompt = None if record.prompt_row is None else self._prompts[record.prompt_row]
             channel.adopt(record, prompt, payload, row.row)
         elif isinstance(record, kinds.PromptStored):
-            self._prompts[row.row] = payload
-            channel.adopt_prompt(record, payload, row.row)
+            self._prompts[row.row] = channel.adopt_prompt(record, payload, row.row)
         elif isinstance(record, kinds.GroupClosed):
             channel.recall(record, row.row)
         else:

@@ -49,12 +49,12 @@ from stepwell.datapool.store.segments import (
     Row,
     block_at,
     journal_of,
-    read_row,
+    read_rows,
     record_at,
+    runs,
     segment_path,
     segments_in,
     sound_blocks,
-    unpack_ids,
 )
 
 REASON = "damaged"
@@ -230,11 +230,10 @@ def _up_to_the_damage(folder: Path, identity: bytes) -> Found | None:
 def _load(folder: Path, found: Found, payloads: bool = True) -> Iterator[Row]:
     """The rows that live, in order."""
     number, data = 0, b""
-    for row, segment, offset in found.index.places():
+    for segment, places in found.index.places():
         if segment != number:
             number, data = segment, segment_path(folder, segment).read_bytes()
-        if (read := read_row(data, offset, row, payloads)[0]) is not None:
-            yield read
+        yield from read_rows(data, places, payloads)
 
 
 class _Scan(Found):
@@ -297,18 +296,20 @@ class _Scan(Found):
             self.lost.append(f"{block.n_rows - n_sound} rows of transaction {block.sequence}")
         if meta is not None:
             self.states |= meta.states
-            for row in unpack_ids(meta.deleted):
+            for row in (r for first, n in runs(meta.deleted) for r in range(first, first + n)):
                 self.index.delete(row, number)
                 self.headed.pop(row, None)
 
     def _take_row(self, number: int, data: bytes, at: int, end: int, row: int) -> None:
-        read, is_sound = read_row(data, at, row)
-        if is_sound:
+        try:
+            next(read_rows(data, [(row, at)]))
+        except ValueError:
+            if self.index.find(row) is None:  # else a former copy
+                self.headed[row] = next(read_rows(data, [(row, at)], payloads=False))
+                self.lost.append(f"row {row}, which is not as it was written")
+        else:
             self.index.put(number, row, at, end - at)
             self.headed.pop(row, None)
-        elif read is not None and self.index.find(row) is None:
-            self.headed[row] = read
-            self.lost.append(f"row {row}, which is not as it was written")
 
     def rows(self) -> list[Row]:
         """Those whose head is sound, in order."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -89,35 +89,44 @@ def record_at(data: bytes, at: int, check: bool = True) -> Record | None:
     return Record(row, at, end, not check or crc == crc32(data[at + 4 : middle]))
 
 
-def read_row(data: bytes, at: int, row: int, payload: bool = True) -> tuple[Row | None, bool]:
-    """The row of the record at `at`, and whether its payload, if that was asked for, is sound too.
-    No row if its head is not what was written, or it is another one."""
-    crc, payload_crc, found, n_names, n_head, n_payload = RECORD.unpack_from(data, at)
-    names_at = at + RECORD.size
-    head_at = names_at + n_names
-    middle = head_at + n_head
-    if found != row or crc != crc32(data[at + 4 : middle]):
-        return None, False
-    channel, kind = _names(data[names_at:head_at])
-    head = data[head_at:middle]
-    if n_payload == 0:
-        return tuple.__new__(Row, (row, channel, kind, head, None, 0)), True
-    if not payload:
-        return tuple.__new__(Row, (row, channel, kind, head, None, n_payload - 1)), True
-    stored = data[middle : middle + n_payload - 1]
-    if payload_crc != crc32(stored) or len(stored) != n_payload - 1:
-        return tuple.__new__(Row, (row, channel, kind, head, None, n_payload - 1)), False
-    return tuple.__new__(Row, (row, channel, kind, head, stored, n_payload - 1)), True
+def read_rows(
+    data: bytes, places: Iterable[tuple[int, int]], payloads: bool = True
+) -> Iterator[Row]:
+    """Rows by id and offset.
+
+    Raises:
+        ValueError: a row is not what was written; without `payloads`, its head is not.
+    """
+    unpack, prefix, make = RECORD.unpack_from, RECORD.size, tuple.__new__
+    for row, at in places:
+        crc, payload_crc, found, n_names, n_head, n_payload = unpack(data, at)
+        head_at = at + prefix + n_names
+        end = head_at + n_head
+        if found != row or crc != crc32(data[at + 4 : end]):
+            raise ValueError(f"row {row} does not have the content it was written with")
+        channel, kind = _names(data[at + prefix : head_at])
+        payload, n_bytes = None, 0
+        if n_payload:
+            n_bytes = n_payload - 1
+            if payloads:
+                payload = data[end : end + n_bytes]
+                if payload_crc != crc32(payload):
+                    raise ValueError(f"the payload of row {row} is not what was written")
+        yield make(Row, (row, channel, kind, data[head_at:end], payload, n_bytes))
 
 
 # --- blocks and segments ---
 
 
 class Meta(msgspec.Struct, omit_defaults=True):
-    """What a transaction changes besides new rows."""
+    """What a transaction changes."""
 
+    rows: list[int] = []
+    """Ids of its records in order, as `pack_ids` has them …"""
+    sizes: list[int] = []
+    """… and how many bytes each takes."""
     deleted: list[int] = []
-    """Ids of rows, as `pack_ids` has them."""
+    """Ids, too."""
     states: dict[str, bytes] = {}
     dropped: list[int] = []
     """Segments that hold nothing any more that counts."""
@@ -246,11 +255,11 @@ def segments_in(folder: Path) -> list[int]:
     )
 
 
-def pack_ids(rows: Iterable[int]) -> list[int]:
+def pack_ids(rows: Sequence[int]) -> list[int]:
     """Ids in order as gaps and lengths of runs."""
     packed: list[int] = []
     following = 0
-    for row in sorted(rows):
+    for row in rows:
         if packed and row == following:
             packed[-1] += 1
         else:
@@ -259,8 +268,9 @@ def pack_ids(rows: Iterable[int]) -> list[int]:
     return packed
 
 
-def unpack_ids(packed: list[int]) -> Iterator[int]:
+def runs(packed: list[int]) -> Iterator[tuple[int, int]]:
+    """The first id and the length of each run."""
     at = 0
     for gap, n in zip(packed[::2], packed[1::2], strict=True):
-        yield from range(at + gap, at + gap + n)
+        yield at + gap, n
         at += gap + n

@@ -830,6 +830,27 @@ def test_an_edit_that_no_step_can_carry_is_an_error(tmp_path, suffix, edit):
         list(read(path))
 
 
+@BOTH
+def test_a_step_that_differs_between_the_rows_it_is_in_is_an_error(tmp_path, suffix):
+    path = tmp_path / f"x.{suffix}"
+    write(path, varied())
+    rows = rows_of(path)
+    rows[-1]["steps"][0]["metadata"] = '{"edited":true}'
+    rewrite(path, rows)
+    with pytest.raises(ExportError, match=f"{len(rows)}: step 0 is not that of the rows before"):
+        list(read(path))
+
+
+def test_empty_lines_are_passed_over_and_a_line_that_is_no_object_is_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    write(path, [build_chain()])
+    with path.open("a") as file:
+        file.write("\n3\n")
+    rows = read(path)
+    with pytest.raises(ExportError, match="line 3 is no JSON object"):
+        list(rows)
+
+
 def test_a_reward_edited_wherever_it_stands_is_read(tmp_path):
     path = tmp_path / "x.jsonl"
     write(path, [build_chain()])

@@ -483,7 +483,7 @@ def test_a_byte_that_is_flipped_later_is_found_with_the_number_of_its_row(tmp_pa
     data = bytearray(path.read_bytes())
     data[data.index(b"needle")] ^= 1
     path.write_bytes(data)
-    with pytest.raises(JournalCorruptError, match=r"row 40 does not .*stepwell data salvage"):
+    with pytest.raises(JournalCorruptError, match=r"payload of row 40 .*stepwell data salvage"):
         list(journal.rows())
     with pytest.raises(JournalCorruptError, match="payload of row 40"):
         journal.read([0, 40])
@@ -942,6 +942,23 @@ def test_what_was_to_be_erased_is_gone_when_the_journal_is_closed(open_journal: 
     journal.close()
     assert not holds(journal.folder, b"secret")
     assert stored_ids(open_journal()) == others
+
+
+def test_what_cannot_be_erased_for_damage_is_an_error(open_journal: Open) -> None:
+    journal = open_journal()
+    secret = journal.append("train", "step", b"", b"secret" * 40)
+    journal.append("train", "step", b"a head that changes")
+    journal.flush()
+    path = newest_segment(journal.folder)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"that changes")] ^= 1
+    path.write_bytes(data)
+    journal.delete([secret])
+    journal.scrub()
+    with pytest.raises(JournalCorruptError, match="what was deleted is still there"):
+        journal.close()
+    with pytest.raises(JournalCorruptError):
+        open_journal()
 
 
 async def test_erasing_that_a_full_disk_stops_goes_on_when_there_is_space(

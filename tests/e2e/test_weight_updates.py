@@ -19,16 +19,17 @@ import pytest
 from benchmarks.gateway_updates import (
     MODES,
     Clients,
-    MemoryPool,
     RunningEngine,
     endless_model,
     engine,
     gateway,
+    steps_in,
     update_under_load,
     wrong_steps,
 )
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -80,31 +81,33 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 async def kill_one(engines: Sequence[RunningEngine]) -> Killed:
-    pool, doomed = MemoryPool(), engines[0]
-    async with (
-        gateway(pool, [e.url for e in engines]) as origin,
-        aiohttp.ClientSession() as session,
-        EngineClient(doomed.url) as control,
-    ):
+    doomed = engines[0]
+    async with DataPoolClient.local() as pool:
+        async with (
+            gateway(pool, [e.url for e in engines]) as origin,
+            aiohttp.ClientSession() as session,
+            EngineClient(doomed.url) as control,
+        ):
 
-        async def statistics() -> Any:
-            async with session.get(f"{origin}/statistics") as response:
-                return (await response.json())["engine"]
+            async def statistics() -> Any:
+                async with session.get(f"{origin}/statistics") as response:
+                    return (await response.json())["engine"]
 
-        async def generated() -> int:
-            loads: list[dict[str, int]] = (await control.loads())["loads"]
-            return loads[0]["total_generated_tokens"]
+            async def generated() -> int:
+                loads: list[dict[str, int]] = (await control.loads())["loads"]
+                return loads[0]["total_generated_tokens"]
 
-        clients, enough = Clients(origin, session), await generated() + 200
-        clients.stop.set()  # one request each
-        running = clients.start(REQUESTS)
-        while await generated() < enough:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        await control.pause("in_place")  # so that none finishes while we look
-        before = await statistics()
-        doomed.process.kill()
-        await asyncio.gather(*running)
-        return Killed(clients, pool.steps, before, await statistics())
+            clients, enough = Clients(origin, session), await generated() + 200
+            clients.stop.set()  # one request each
+            running = clients.start(REQUESTS)
+            while await generated() < enough:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await control.pause("in_place")  # so that none finishes while we look
+            before = await statistics()
+            doomed.process.kill()
+            await asyncio.gather(*running)
+            after = await statistics()
+        return Killed(clients, await steps_in(pool), before, after)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -44,6 +44,10 @@ def step(trajectory: str, prompt: list[int], response: list[int], **fields: obje
     return Step(trajectory_uid=trajectory, prompt_ids=prompt, response_ids=response, **known)
 
 
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
 def read(paths: list[Path]) -> list[dict[str, object]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
@@ -114,7 +118,7 @@ async def test_a_group_that_the_pool_delivers_again_replaces_its_file(tmp_path: 
             assert lease is not None
             backend.convert(lease.steps)
             await pool.ack(lease.lease_id)
-    lines = read(sorted(tmp_path.iterdir()))
+    lines = read(files(tmp_path))
     assert sorted(str(line["trajectory_uid"]) for line in lines) == ["p1-0", "p1-1", "p2-0", "p2-1"]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -456,6 +456,9 @@ class WatchedPort:
             raise ConnectionError("the answer was lost")
         answer: R = outcomes
         return answer
+
+    def begin(self, op: Op[R]) -> Awaitable[R]:
+        return asyncio.ensure_future(self.call(op))
 
     def close(self) -> None:
         self._port.close()

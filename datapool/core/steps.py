@@ -1,0 +1,252 @@
+"""How a channel stores the steps that it is sent: each once, relative to the one it extends.
+
+    step ──► known already? late? beyond the end? ──► other tokens than its base? ──► stored
+              "duplicate", "late", StepIndexError      UnknownBaseError: send it whole
+
+A trajectory begins with its first step, and a group with its first trajectory, unless they were
+opened before. Does not own the layout of a step (`codec.py`), nor where its bytes are
+(`payloads.py`).
+"""
+
+from __future__ import annotations
+
+from stepwell.datapool import errors, ops
+from stepwell.datapool.codec import (
+    PackedStep,
+    PackedTrajectory,
+    chain_tokens,
+    relative,
+    unpack,
+)
+from stepwell.datapool.core.accounting import count_reason
+from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
+from stepwell.datapool.core.rows import GroupClosed, PromptStored, StepStored
+from stepwell.datapool.core.serving import Serving
+
+GROUP_CLOSED = "group_closed"
+
+
+class Steps(Serving):
+    """See the module."""
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def submit_steps(self, op: ops.SubmitSteps) -> list[ops.SubmitOutcome | ops.Refusal]:
+        counts = self.counts.steps
+        self.changed = True
+        answers: list[ops.SubmitOutcome | ops.Refusal] = []
+        for packed in op.trajectories:
+            for step in packed.steps:
+                try:
+                    outcome = self._submit(packed.trajectory_uid, packed.prompt_uid, step)
+                except errors.DataPoolError as e:
+                    answers.append(ops.Refusal.of(e))
+                    if isinstance(e, errors.UnknownBaseError):
+                        continue  # not an answer yet: it comes again, whole
+                    if isinstance(e, errors.StepConflictError):
+                        counts.conflict += 1
+                    else:
+                        counts.rejected += 1
+                else:
+                    answers.append(outcome)
+                    if outcome == "accepted":
+                        counts.accepted += 1
+                    elif outcome == "duplicate":
+                        counts.duplicate += 1
+                    else:
+                        counts.late += 1
+                counts.submitted += 1
+        return answers
+
+    def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
+        """Apply one step. Changes nothing if it contradicts another."""
+        if step.is_spilled or (step.base is None) is (step.prompt is None):
+            raise errors.InvalidStepError(
+                f"{self._name(uid, step)} is packed without its payload, or with base "
+                f"{step.base} and {'no' if step.prompt is None else 'a'} prompt; pack it with "
+                "codec.pack"
+            )
+        record = self._find(uid, prompt_uid)
+        if record is None:
+            if step.base is not None and not self._is_settled(prompt_uid):
+                raise self._unknown_base(uid, step)
+            record = self._begin(uid, prompt_uid)
+            if record is None:
+                return "late"
+        elif isinstance(record, Closing):
+            return "late"
+        if (stored := record.step(step.step_index)) is not None:
+            if self._is_same(record, stored, step):
+                return "duplicate"
+            raise errors.StepConflictError(
+                f"step {uid!r}[{step.step_index}] is already stored in channel {self.name!r} with "
+                "other content; give every call its own step_index"
+            )
+        if record.closing is not None:
+            return "late"
+        self._check_index(record, step)
+        self._check_base(record, step)
+        group = self.prompt_groups[record.prompt_uid]
+        self._store(group, record, self._relative(record, step))
+        if self.config.max_bytes is not None:
+            # Last, because it may drop the very group that the step belongs to.
+            self._trim(sparing=prompt_uid)
+        return "accepted"
+
+    def _store(self, group: GroupRecord, record: TrajectoryRecord, sent: PackedStep) -> None:
+        """Keep a copy, which shares its prompt with others; its trajectory may be complete now."""
+        prompt, prompt_row = None, None
+        if sent.prompt is not None:
+            prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
+        index, base = sent.step_index, sent.base
+        step = PackedStep(
+            index,
+            sent.policy_version,
+            sent.reward,
+            sent.is_last,
+            sent.parent_index,
+            base,
+            None,
+            b"",
+        )
+        row = StepStored(record.trajectory_uid, record.prompt_uid, prompt_row, step)
+        number = self._write(group, row, sent.payload)
+        step.prompt, step.payload = prompt, sent.payload
+        self._put(group, record, step, number)
+
+    def _put(
+        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, row: int | None
+    ) -> None:
+        record.put(step)
+        self.payloads.put(step, row)
+        self.counts.tokens += step.n_tokens
+        self.counts.steps.stored += 1
+        self._touch(group)
+        last = record.steps[-1]
+        if last.is_last and len(record.steps) == last.step_index + 1:
+            before = group.complete[-1].closing if group.complete else None
+            closing = Closing(record.prompt_uid, "is_last")
+            self._complete(record, before if before is not None and before == closing else closing)
+
+    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[memoryview, int | None]:
+        """The group's own copy of a root's prompt, and the row that holds it."""
+        kept = group.prompts.get(prompt)
+        if kept is None:
+            row = self._write(group, PromptStored(group.prompt_uid), prompt)
+            kept = memoryview(prompt), row
+            group.prompts[prompt] = kept
+            self.payloads.memory_bytes += len(prompt)
+        return kept
+
+    def _relative(self, record: TrajectoryRecord, step: PackedStep) -> PackedStep:
+        """A step that came with a whole prompt, relative to the stored step that it extends."""
+        if step.prompt is None:
+            return step
+        base = step.step_index - 1 if step.parent_index is None else step.parent_index
+        stored = record.step(base) if base >= 0 else None
+        if stored is None or 4 * stored.n_tokens > len(step.prompt):
+            return step
+        known = chain_tokens(self.payloads.read(record.chain(base)))
+        extends = bytes(step.prompt).startswith(known)
+        return relative(step, base, stored.header) if extends else step
+
+    def _is_same(self, record: TrajectoryRecord, stored: PackedStep, step: PackedStep) -> bool:
+        """Whether a stored step has the same content as one of its index, however it is packed."""
+        self._check_base(record, step)
+        ours = self.payloads.read(record.chain(step.step_index))
+        if ours[0] == step:
+            return True
+        theirs = [] if step.base is None else self.payloads.read(record.chain(step.base))
+        uids = record.trajectory_uid, record.prompt_uid
+        stored_step, *_ = unpack(PackedTrajectory(*uids, ours))
+        sent_step, *_ = unpack(PackedTrajectory(*uids, [step, *theirs]))
+        return stored_step == sent_step
+
+    def _check_base(self, record: TrajectoryRecord, step: PackedStep) -> None:
+        """The tokens that it is relative to are those that are stored."""
+        if step.base is not None:
+            base = record.step(step.base)
+            if base is None or base.header.crc != step.header.base_crc:
+                raise self._unknown_base(record.trajectory_uid, step)
+
+    def _check_index(self, record: TrajectoryRecord, step: PackedStep) -> None:
+        last, highest = record.last_index, record.max_index
+        if last is not None and step.step_index > last:
+            why = f"lies beyond the step marked is_last, {last}"
+        elif last is not None and step.is_last:
+            why = f"is marked is_last, and so is step {last}; mark one"
+        elif step.is_last and highest > step.step_index:
+            why = f"is marked is_last, but step {highest} is stored; mark the one with the highest"
+            why += " step_index"
+        else:
+            return
+        raise errors.StepIndexError(f"{self._name(record.trajectory_uid, step)} {why}")
+
+    def _unknown_base(self, uid: str, step: PackedStep) -> errors.UnknownBaseError:
+        return errors.UnknownBaseError(
+            f"{self._name(uid, step)} is packed relative to step {step.base}, which is not stored, "
+            "or with other tokens; send it whole"
+        )
+
+    def _name(self, uid: str, step: PackedStep) -> str:
+        return f"step {uid!r}[{step.step_index}] in channel {self.name!r}"
+
+    # -- after a restart ---------------------------------------------------------------------
+
+    def adopt_prompt(self, stored: PromptStored, prompt: bytes, row: int) -> memoryview:
+        """A prompt of before. Its group may begin with the very step that brought it."""
+        group = self.prompt_groups.get(stored.prompt_uid) or self._begin_group(stored.prompt_uid)
+        group.prompts[prompt] = memoryview(prompt), row
+        group.rows.append(row)
+        self.payloads.memory_bytes += len(prompt)
+        return group.prompts[prompt][0]
+
+    def adopt(
+        self, stored: StepStored, prompt: memoryview | None, payload: bytes, row: int
+    ) -> None:
+        """A step of before: it was accepted then, so nothing about it is checked."""
+        prompt_uid, step = stored.prompt_uid, stored.step
+        group = self.prompt_groups.get(prompt_uid) or self._begin_group(prompt_uid)
+        record = group.trajectories.get(stored.trajectory_uid)
+        if record is None:
+            record = self._new_trajectory(stored.trajectory_uid, group)
+        step.prompt, step.payload = prompt, payload
+        group.rows.append(row)
+        self._put(group, record, step, row)
+
+    def _find(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | Closing | None:
+        """The live record, the tombstone, or None; never one of another prompt."""
+        record = self.trajectory_index.get(trajectory_uid)
+        found = record if record is not None else self._closed_trajectories.get(trajectory_uid)
+        if found is not None and found.prompt_uid != prompt_uid:
+            raise errors.TrajectoryConflictError(
+                f"trajectory {trajectory_uid!r} in channel {self.name!r} belongs to prompt "
+                f"{found.prompt_uid!r}, not {prompt_uid!r}; use a new trajectory_uid per rollout"
+            )
+        return found
+
+    def _begin(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | None:
+        """A record in its (perhaps new) group; None if the group's content is settled already."""
+        if self._is_settled(prompt_uid):
+            # Remembered, so that the completion that follows is late too, and not unknown.
+            closing = Closing(prompt_uid, "pool", aborted=GROUP_CLOSED)
+            self._remember(GroupClosed(prompt_uid, None, {trajectory_uid: closing}))
+            self.counts.trajectories.submitted += 1
+            self.counts.trajectories.aborted += 1
+            count_reason(self.counts.trajectories.abort_reasons, GROUP_CLOSED)
+            return None
+        group = self.prompt_groups.get(prompt_uid)
+        if group is None:
+            if not self.replaying and (full := self._no_room()) is not None:
+                raise errors.PoolFullError(
+                    f"channel {self.name!r} {full}; trajectory {trajectory_uid!r} would begin a "
+                    f"new group, {prompt_uid!r}: try again once something is leased"
+                )
+            group = self._begin_group(prompt_uid)
+        return self._new_trajectory(trajectory_uid, group)
+
+    def _begin_group(self, prompt_uid: str) -> GroupRecord:
+        """An undeclared one."""
+        group = self._new_group(prompt_uid)
+        self._set_deadline(group, None)
+        return group
