@@ -177,7 +177,7 @@ class DataPoolClient:
         for room."""
         known = metadata_of(metadata)
         op = OpenTrajectory(trajectory_uid, prompt_uid, attempt, known, channel)
-        return await self._with_room(op, channel, timeout_s)
+        return await self._with_room(op, prompt_uid, channel, timeout_s)
 
     async def resume_trajectory(
         self,
@@ -193,7 +193,7 @@ class DataPoolClient:
         `open_trajectory`."""
         known = metadata_of(metadata)
         op = ResumeTrajectory(trajectory_uid, prompt_uid, attempt, known, channel, elsewhere)
-        return await self._with_room(op, channel, timeout_s)
+        return await self._with_room(op, prompt_uid, channel, timeout_s)
 
     async def submit_step(
         self, step: Step, channel: str = TRAIN, timeout_s: float | None = None
@@ -224,7 +224,7 @@ class DataPoolClient:
         while blocked := [i for i, r in enumerate(results) if _is(r, "PoolFullError")]:
             # The channel blocks: steps of new groups wait here, in their producer.
             try:
-                await self._wait_for_room(channel, wait)
+                await self._wait_for_room([steps[i].prompt_uid for i in blocked], channel, wait)
             except PoolFullError:
                 break
             again = await self._submit([steps[i] for i in blocked], channel)
@@ -274,22 +274,25 @@ class DataPoolClient:
             for (i, *_), answer in zip(part, answers[home], strict=True):
                 results[i] = answer
 
-    async def _with_room(self, op: Op[R], channel: str, timeout_s: float | None) -> R:
+    async def _with_room(
+        self, op: Op[R], prompt_uid: str, channel: str, timeout_s: float | None
+    ) -> R:
         wait = _Wait(timeout_s)
         while True:
             try:
                 return await self._shards.call(op)
             except PoolFullError:
-                await self._wait_for_room(channel, wait)
+                await self._wait_for_room([prompt_uid], channel, wait)
 
-    async def _wait_for_room(self, channel: str, wait: _Wait) -> None:
-        """
+    async def _wait_for_room(self, prompt_uids: Collection[str], channel: str, wait: _Wait) -> None:
+        """Return once the shard of one of these groups has room for it.
+
         Raises:
             PoolFullError: the wait is over.
         """
         while True:
             try:
-                await self._shards.any(WaitForRoom(channel), wait.next_slice())
+                await self._shards.any(WaitForRoom(channel), prompt_uids, wait.next_slice())
                 return
             except PoolFullError:
                 if wait.is_over():
@@ -368,7 +371,7 @@ class DataPoolClient:
         lease = await self.lease_batch(n_rollouts, channel, batch_size, timeout_s)
         if lease is None:
             return None
-        task = asyncio.create_task(self.ack(lease.lease_id))
+        task = asyncio.ensure_future(self._batches.ack(lease.lease_id))
         self._background.add(task)
         task.add_done_callback(self._acked)
         return lease.steps

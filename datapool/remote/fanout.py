@@ -39,7 +39,7 @@ from stepwell.datapool.inspect.events import Event, Events
 from stepwell.datapool.inspect.rows import ExportedPage, Page
 from stepwell.datapool.ops import Op, R, Refusal, Resumed, SubmitOutcome, SubmitSteps
 from stepwell.datapool.questions import Describe, GetEvents, GetStatistics, Listing
-from stepwell.datapool.remote.link import Port
+from stepwell.datapool.remote.link import AwayError, Port
 from stepwell.datapool.remote.merge import merged
 from stepwell.datapool.types import Step
 
@@ -176,13 +176,16 @@ class Shards:
             except UnknownTrajectoryError:
                 self._homes.pop((channel, trajectory_uid), None)
         tasks = [self.later(port.call(op)) for port in self.ports]
-        unknown = UnknownTrajectoryError(f"trajectory {trajectory_uid!r} is unknown to all shards")
+        unknown: DataPoolError | None = None
+        gone: DataPoolError | None = None
         for answer in asyncio.as_completed(tasks):
             try:
                 return await answer
             except UnknownTrajectoryError as e:
-                unknown = e  # as the shard words it, with the remedy
-        raise unknown
+                unknown = e
+            except PoolUnavailableError as e:
+                gone = e  # which may be the one that has it
+        raise gone or unknown or UnknownTrajectoryError(f"trajectory {trajectory_uid!r} is unknown")
 
     def _move_in(self, trajectory_uid: str, home: int, channel: str) -> bool:
         """Remember the trajectory's shard; whether it was not known."""
@@ -210,11 +213,10 @@ class Shards:
         )
         return values(answers)
 
-    async def any(self, op: Op[R], timeout_s: float) -> R:
-        """The first answer of any shard; its error if none has one."""
-        if self.n == 1:
-            return await self.ports[0].call(op, timeout_s)
-        tasks = [self.later(port.call(op, timeout_s)) for port in self.ports]
+    async def any(self, op: Op[R], prompt_uids: Iterable[str], timeout_s: float) -> R:
+        """The first answer of any shard of these groups; an error if none has one."""
+        homes = {shard_of(prompt_uid, self.n) for prompt_uid in prompt_uids}
+        tasks = [self.later(self.ports[k].call(op, timeout_s)) for k in homes]
         error: BaseException = PoolUnavailableError("no shard of the DataPool answered")
         try:
             for answer in asyncio.as_completed(tasks):
@@ -372,10 +374,11 @@ class Shards:
 
 
 def if_there(task: asyncio.Task[T] | None) -> T | None:
-    """The answer of a shard; None if it was not asked, is not back, or the shard is down."""
+    """The answer of a shard; None if it was not asked, is not back, or the shard is down. One that
+    is gone for good is an error."""
     try:
         return task.result() if task is not None and task.done() else None
-    except PoolUnavailableError:
+    except AwayError:
         return None
 
 

@@ -43,6 +43,10 @@ RETRY_S = 0.05
 """Between two tries to connect."""
 
 
+class AwayError(PoolUnavailableError):
+    """The pool went away, or is starting: it may come back."""
+
+
 class Port(Protocol):
     """A way to one shard."""
 
@@ -56,7 +60,8 @@ class Port(Protocol):
 
         Raises:
             DataPoolError: its refusal.
-            PoolUnavailableError: the pool is gone, or does not come back in time; or `once`.
+            PoolUnavailableError: the pool is gone, or does not come back in time.
+            AwayError: `once`, and it is not there now.
         """
 
     def begin(self, op: Op[R]) -> Awaitable[R]:
@@ -77,7 +82,7 @@ class LocalPort:
         return await self.service.call(op, timeout_s)
 
     def begin(self, op: Op[R]) -> Awaitable[R]:
-        return asyncio.ensure_future(self.call(op))
+        return self.service.begin(op)
 
     def close(self) -> None:
         """As `Port.close`: the pool itself goes on."""
@@ -265,7 +270,7 @@ class Link(ABC):
                 self._forget(call)
             elif not call.again:
                 del self._unanswered[call.number]
-                self._fail(call, PoolUnavailableError("the DataPool went away meanwhile"))
+                self._fail(call, AwayError("the DataPool went away meanwhile"))
         if self._unanswered and self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
 
@@ -307,8 +312,9 @@ class Link(ABC):
         now = time.monotonic()
         for call in [c for c in self._unanswered.values() if now > c.give_up or not c.again]:
             del self._unanswered[call.number]
+            kind = PoolUnavailableError if call.again else AwayError
             gone = f"the DataPool cannot be reached ({why}); what was not acknowledged may be "
-            self._fail(call, PoolUnavailableError(f"{gone}submitted again"))
+            self._fail(call, kind(f"{gone}submitted again"))
 
     def _fail_all(self, error: Exception) -> None:
         calls, self._unanswered = self._unanswered, {}

@@ -482,7 +482,7 @@ async def test_events_are_read_page_by_page_without_gap_or_repetition(make_step:
     actor = pool_here(PoolConfig(durability="none"))
     for i in range(5):
         await actor.submit_step(make_step(f"t{i}", f"p{i}", is_last=True))
-        await actor.fetch_batch()
+        await actor.ack((await actor.lease_batch()).lease_id)
     read: list[Any] = []
     cursor = None
     while (page := await actor.get_events(cursor, limit=4)).events:

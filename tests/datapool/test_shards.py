@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import inspect
 import os
 import pickle
 import resource
@@ -28,20 +27,23 @@ from stepwell.datapool import (
     PoolConfig,
     PoolFullError,
     PoolUnavailableError,
-    ShardedDataPoolClient,
     StepConflictError,
     TrajectoryConflictError,
     UnknownGroupError,
     UnknownLeaseError,
     UnknownTrajectoryError,
-    sharded,
     start_data_pool,
     start_shards,
 )
 from stepwell.datapool.files.transfer import export_channel, import_channel
-from stepwell.datapool.remote.actor import SHARDS_FILE, journal_folder
-from stepwell.datapool.remote.sharded import client_of, connect, parts
-from stepwell.datapool.remote.shards import shard_of, share
+from stepwell.datapool.ops import LeaseBatch
+from stepwell.datapool.questions import Credit, WaitAvailable, WaitCredit
+from stepwell.datapool.remote import batches, credit, fanout
+from stepwell.datapool.remote.actor import SHARDS_FILE
+from stepwell.datapool.remote.batches import parts
+from stepwell.datapool.remote.fanout import shard_of
+from stepwell.datapool.remote.link import AwayError
+from stepwell.datapool.remote.start import ShardLink, _journal_folder, client_of, connect, share
 from stepwell.datapool.store.folder import ACKED_NAME
 
 N = 2
@@ -61,7 +63,7 @@ def handles(cluster):
 
 @pytest.fixture
 def client(handles):
-    return ShardedDataPoolClient(handles)
+    return client_of(handles)
 
 
 @pytest.fixture
@@ -73,11 +75,17 @@ def channel():
 @pytest.fixture
 def own(cluster, monkeypatch):
     """A pool whose shards the test may kill."""
-    monkeypatch.setattr(sharded, "ANSWER_S", 0.3)
+    for module in (fanout, batches, credit):
+        monkeypatch.setattr(module, "ANSWER_S", 0.3)
     handles = start_shards(PoolConfig(shards=N), name=uuid.uuid4().hex)
-    yield ShardedDataPoolClient(handles)
+    yield client_of(handles)
     for handle in handles:
         ray.kill(handle)
+
+
+def shards_of(client):
+    """A client of each shard alone."""
+    return [DataPoolClient([port]) for port in client.ports]
 
 
 def uids(shard, n, prefix="p"):
@@ -141,19 +149,6 @@ def assert_conserved(stats):
 # -- placement and start -------------------------------------------------------------------------
 
 
-def test_every_method_of_the_client_is_one_of_the_whole_pool():
-    composed = {"submit_step", "submit_steps"}
-    public = {
-        name
-        for name, member in vars(DataPoolClient).items()
-        if not name.startswith("_") and callable(member)
-    }
-    assert public - composed <= set(vars(ShardedDataPoolClient))
-    for name in public - composed:
-        ours, theirs = getattr(ShardedDataPoolClient, name), getattr(DataPoolClient, name)
-        assert inspect.signature(ours) == inspect.signature(theirs)
-
-
 def test_a_shard_gets_its_part_of_what_drops_and_the_whole_of_what_makes_wait():
     limits = ChannelConfig(max_queue_size=5, max_bytes=1001, max_outstanding_groups=7, n_rollouts=3)
     config = PoolConfig(
@@ -184,7 +179,7 @@ def test_a_part_of_a_batch_is_what_there_is(make_pool, make_step):
     for uid, version in (("old", 0), ("a", 1), ("b", 1)):
         pool.submit_step(make_step(uid, uid, is_last=True, policy_version=version))
     pool.advance_version(1, now=0.0)
-    assert pool.n_available() == 3
+    assert pool.pool.apply(WaitAvailable(), 0.0).n_groups == 3
     assert pool.lease_packed(batch_size=3, now=0.0) is None
     lease = pool.lease_packed(batch_size=3, at_most=True, now=0.0)
     assert [group.prompt_uid for group in lease.groups] == ["a", "b"]
@@ -199,24 +194,28 @@ def test_credit_tells_every_limit_that_makes_producers_wait(make_pool):
         "overflow": "block",
     }
     pool = make_pool(**limits)
+
+    def of(pool, *args):
+        return pool.pool.apply(WaitCredit(*args), 0.0)
+
     pool.open_group("p", 1)
-    before = pool.credit("p").used
+    before = of(pool, "p").used
     assert before == {
         "max_outstanding_groups": (1, 4),
         "max_ahead_versions": (1, 6),
         "max_queue_size": (0, 7),
     }
-    assert (pool.credit("p").is_known, pool.credit("q").is_known) == (True, False)
+    assert (of(pool, "p").is_known, of(pool, "q").is_known) == (True, False)
     pool.advance_version(1, now=0.0)
-    assert pool.credit().is_freer(before)
+    assert of(pool).is_freer(before)
     pool.finish("p", "t")
-    assert pool.credit().used["max_queue_size"] == (1, 7)
-    assert make_pool().credit(channel="never used") == ({}, False, False)
+    assert of(pool).used["max_queue_size"] == (1, 7)
+    assert of(make_pool(), None, "never used") == Credit({}, False, False)
 
 
 def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
     def start(n, folder):
-        return journal_folder(PoolConfig(shards=n, journal_dir=folder))
+        return _journal_folder(PoolConfig(shards=n, journal_dir=folder))
 
     assert start(2, tmp_path / "a") == start(2, tmp_path / "a") == tmp_path / "a"
     for n in (1, 3):
@@ -238,10 +237,10 @@ def test_a_number_of_shards_that_the_full_disk_refused_is_written_at_the_next_st
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, unlimited[1]))
     try:
         with pytest.raises(JournalError, match="the number of shards cannot be read or written"):
-            journal_folder(config)
+            _journal_folder(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert journal_folder(config) == tmp_path
+    assert _journal_folder(config) == tmp_path
 
 
 def test_one_handle_of_several_shards_is_refused(cluster):
@@ -264,8 +263,8 @@ async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_ru
     config = PoolConfig(shards=2, journal_dir=tmp_path)
     client = client_of(start_shards(config, name="first run"))
     await fill(client, both(1), make_step)
-    for actor in client.actors:
-        ray.kill(actor)
+    for port in client.ports:
+        ray.kill(port.handle)
     (tmp_path / "shard-1").rename(tmp_path / "elsewhere")
     with pytest.raises(PoolUnavailableError, match=r"shard 1 of 2: .*had its journal in .*shard-1"):
         start_shards(config, name="second run")
@@ -273,13 +272,13 @@ async def test_a_shard_whose_journal_is_gone_is_not_started_empty_in_the_next_ru
     (tmp_path / "elsewhere").rename(tmp_path / "shard-1")
     again = client_of(start_shards(config, name="third run"))
     assert (await again.get_statistics("train"))["groups"]["ready"] == 2
-    for actor in again.actors:
-        ray.kill(actor)
+    for port in again.ports:
+        ray.kill(port.handle)
 
 
 async def test_connect_finds_all_shards_and_the_client_travels(client, channel, make_step, cluster):
     found = connect("pool", cluster)
-    assert isinstance(found, ShardedDataPoolClient)
+    assert len(found.ports) == N
     await fill(found, both(1), make_step, channel)
 
     @ray.remote(num_cpus=0)
@@ -293,7 +292,7 @@ async def test_connect_finds_all_shards_and_the_client_travels(client, channel, 
 async def test_one_shard_is_the_pool_as_it_always_was(cluster, tmp_path, make_step):
     (handle,) = start_shards(PoolConfig(journal_dir=tmp_path), name="single")
     client = connect("single")
-    assert type(client) is DataPoolClient
+    assert len(client.ports) == 1
     await fill(client, ["p"], make_step)
     assert (await client.lease_batch()).lease_id == "0-1"
     assert (tmp_path / ACKED_NAME).is_file()
@@ -302,7 +301,7 @@ async def test_one_shard_is_the_pool_as_it_always_was(cluster, tmp_path, make_st
 
 async def test_each_shard_has_a_number_and_a_journal_of_its_own(cluster, tmp_path, make_step):
     handles = start_shards(PoolConfig(shards=2, journal_dir=tmp_path), name="journals")
-    client = ShardedDataPoolClient(handles)
+    client = client_of(handles)
     described = await client.describe()
     assert described["n_shards"] == 2
     assert [shard["shard"] for shard in described["shards"]] == [0, 1]
@@ -323,7 +322,7 @@ async def test_each_shard_has_a_number_and_a_journal_of_its_own(cluster, tmp_pat
 async def test_a_group_is_in_the_shard_of_its_prompt_and_nowhere_else(client, channel, make_step):
     prompts = both(3)
     await fill(client, prompts, make_step, channel)
-    for k, shard in enumerate(client.shards):
+    for k, shard in enumerate(shards_of(client)):
         page = await shard.list_groups(channel)
         assert [group.prompt_uid for group in page.items] == [
             uid for uid in prompts if shard_of(uid, N) == k
@@ -370,7 +369,7 @@ async def test_calls_that_are_made_at_once_take_effect_in_order(client, channel,
 async def test_calls_for_a_trajectory_that_another_client_opened_find_its_shard(
     handles, channel, make_step
 ):
-    first, other = ShardedDataPoolClient(handles), ShardedDataPoolClient(handles)
+    first, other = client_of(handles), client_of(handles)
     where = {"channel": channel}
     for k in range(N):
         (uid,) = uids(k, 1)
@@ -408,7 +407,7 @@ async def test_a_refused_step_does_not_settle_where_its_trajectory_lives(
 ):
     a, b = both(1)
     bad = make_step("t", a, metadata={"f": lambda: None})
-    with pytest.raises(ValueError, match="cannot be pickled"):
+    with pytest.raises(ValueError, match="cannot be carried"):
         await client.submit_step(bad, channel)
     assert await client.submit_step(make_step("t", b), channel) == "accepted"
 
@@ -509,7 +508,7 @@ async def test_a_part_that_expired_does_not_keep_the_others_from_being_acked(
     await fill(client, both(1), make_step, channel)
     lease = await client.lease_batch(channel=channel, batch_size=2)
     (part,) = [p for p in lease.lease_id.split("+") if p.startswith("1")]
-    await client.shards[1].renew(part, 0.01)
+    await shards_of(client)[1].renew(part, 0.01)
 
     async def expired():
         return (await client.get_statistics(channel))["leases"]["expired"] == 1
@@ -545,7 +544,7 @@ async def test_a_batch_waits_for_the_group_that_is_missing_in_whatever_shard(
 async def test_two_consumers_of_large_batches_do_not_wait_for_each_other(
     handles, channel, make_step
 ):
-    clients = [ShardedDataPoolClient(handles) for _ in range(3)]
+    clients = [client_of(handles) for _ in range(3)]
     consumers = [
         asyncio.create_task(c.lease_batch(channel=channel, batch_size=4, timeout_s=60))
         for c in clients
@@ -587,15 +586,16 @@ async def test_a_batch_that_falls_short_goes_back_whole(client, make_step):
 async def test_a_consumer_that_leaves_holds_nothing(client, channel, make_step, monkeypatch):
     await fill(client, both(2), make_step, channel)
     asked = asyncio.Event()
-    lease = DataPoolClient._lease
+    call = ShardLink.call
 
-    async def slowly(*args, **kwargs):
-        answer = await lease(*args, **kwargs)
-        asked.set()
-        await asyncio.sleep(60)
+    async def slowly(self, op, *args, **kwargs):
+        answer = await call(self, op, *args, **kwargs)
+        if isinstance(op, LeaseBatch):
+            asked.set()
+            await asyncio.sleep(60)
         return answer
 
-    monkeypatch.setattr(DataPoolClient, "_lease", slowly)
+    monkeypatch.setattr(ShardLink, "call", slowly)
     leaving = asyncio.create_task(client.lease_batch(channel=channel, batch_size=2))
     await asked.wait()
     leaving.cancel()
@@ -604,6 +604,27 @@ async def test_a_consumer_that_leaves_holds_nothing(client, channel, make_step, 
     async def all_back():
         groups = (await client.get_statistics(channel))["groups"]
         return (groups["ready"], groups["leased"]) == (4, 0)
+
+    await until(all_back)
+
+
+@pytest.mark.parametrize("n_turns", range(0, 40, 3))
+async def test_a_consumer_that_leaves_in_any_moment_holds_no_part_of_a_batch(
+    client, channel, make_step, n_turns
+):
+    await fill(client, both(2), make_step, channel)
+    leaving = asyncio.create_task(client.lease_batch(channel=channel, batch_size=4, timeout_s=60))
+    for _ in range(n_turns):
+        await asyncio.sleep(0.0002)
+    leaving.cancel()
+    (lease,) = await asyncio.gather(leaving, return_exceptions=True)
+    if not isinstance(lease, asyncio.CancelledError):
+        await client.nack(lease.lease_id)
+
+    async def all_back():
+        stats = await client.get_statistics(channel)
+        counts = stats["groups"]["ready"], stats["groups"]["leased"], stats["waiting"]["consumers"]
+        return counts == (4, 0, 0)
 
     await until(all_back)
 
@@ -816,7 +837,7 @@ async def test_a_shard_that_is_gone_for_good_is_an_error_and_not_silence(own, ma
     await fill(own, uids(1, 1), make_step)
     waiting = asyncio.create_task(own.lease_batch(batch_size=2, timeout_s=None))
     await until(lambda: waits_for(own, "consumers", 1))
-    ray.kill(own.actors[0])
+    ray.kill(own.ports[0].handle)
     with pytest.raises(PoolUnavailableError, match="cannot be reached"):
         await waiting
     with pytest.raises(PoolUnavailableError):
@@ -826,17 +847,17 @@ async def test_a_shard_that_is_gone_for_good_is_an_error_and_not_silence(own, ma
 
 async def test_a_lease_whose_answer_was_lost_with_its_shard_goes_back(own, make_step, monkeypatch):
     await fill(own, both(1), make_step)
-    lease = DataPoolClient._lease
-    shard = own.shards[1]
+    call = ShardLink.call
+    shard = own.ports[1]
 
-    async def lost(self, *args, **kwargs):
-        answer = await lease(self, *args, **kwargs)
-        if self is shard:
+    async def lost(self, op, *args, **kwargs):
+        answer = await call(self, op, *args, **kwargs)
+        if self is shard and isinstance(op, LeaseBatch):
             await kill(own, 1)
-            raise ray.exceptions.ActorUnavailableError("lost", None)
+            raise AwayError("lost")
         return answer
 
-    monkeypatch.setattr(DataPoolClient, "_lease", lost)
+    monkeypatch.setattr(ShardLink, "call", lost)
     assert await own.lease_batch(batch_size=2) is None
     monkeypatch.undo()
     again = await own.lease_batch(batch_size=2, timeout_s=60)

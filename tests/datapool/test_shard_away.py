@@ -1,0 +1,207 @@
+"""A shard that dies while something is asked of it: nothing is lost, nothing is held, and nobody
+but its own groups waits. Real processes, without Ray; with it: `test_shards.py`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from stepwell.datapool.remote import batches, credit, fanout
+from stepwell.datapool.remote.fanout import shard_of
+from tests.datapool.pools import groups_of, n_waiting, processes, settle, until
+
+N = 2
+
+
+@pytest.fixture
+async def pool(tmp_path, monkeypatch):
+    for module in (fanout, batches, credit):
+        monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    async with processes(tmp_path, N) as (client, shards):
+        client.processes = shards
+        yield client
+
+
+def uids(shard, n):
+    """`n` prompts of one shard."""
+    found = (f"p{i}" for i in range(10_000) if shard_of(f"p{i}", N) == shard)
+    return [next(found) for _ in range(n)]
+
+
+async def fill(client, prompts, make_step):
+    steps = [make_step(f"t-{uid}", uid, is_last=True) for uid in prompts]
+    return await client.submit_steps(steps)
+
+
+def prompts_of(lease):
+    return sorted(group.prompt_uid for group in lease.groups)
+
+
+async def is_n(awaitable, n):
+    return await awaitable == n
+
+
+async def test_statistics_say_which_shard_is_down_and_keep_what_it_said_last(pool, make_step):
+    await fill(pool, uids(0, 1) + uids(1, 2), make_step)
+    stats = await pool.get_statistics("train")
+    assert stats["shards"] == {"total": 2, "down": []}
+    await pool.processes[1].kill()
+    down = await pool.get_statistics("train")
+    assert down["shards"] == {"total": 2, "down": [1]}
+    assert down["groups"] == stats["groups"]
+    assert (await pool.describe())["shards"][1] == {"shard": 1, "down": True}
+    await pool.processes[1].start()
+    assert (await pool.get_statistics("train"))["shards"]["down"] == []
+
+
+async def test_a_shard_that_stands_still_counts_as_down_until_it_answers(pool, make_step):
+    await fill(pool, uids(0, 1) + uids(1, 1), make_step)
+    await pool.get_statistics("train")
+    pool.processes[1].pause()
+    assert (await pool.get_statistics("train"))["shards"]["down"] == [1]
+    assert await fill(pool, uids(0, 2), make_step) == ["duplicate", "accepted"]
+    pool.processes[1].resume()
+
+    async def is_back():
+        return (await pool.get_statistics("train"))["shards"]["down"] == []
+
+    await until(is_back)
+
+
+async def test_steps_of_a_shard_that_is_killed_while_they_are_sent_are_stored_once(pool, make_step):
+    mine, theirs = uids(0, 20), uids(1, 20)
+    both = [uid for pair in zip(mine, theirs, strict=True) for uid in pair]
+    await pool.get_statistics()
+    pool.processes[1].pause()
+    submitting = asyncio.create_task(fill(pool, both, make_step))
+    await settle()
+    await pool.processes[1].kill()
+    assert await fill(pool, ["more"] if shard_of("more", N) == 0 else ["mo"], make_step)
+    assert not submitting.done()
+    await pool.processes[1].start()
+    assert await submitting == ["accepted"] * 40
+    stats = await pool.get_statistics("train")
+    assert (stats["steps"]["stored"], stats["groups"]["ready"]) == (41, 41)
+    served = set()
+    while lease := await pool.lease_batch(batch_size=2):
+        served |= set(prompts_of(lease))
+        await pool.ack(lease.lease_id)
+    assert served >= set(both[:40])
+
+
+async def test_a_batch_of_a_shard_that_is_killed_while_it_leases_is_neither_lost_nor_held(
+    pool, make_step, monkeypatch
+):
+    """It stands still with the request in its socket; whether it granted it nobody knows."""
+    monkeypatch.setattr(batches, "TAKE_S", 0.3)
+    mine, theirs = uids(0, 2), uids(1, 2)
+    await fill(pool, mine + theirs, make_step)
+    # As if this client knew of all four: its next lease asks both shards without looking.
+    pool._batches._available["train", None] = {0: 2, 1: 2}
+    pool.processes[1].pause()
+    leasing = asyncio.create_task(pool.lease_batch(batch_size=4, timeout_s=60))
+    await asyncio.sleep(0.1)
+    await pool.processes[1].kill()
+    part = await pool.lease_batch(batch_size=2, timeout_s=60)
+    assert prompts_of(part) == sorted(mine), "what the other shard gave goes back meanwhile"
+    await pool.nack(part.lease_id)
+    assert not leasing.done()
+    await pool.processes[1].start()
+    lease = await leasing
+    assert prompts_of(lease) == sorted(mine + theirs)
+    assert await groups_of(pool, "ready", "leased") == [0, 4]
+    await pool.ack(lease.lease_id)
+    assert await groups_of(pool, "leased", "acked") == [0, 4]
+
+
+async def test_a_part_that_was_granted_before_its_shard_was_killed_goes_back(
+    pool, make_step, monkeypatch
+):
+    monkeypatch.setattr(batches, "TAKE_S", 0.3)
+    mine, theirs = uids(0, 1), uids(1, 1)
+    await fill(pool, mine + theirs, make_step)
+    pool._batches._available["train", None] = {0: 1, 1: 1}
+    link = pool.ports[1]
+    # The answer never arrives: the shard has granted it, and is killed.
+    link._connection._answered = lambda sent: None
+    leasing = asyncio.create_task(pool.lease_batch(batch_size=2, timeout_s=60))
+    await asyncio.sleep(0.1)
+    await pool.processes[1].kill()
+    await pool.processes[1].start()
+    lease = await leasing
+    assert prompts_of(lease) == sorted(mine + theirs)
+    assert max(group.delivery for group in lease.groups) >= 2
+    assert await groups_of(pool, "ready", "leased") == [0, 2]
+
+
+async def test_a_consumer_that_leaves_while_a_shard_is_away_holds_nothing_when_it_is_back(
+    pool, make_step
+):
+    mine, theirs = uids(0, 1), uids(1, 1)
+    await fill(pool, mine + theirs, make_step)
+    pool._batches._available["train", None] = {0: 1, 1: 1}
+    pool.processes[1].pause()
+    leaving = asyncio.create_task(pool.lease_batch(batch_size=2, timeout_s=60))
+    await asyncio.sleep(0.1)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await pool.processes[1].kill()
+    await pool.processes[1].start()
+
+    async def all_back():
+        stats = await pool.get_statistics("train")
+        return [stats["groups"][k] for k in ("ready", "leased")] == [2, 0]
+
+    await until(all_back)
+
+
+async def test_a_consumer_that_waits_is_served_by_the_shard_that_is_left(pool, make_step):
+    waiting = asyncio.create_task(pool.lease_batch(batch_size=2, timeout_s=60))
+    await until(lambda: is_n(n_waiting(pool), 1))
+    await pool.processes[1].kill()
+    assert await fill(pool, uids(0, 2), make_step) == ["accepted"] * 2
+    assert prompts_of(await waiting) == sorted(uids(0, 2))
+
+
+async def test_a_consumer_that_waits_is_served_by_the_shard_that_comes_back(pool, make_step):
+    waiting = asyncio.create_task(pool.lease_batch(batch_size=2, timeout_s=60))
+    await until(lambda: is_n(n_waiting(pool), 1))
+    await pool.processes[1].kill()
+    filling = asyncio.create_task(fill(pool, uids(1, 2), make_step))
+    await asyncio.sleep(0.1)
+    assert not filling.done()
+    assert not waiting.done()
+    await pool.processes[1].start()
+    assert await filling == ["accepted"] * 2
+    assert prompts_of(await waiting) == sorted(uids(1, 2))
+
+
+async def test_an_ack_waits_for_the_shard_that_is_away_and_the_other_part_does_not(pool, make_step):
+    await fill(pool, uids(0, 1) + uids(1, 1), make_step)
+    lease = await pool.lease_batch(batch_size=2)
+    await pool.get_statistics("train")
+    await pool.processes[1].kill()
+    acking = asyncio.create_task(pool.ack(lease.lease_id))
+
+    async def one_is_acked():
+        return (await pool.get_statistics("train"))["groups"]["acked"] == 1
+
+    await until(one_is_acked)
+    assert not acking.done()
+    await pool.processes[1].start()
+    await acking
+    assert await groups_of(pool, "leased", "acked") == [0, 2]
+
+
+async def test_events_of_the_others_are_told_while_a_shard_is_away(pool, make_step):
+    cursor = (await pool.get_events()).cursor
+    await pool.processes[1].kill()
+    await fill(pool, uids(0, 1), make_step)
+    page = await pool.get_events(cursor)
+    assert [(e.kind, e.prompt_uid) for e in page.events] == [("ready", uids(0, 1)[0])]
+    await pool.processes[1].start()
+    await fill(pool, uids(1, 1), make_step)
+    page = await pool.get_events(page.cursor, timeout_s=60)
+    assert [(e.kind, e.prompt_uid) for e in page.events] == [("ready", uids(1, 1)[0])]
