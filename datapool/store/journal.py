@@ -59,7 +59,7 @@ ERASE_S = 3000.0
 """Seconds after which a dead row's segment is cleaned, whatever else is in it."""
 SCRUB_S = 1.0
 """… after `scrub`: what dies meanwhile goes with it."""
-PAUSE_S = 0.01
+PAUSE_S = 0.005
 """Between two slices when nothing else is written; others go on."""
 RETRY_S = 1.0
 """… while the disk takes nothing."""
