@@ -29,8 +29,9 @@ from stepwell.checks import training_prompts
 from stepwell.config import RunConfig
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.pool import DataPool
-from stepwell.datapool.store.journal import Journal, Row
+from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.segments import Row
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
 from stepwell.presets import load_config

@@ -24,8 +24,8 @@ from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig
 from stepwell.datapool.codec import PackedLease, PackedStep, pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.core.records import Deleted
-from stepwell.datapool.store.journal import Row
 from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.segments import Row
 
 PROMPTS = [f"p{i}" for i in range(8)]
 ROLLOUTS = range(3)
