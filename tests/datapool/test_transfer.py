@@ -30,6 +30,7 @@ from stepwell.datapool.files import transfer
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.files.transfer import export_channel, import_channel
+from stepwell.datapool.remote.start import client_of
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 NARROW = "narrow"
@@ -43,7 +44,7 @@ def shared_actor(cluster):
 
 @pytest.fixture
 def client(shared_actor):
-    return DataPoolClient(shared_actor)
+    return client_of([shared_actor])
 
 
 @pytest.fixture
@@ -388,7 +389,7 @@ async def test_trajectories_of_a_hand_made_file_can_be_imported(client, other, t
 async def test_an_export_goes_on_when_the_pool_is_killed_under_it(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(transfer, "EXPORT_PAGE", 1)
     handle = start_data_pool(name=uuid.uuid4().hex)
-    client = DataPoolClient(handle)
+    client = client_of([handle])
     await client.submit_steps([build_chain(f"t{i}", f"p{i}", n=1)[0] for i in range(40)])
     await client.drop_group("p3", "test")  # so that the groups after it were not the first ones
     pid = (await client.describe())["pid"]
