@@ -314,7 +314,7 @@ class Groups:
         self.changed = True
         row = None
         if self.log is not None:
-            row = rows.write(self.log, self.name, closed, self.now, 0, None)
+            row = rows.write(self.log, self.name, closed, self.now)
         self.recall(closed, row)
 
     def recall(self, closed: GroupClosed, row: int | None) -> None:

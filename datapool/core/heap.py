@@ -20,7 +20,8 @@ class KeyedHeap(Generic[K]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []
-        self._live: dict[K, tuple[float, int]] = {}
+        self._live: dict[K, tuple[float, int, K]] = {}
+        """The very entries of the heap that count."""
         self._ticket = 0
 
     def __len__(self) -> int:
@@ -35,8 +36,8 @@ class KeyedHeap(Generic[K]):
         if held is not None and held[0] == value:
             return
         self._ticket += 1
-        self._live[key] = (value, self._ticket)
-        heapq.heappush(self._heap, (value, self._ticket, key))
+        self._live[key] = entry = (value, self._ticket, key)
+        heapq.heappush(self._heap, entry)
         self._compact()
 
     def discard(self, key: K) -> None:
@@ -47,8 +48,8 @@ class KeyedHeap(Generic[K]):
     def first(self) -> tuple[float, K] | None:
         """The smallest (value, key), or None."""
         while self._heap:
-            value, ticket, key = self._heap[0]
-            if self._live.get(key) == (value, ticket):
+            value, _, key = self._heap[0]
+            if self._live.get(key) is self._heap[0]:
                 return value, key
             heapq.heappop(self._heap)
         return None
@@ -64,5 +65,5 @@ class KeyedHeap(Generic[K]):
 
     def _compact(self) -> None:
         if len(self._heap) > 2 * len(self._live) + 64:
-            self._heap = [(value, ticket, key) for key, (value, ticket) in self._live.items()]
+            self._heap = list(self._live.values())
             heapq.heapify(self._heap)

@@ -62,20 +62,12 @@ class LeaseBook:
         self._counts: dict[str, LeaseCounts] = {}
         self._changed = False
 
-    def issue(
-        self,
-        epoch: str,
-        channel: str,
-        prompt_uids: list[str],
-        expires_at: float,
-        request_id: str | None,
-        now: float,
-    ) -> str:
-        """A new lease; its id."""
+    def issue(self, epoch: str, lease: LeaseRecord, now: float) -> str:
+        """A lease becomes active; the id that it is given."""
         self.n_issued += 1
         lease_id = f"{epoch}-{self.n_issued}"
-        self._put(LeaseRecord(lease_id, channel, tuple(prompt_uids), expires_at, request_id), now)
-        self._count(channel).issued += 1
+        self._put(replace(lease, lease_id=lease_id), now)
+        self._count(lease.channel).issued += 1
         return lease_id
 
     def answer_to(self, request_id: str | None) -> LeaseRecord | None:
@@ -124,7 +116,7 @@ class LeaseBook:
         ended, row = LeaseEnded(lease_id, how), None
         if self.log is not None:
             self.log.delete([lease.row])
-            row = write(self.log, POOL, ended, now, 0, None)
+            row = write(self.log, POOL, ended, now)
         self.restore_ended(ended, row)
         return lease
 
@@ -172,7 +164,7 @@ class LeaseBook:
 
     def _put(self, lease: LeaseRecord, now: float) -> None:
         if self.log is not None:
-            lease = replace(lease, row=write(self.log, POOL, lease, now, 0, None))
+            lease = replace(lease, row=write(self.log, POOL, lease, now))
         self.restore(lease)
 
     def _count(self, channel: str) -> LeaseCounts:

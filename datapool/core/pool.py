@@ -103,8 +103,8 @@ class DataPool:
             return "shut_down" if source.counts.shut_down else "nothing_yet"
         groups = source.take(chosen, op.n_rollouts)
         expires_at = now + (op.lease_s or source.config.lease_s)
-        request = chosen, expires_at, op.request_id, now
-        lease_id = self.leases.issue(self.epoch, op.channel, *request)
+        lease = LeaseRecord("", op.channel, tuple(chosen), expires_at, op.request_id)
+        lease_id = self.leases.issue(self.epoch, lease, now)
         return PackedLease(lease_id, op.channel, groups, expires_at)
 
     def _ack(self, op: ops.Ack, now: float) -> None:

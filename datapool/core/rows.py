@@ -140,7 +140,12 @@ _DECODERS: Final = {kind.__name__: decoder(_tuple[float, int, kind]) for kind in
 
 
 def write(
-    log: Log, channel: str, record: msgspec.Struct, now: float, number: int, payload: bytes | None
+    log: Log,
+    channel: str,
+    record: msgspec.Struct,
+    now: float,
+    number: int = 0,
+    payload: bytes | None = None,
 ) -> int:
     """Append a row; its number."""
     head = encoder.encode((now, number, record))

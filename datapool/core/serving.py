@@ -300,7 +300,7 @@ class Serving(Limits):
         )
 
     def packed(self, record: TrajectoryRecord) -> PackedTrajectory:
-        """A trajectory as consumers get it. It has a step at least."""
+        """A trajectory as consumers get it, if it is complete; else with its steps so far."""
         steps = record.as_served(self.payloads.read(record.steps))
         return PackedTrajectory(
             record.trajectory_uid, record.prompt_uid, steps, dict(record.metadata), record.attempt

@@ -159,27 +159,30 @@ class Batches:
             for request_id, k in held.items()
         ]
 
-    async def ack(self, lease_id: str) -> None:
-        await self._each_part(lease_id, "acked", Ack)
+    def ack(self, lease_id: str) -> Awaitable[list[None]]:
+        return self._each_part(lease_id, "acked", Ack)
 
-    async def nack(self, lease_id: str, reason: str) -> None:
-        await self._each_part(lease_id, "nacked", lambda part: Nack(part, reason))
+    def nack(self, lease_id: str, reason: str) -> Awaitable[list[None]]:
+        return self._each_part(lease_id, "nacked", lambda part: Nack(part, reason))
 
     async def renew(self, lease_id: str, lease_s: float | None) -> float:
         return min(await self._each_part(lease_id, "renewed", lambda part: Renew(part, lease_s)))
 
-    async def _each_part(self, lease_id: str, wanted: str, make: Callable[[str], Op[T]]) -> list[T]:
-        """Ask every shard that the lease is from, whatever becomes of the others."""
-        if self._n == 1:
-            return [await self._ports[0].call(make(lease_id))]
-        found = self._parts(lease_id, wanted)
-        answers = await asyncio.gather(
-            *(self._ports[k].call(make(part)) for k, part in found), return_exceptions=True
+    def _each_part(
+        self, lease_id: str, wanted: str, make: Callable[[str], Op[T]]
+    ) -> Awaitable[list[T]]:
+        """Ask every shard that the lease is from, whatever becomes of the others. Begun now."""
+        found = [(0, lease_id)] if self._n == 1 else self._parts(lease_id, wanted)
+        return self._parted(
+            lease_id, wanted, [self._ports[k].begin(make(part)) for k, part in found]
         )
+
+    async def _parted(self, lease_id: str, wanted: str, began: Sequence[Awaitable[T]]) -> list[T]:
+        answers = await asyncio.gather(*began, return_exceptions=True)
         refused = [a for a in answers if isinstance(a, DataPoolError)]
-        if refused and len(found) > 1:
+        if refused and len(answers) > 1:
             raise type(refused[0])(
-                f"{refused[0]} ({len(refused)} of {len(found)} parts of lease {lease_id!r} were "
+                f"{refused[0]} ({len(refused)} of {len(answers)} parts of lease {lease_id!r} were "
                 f"not {wanted}; the others are)"
             )
         return values(answers)

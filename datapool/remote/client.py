@@ -372,7 +372,7 @@ class DataPoolClient:
         lease = await self.lease_batch(n_rollouts, channel, batch_size, timeout_s)
         if lease is None:
             return None
-        task = asyncio.create_task(self.ack(lease.lease_id))
+        task = asyncio.ensure_future(self._batches.ack(lease.lease_id))
         self._background.add(task)
         task.add_done_callback(self._acked)
         return lease.steps

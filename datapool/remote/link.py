@@ -82,7 +82,7 @@ class LocalPort:
         return await self.service.call(op, timeout_s)
 
     def begin(self, op: Op[R]) -> Awaitable[R]:
-        return asyncio.ensure_future(self.call(op))
+        return self.service.begin(op)
 
     def close(self) -> None:
         """As `Port.close`: the pool itself goes on."""

@@ -24,7 +24,7 @@ import os
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,9 +185,14 @@ class PoolService:
             JournalError: it could not be made durable.
         """
         if timeout_s == 0 or not self.can_wait(op):
-            answer: Any = self.try_(op)
-        else:
-            answer = await self.wait(op, timeout_s)
+            return await self.begin(op)
+        return await self._answered(op, await self.wait(op, timeout_s))
+
+    def begin(self, op: Op[R]) -> Awaitable[R]:
+        """As `call` without waiting, and applied now, whenever it is awaited."""
+        return self._answered(op, self.try_(op))
+
+    async def _answered(self, op: Op[R], answer: Any) -> R:
         try:
             (answer,) = await self.settle([(op, answer)])
         except asyncio.CancelledError:

@@ -16,10 +16,9 @@ import logging
 import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from stepwell.datapool.store.index import Index, Segment
-from stepwell.datapool.store.segments import blocks_of, record_at, segment_path
+from stepwell.datapool.store.segments import blocks_of, segment_path
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +28,6 @@ SLACK_BYTES = 64 << 20
 SLICE_BYTES = 512 << 10
 """Of one transaction: 2 to 3 ms."""
 SLICE_ROWS = 2048
-
-
-class Slice(NamedTuple):
-    """What one transaction does for the cleaning."""
-
-    moved: dict[int, bytes]
-    """Live rows of the segment under way, as records."""
-    dropped: list[int]
 
 
 class Cleaner:
@@ -83,12 +74,19 @@ class Cleaner:
     def is_busy(self, active: int) -> bool:
         return self.is_erasing or self._choose(active) is not None
 
-    def take(self, active: int, deleted: Collection[int], n_written: int) -> Slice:
-        """The next slice, for a transaction that deletes these rows and writes so many bytes of new
-        ones into `active`: as many may be moved, so that the cleaning keeps up."""
+    def take(
+        self, active: int, deleted: Collection[int], n_written: int
+    ) -> tuple[dict[int, bytes], list[int]]:
+        """The next slice: rows to be written anew, as records; and segments to be dropped.
+
+        Args:
+            active: where the transaction is written.
+            deleted: rows that it deletes.
+            n_written: bytes of new rows in it; as many may be moved, so that the cleaning keeps up.
+        """
         victim = self._choose(active)
         if victim is None:
-            return Slice({}, [])
+            return {}, []
         if self._records is None:
             self._victim = victim
             self._records = self._live_records(self._index.segments[victim])
@@ -101,7 +99,7 @@ class Cleaner:
                     moved[row] = record
                     n_bytes += len(record)
                 if n_bytes >= SLICE_BYTES * larger or n_seen >= SLICE_ROWS * larger:
-                    return Slice(moved, [])
+                    return moved, []
         except (OSError, ValueError, struct.error) as e:
             # Copies that were moved are still in it, so no other segment may go either.
             self.is_stopped = True
@@ -112,8 +110,8 @@ class Cleaner:
                 e,
                 self._folder,
             )
-            return Slice(moved, [])
-        return Slice(moved, [victim])
+            return moved, []
+        return moved, [victim]
 
     def _choose(self, active: int) -> int | None:
         if self.is_stopped or self._victim is not None:
@@ -138,13 +136,8 @@ class Cleaner:
         if not segment.live_rows:
             return
         with segment_path(self._folder, segment.number).open("rb", buffering=0) as file:
-            for start, data, block in blocks_of(file.fileno(), segment.end, self._journal):
-                at = block.at
-                for _ in range(block.n_rows):
-                    record = record_at(data, at)
-                    if record is None or not record.has_head:
-                        raise ValueError("a row is not what was written")
-                    found = self._index.find(record.row)
+            for start, data, block, meta in blocks_of(file.fileno(), segment.end, self._journal):
+                for row, at, size in meta.records(block.at):
+                    found = self._index.find(row)
                     is_live = found is not None and found[:2] == (segment.number, start + at)
-                    yield record.row, data[at : record.end] if is_live else None
-                    at = record.end
+                    yield row, data[at : at + size] if is_live else None

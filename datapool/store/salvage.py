@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,7 +51,6 @@ from stepwell.datapool.store.segments import (
     block_at,
     journal_of,
     read_rows,
-    record_at,
     runs,
     segment_path,
     segments_in,
@@ -236,6 +236,14 @@ def _load(folder: Path, found: Found, payloads: bool = True) -> Iterator[Row]:
         yield from read_rows(data, places, payloads)
 
 
+def _read(data: bytes, row: int, at: int, payloads: bool = True) -> Row | None:
+    """None: it is not as it was written."""
+    try:
+        return next(read_rows(data, [(row, at)], payloads))
+    except (ValueError, struct.error):
+        return None
+
+
 class _Scan(Found):
     """All sound transactions and rows of a damaged log."""
 
@@ -273,43 +281,42 @@ class _Scan(Found):
                 at = block.end
 
     def _take(self, number: int, data: bytes, block: Block) -> None:
+        if self.segment == number and block.sequence != self.sequence + 1:
+            self._gap = (
+                self._gap or f"they were cut out of {segment_path(self.folder, number).name}"
+            )
         if self._gap:
             self.lost.append(f"transactions after {self.sequence}: {self._gap}")
-            self.begin = block.first_row
-            self.n_unknown += block.first_row - self.next_row
+            self._lose(block.first_row, block.first_row - self.next_row)
             self._gap = ""
         self.sequence, self.next_row = block.sequence, block.next_row
         self.segment, self.end, self.crc = number, block.end, block.crc
         self.index.grow(number, block.end, block.crc)
-        at, n_sound = block.at, 0
-        for _ in range(block.n_rows):
-            if (record := record_at(data, at)) is None:
-                break
-            if record.has_head:
-                self._take_row(number, data, record.at, record.end, record.row)
-                n_sound += 1
-            at = record.end
-        meta = block.meta(data)
-        if meta is None or n_sound < block.n_rows:
-            self.begin = block.next_row
-            self.n_unknown += block.n_rows - n_sound
-            self.lost.append(f"{block.n_rows - n_sound} rows of transaction {block.sequence}")
-        if meta is not None:
-            self.states |= meta.states
-            for row in (r for first, n in runs(meta.deleted) for r in range(first, first + n)):
-                self.index.delete(row, number)
-                self.headed.pop(row, None)
-
-    def _take_row(self, number: int, data: bytes, at: int, end: int, row: int) -> None:
-        try:
-            next(read_rows(data, [(row, at)]))
-        except ValueError:
-            if self.index.find(row) is None:  # else a former copy
-                self.headed[row] = next(read_rows(data, [(row, at)], payloads=False))
-                self.lost.append(f"row {row}, which is not as it was written")
-        else:
-            self.index.put(number, row, at, end - at)
+        if (meta := block.meta(data)) is None:
+            self.lost.append(f"transaction {block.sequence}, {block.n_rows} rows")
+            self._lose(block.next_row, block.n_rows)
+            return
+        for row, at, size in meta.records(block.at):
+            self._take_row(number, data, row, at, size)
+        self.states |= meta.states
+        for row in (r for first, n in runs(meta.deleted) for r in range(first, first + n)):
+            self.index.delete(row, number)
             self.headed.pop(row, None)
+
+    def _take_row(self, number: int, data: bytes, row: int, at: int, size: int) -> None:
+        if _read(data, row, at) is not None:
+            self.index.put(number, row, at, size)
+            self.headed.pop(row, None)
+            return
+        self.lost.append(f"row {row}, which is not as it was written")
+        if (found := _read(data, row, at, payloads=False)) is None:
+            self._lose(row + 1, 1)
+        elif self.index.find(row) is None:  # else there is another copy
+            self.headed[row] = found
+
+    def _lose(self, begin: int, n_rows: int) -> None:
+        self.begin = max(self.begin, begin)
+        self.n_unknown += n_rows
 
     def rows(self) -> list[Row]:
         """Those whose head is sound, in order."""

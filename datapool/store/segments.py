@@ -33,7 +33,7 @@ MAGIC = b"swpool-4"
 BLOCK_MAGIC = b"swblock4"
 SEGMENT = struct.Struct("<8s16sqI")
 _BLOCK = struct.Struct("<8sqqqIQIIIII")
-RECORD = struct.Struct("<IIqHII")
+_RECORD = struct.Struct("<IIqHII")
 
 
 class Row(NamedTuple):
@@ -57,7 +57,7 @@ def encode_record(row: int, channel: str, kind: str, head: bytes, payload: bytes
     names = f"{channel}\0{kind}".encode()
     n_payload = 0 if payload is None else 1 + len(payload)
     payload_crc = 0 if payload is None else crc32(payload)
-    prefix = RECORD.pack(0, payload_crc, row, len(names), len(head), n_payload) + names
+    prefix = _RECORD.pack(0, payload_crc, row, len(names), len(head), n_payload) + names
     return struct.pack("<I", crc32(head, crc32(prefix[4:]))) + prefix[4:]
 
 
@@ -65,28 +65,6 @@ def encode_record(row: int, channel: str, kind: str, head: bytes, payload: bytes
 def _names(names: bytes) -> tuple[str, str]:
     channel, _, kind = names.decode().rpartition("\0")
     return channel, kind
-
-
-class Record(NamedTuple):
-    """Where a row is in some bytes."""
-
-    row: int
-    at: int
-    end: int
-    has_head: bool
-    """Whether id, lengths, names and head are what was written."""
-
-
-def record_at(data: bytes, at: int, check: bool = True) -> Record | None:
-    """The record at `at`; None if it does not end within `data`."""
-    if at + RECORD.size > len(data):
-        return None
-    crc, _, row, n_names, n_head, n_payload = RECORD.unpack_from(data, at)
-    middle = at + RECORD.size + n_names + n_head
-    end = middle + max(n_payload - 1, 0)
-    if end > len(data):
-        return None
-    return Record(row, at, end, not check or crc == crc32(data[at + 4 : middle]))
 
 
 def read_rows(
@@ -97,7 +75,7 @@ def read_rows(
     Raises:
         ValueError: a row is not what was written; without `payloads`, its head is not.
     """
-    unpack, prefix, make = RECORD.unpack_from, RECORD.size, tuple.__new__
+    unpack, prefix, make = _RECORD.unpack_from, _RECORD.size, tuple.__new__
     for row, at in places:
         crc, payload_crc, found, n_names, n_head, n_payload = unpack(data, at)
         head_at = at + prefix + n_names
@@ -132,6 +110,13 @@ class Meta(msgspec.Struct, omit_defaults=True):
     """Segments that hold nothing any more that counts."""
     segments: list[tuple[int, int, int]] = []
     """In the first block of a segment: number, length and last block's CRC of each other one."""
+
+    def records(self, at: int) -> Iterator[tuple[int, int, int]]:
+        """Id, offset and size of each row, if the first is at `at`."""
+        ids = (row for first, n in runs(self.rows) for row in range(first, first + n))
+        for row, size in zip(ids, self.sizes, strict=True):
+            yield row, at, size
+            at += size
 
 
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
@@ -210,8 +195,8 @@ def sound_blocks(data: bytes, journal: bytes) -> Iterator[tuple[Block, Meta]]:
         at, last = block.end, block
 
 
-def blocks_of(file: int, end: int, journal: bytes) -> Iterator[tuple[int, bytes, Block]]:
-    """The blocks of a sealed segment, one at a time: where each begins, its bytes, its header.
+def blocks_of(file: int, end: int, journal: bytes) -> Iterator[tuple[int, bytes, Block, Meta]]:
+    """The blocks of a sealed segment, one at a time: where each begins, its bytes, what they say.
 
     Raises:
         ValueError: one is damaged.
@@ -221,9 +206,9 @@ def blocks_of(file: int, end: int, journal: bytes) -> Iterator[tuple[int, bytes,
         fields = _BLOCK.unpack(os.pread(file, _BLOCK.size, at))
         data = os.pread(file, _BLOCK.size + fields[5] + fields[8], at)
         block = block_at(data, 0, journal)
-        if block is None:
+        if block is None or (meta := block.meta(data)) is None or not block.has_records(data):
             raise ValueError(f"the transaction at byte {at} is damaged")
-        yield at, data, block
+        yield at, data, block, meta
         at += len(data)
 
 

@@ -34,6 +34,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
+from stepwell.datapool.codec import encoder
 from stepwell.datapool.config import ChannelConfig, PoolConfig
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import DataPoolError, JournalError
@@ -46,6 +47,7 @@ from stepwell.datapool.store.segments import segment_path, segments_in
 from stepwell.datapool.types import Step
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.errors import CheckpointError
+from tests.datapool.conftest import SyncPool
 
 Outcome = Literal["harmless", "raised", "silent"]
 KINDS = ("flip", "cut", "removal")
@@ -68,7 +70,7 @@ def write(folder: Path, durability: Literal["process", "power"], seed: int) -> N
     """Groups come, are completed, leased and acked, until somebody kills this process."""
     log.SEGMENT_BYTES, cleaning.SLACK_BYTES, cleaning.SLICE_BYTES = 30_000, 50_000, 4000
     chance = random.Random(seed)
-    pool = DataPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
+    pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
     journal = Journal(folder, durability)
     restore(pool, journal, journal.rows(), journal.states(), journal.read)
     open_: list[str] = []
@@ -119,9 +121,7 @@ def content(pool: DataPool) -> dict[str, str]:
         digest = hashlib.sha256(f"{group.terms} {group.delivery} {group.due}".encode())
         for name, record in sorted(group.trajectories.items()):
             digest.update(f"{name} {record.closing} {record.outcome}".encode())
-            for index in sorted(record.steps):
-                step = record.packed(index)
-                digest.update(pickle.dumps(tuple(step)))
+            digest.update(encoder.encode(channel.packed(record)))
         found[uid] = digest.hexdigest()[:16]
     return found
 
@@ -179,7 +179,7 @@ def open_pool(folder: Path, durability: str) -> dict[str, str]:
     """What a pool serves that is started over the folder."""
     journal = Journal(folder, "power" if durability == "power" else "process", lock_timeout_s=0)
     try:
-        pool = DataPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
+        pool = SyncPool(PoolConfig(default=ChannelConfig(n_rollouts=2)))
         restore(pool, journal, journal.rows(), journal.states(), journal.read)
         found = content(pool)
         counts = pool.get_statistics("train", now=time.time())["groups"]

@@ -14,7 +14,6 @@ the agents' own doing. Does not own: the processes that were left (`lives.py`).
 from __future__ import annotations
 
 import json
-import pickle
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +28,15 @@ from stepwell.checks import training_prompts
 from stepwell.config import RunConfig
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.pool import DataPool
+from stepwell.datapool.core.rows import GroupClosed
+from stepwell.datapool.core.rows import read as read_row
+from stepwell.datapool.questions import (
+    GetStatistics,
+    ListGroups,
+    Listing,
+    ListSteps,
+    ListTrajectories,
+)
 from stepwell.datapool.store.journal import Journal, Row
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
@@ -158,13 +166,15 @@ def read_pool(folder: Path) -> PoolBooks:
 
     def rows(journal: Journal) -> Iterator[Row]:
         for row in journal.rows():
-            if row.kind == "closed":
-                uid, how, closings = pickle.loads(row.head)
-                if how is not None:
-                    books.closed[uid] = how if row.channel == TRAIN else "evaluated"
-                for trajectory, (_, _, _, aborted, _) in closings.items():
-                    if aborted is not None:
-                        books.aborted[trajectory] = aborted
+            if row.kind == GroupClosed.__name__:
+                _, _, closed = read_row(row.kind, row.head)
+                if closed.how is not None:
+                    books.closed[closed.prompt_uid] = (
+                        closed.how if row.channel == TRAIN else "evaluated"
+                    )
+                for trajectory, closing in closed.closings.items():
+                    if closing.aborted is not None:
+                        books.aborted[trajectory] = closing.aborted
             yield row
 
     journal = Journal(folder, "process")
@@ -173,7 +183,7 @@ def read_pool(folder: Path) -> PoolBooks:
         restore(pool, journal, rows(journal), journal.states(), journal.read)
         for channel in (TRAIN, VAL):
             _read_live(pool, channel, books)
-        leases = pool.get_statistics(TRAIN, now=time.time())["leases"]
+        leases = pool.apply(GetStatistics(TRAIN), time.time())["leases"]
         books.expired = leases.get("expired", 0)
     finally:
         journal.close()
@@ -181,20 +191,20 @@ def read_pool(folder: Path) -> PoolBooks:
 
 
 def _read_live(pool: DataPool, channel: str, books: PoolBooks) -> None:
-    def pages(method: Any, **given: Any) -> Iterator[Any]:
+    def pages(listing: type[Listing[Any]]) -> Iterator[Any]:
         cursor: str | None = None
         while True:
-            page = method(channel, cursor, now=time.time(), **given)
+            page = pool.apply(listing(channel, cursor), time.time())
             yield from page.items
             if (cursor := page.cursor) is None:
                 return
 
-    for group in pages(pool.list_groups):
+    for group in pages(ListGroups):
         books.live.add(group.prompt_uid)
-    for trajectory in pages(pool.list_trajectories):
+    for trajectory in pages(ListTrajectories):
         if trajectory.state == "aborted":
             books.aborted[trajectory.trajectory_uid] = trajectory.reason or "aborted"
-    for step in pages(pool.list_steps):
+    for step in pages(ListSteps):
         books.stored[step.trajectory_uid][step.metadata["call_id"]] = step.n_response
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, Lease, PoolConfig, Step, ops
 from stepwell.datapool import questions as asked
@@ -53,15 +54,19 @@ class SyncPool(DataPool):
     def __getattr__(self, name: str) -> Any:
         if name not in OPERATIONS:
             raise AttributeError(name)
-        return lambda *args, now, **kwargs: self.apply(OPERATIONS[name](*args, **kwargs), now)
+        return lambda *args, now, **kwargs: self._do(OPERATIONS[name](*args, **kwargs), now)
+
+    def _do(self, op: Any, now: float) -> Any:
+        """Metadata is looked at and copied by who makes the operation, as clients do."""
+        if hasattr(op, "metadata"):
+            op = replace(op, metadata=ops.metadata_of(op.metadata))
+        return self.apply(op, now)
 
     def open_group(
         self, prompt_uid, n_rollouts, deadline_s=None, min_rollouts=1, *args, now, **kwargs
     ):
-        if "metadata" in kwargs:
-            kwargs["metadata"] = ops.metadata_of(kwargs["metadata"])
         op = ops.OpenGroup(prompt_uid, n_rollouts, min_rollouts, deadline_s, *args, **kwargs)
-        return self.apply(op, now)
+        return self._do(op, now)
 
     def submit_step(self, step: Step, channel: str = "train", *, now: float) -> str:
         return self.submit_steps([step], channel, now=now)[0]

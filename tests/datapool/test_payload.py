@@ -29,12 +29,9 @@ from tests.datapool.conftest import SyncPool
 TOKENS = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
 FEW_TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=3)
 """So few that prompts extend each other by accident, too."""
+INTEGERS = st.integers(-(2**63), 2**64 - 1)
 JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**64 - 1)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=4),
+    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | st.text(max_size=4),
     lambda inner: (
         st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
     ),

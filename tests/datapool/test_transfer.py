@@ -24,6 +24,7 @@ from stepwell.datapool import (
     StepConflictError,
     Trajectory,
     VersionSpan,
+    client_of,
     start_data_pool,
 )
 from stepwell.datapool.files import transfer
