@@ -18,12 +18,12 @@ from stepwell.datapool import (
     PoolConfig,
     PoolFullError,
     Step,
+    client_of,
     start_data_pool,
 )
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.inspect import events as events_module
 from stepwell.datapool.questions import WaitForRoom
-from stepwell.datapool.remote.start import client_of
 from stepwell.datapool.selection import Choice
 from tests.datapool.pools import pool_here
 

@@ -26,6 +26,7 @@ from stepwell.datapool import (
     PoolUnavailableError,
     Step,
     StepConflictError,
+    client_of,
     start_data_pool,
 )
 from stepwell.datapool.codec import PackedLease, Tokens, decoder, encoder, pack
@@ -33,7 +34,6 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import JournalCorruptError, JournalFullError, ReplayError
 from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.remote import service as service_module
-from stepwell.datapool.remote.start import client_of
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.segments import segment_path

@@ -31,7 +31,6 @@ from stepwell.datapool.files import transfer
 from stepwell.datapool.files.export import read, write
 from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.files.transfer import export_channel, import_channel
-from stepwell.datapool.remote.start import client_of
 
 BOTH = pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 NARROW = "narrow"
