@@ -10,6 +10,8 @@ opened before. Does not own the layout of a step (`codec.py`), nor where its byt
 
 from __future__ import annotations
 
+from zlib import crc32
+
 from stepwell.datapool import errors, ops
 from stepwell.datapool.codec import (
     PackedStep,
@@ -144,11 +146,14 @@ class Steps(Serving):
             return step
         base = step.step_index - 1 if step.parent_index is None else step.parent_index
         stored = record.step(base) if base >= 0 else None
-        if stored is None or 4 * stored.n_tokens > len(step.prompt):
+        if stored is None:
             return step
-        known = chain_tokens(self.payloads.read(record.chain(base)))
-        extends = bytes(step.prompt).startswith(known)
-        return relative(step, base, stored.header) if extends else step
+        header, known = stored.header, step.prompt[: 4 * stored.n_tokens]
+        # Most that extend nothing are told by the sum; what is as long and has it is looked at.
+        if len(known) < 4 * stored.n_tokens or crc32(known) != header.crc:
+            return step
+        chain = self.payloads.loaded(record.chain(base))
+        return relative(step, base, header) if known == chain_tokens(chain) else step
 
     def _is_same(self, record: TrajectoryRecord, stored: PackedStep, step: PackedStep) -> bool:
         """Whether a stored step has the same content as one of its index, however it is packed."""

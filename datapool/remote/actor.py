@@ -185,7 +185,10 @@ class DataPoolActor:
         return answered.result()
 
     def _answer(self, op: Op[Any], answered: Future[Any]) -> None:
-        (answer,) = self._service.settle_now([(op, self._service.try_(op))])
+        try:
+            (answer,) = self._service.settle_now([(op, self._service.try_(op))])
+        except Exception as e:  # noqa: BLE001 - whatever it is, its caller must not wait for ever
+            answer = e
         if isinstance(answer, Exception):
             answered.set_exception(answer)
         else:

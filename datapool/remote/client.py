@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -460,11 +461,13 @@ class DataPoolClient:
         first. Of several shards by time; one that is down is left out until it is back."""
         wait = _Wait(timeout_s)
         named = None if kinds is None else tuple(kinds)
+        lost = False
         while True:
             op = GetEvents(cursor, channel, named, limit)
             page = await self._shards.events(op, wait.next_slice())
-            if page.events or page.lost or wait.is_over():
-                return page
+            lost = lost or page.lost
+            if page.events or wait.is_over():
+                return replace(page, lost=lost)
             cursor = page.cursor  # what was looked at is not again
 
     # -- reading -----------------------------------------------------------------------------

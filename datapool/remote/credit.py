@@ -24,8 +24,9 @@ SLICE_S: Final = 10.0
 
 @dataclass(slots=True)
 class _Line:
-    """Those who open groups in one channel, first come first."""
+    """Those who open groups in one channel, first come first; all in one event loop."""
 
+    loop: asyncio.AbstractEventLoop
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     opening: set[asyncio.Task[Any]] = field(default_factory=set)
     """Admitted, and perhaps not in their shard yet."""
@@ -59,7 +60,7 @@ class CreditLines:
                     if time.monotonic() >= end:
                         raise
 
-        line = self._lines.setdefault(op.channel, _Line())
+        line = self._line(op.channel)
         if self._n == 1 or line.is_unlimited:
             return await open_()
         ask = WaitCredit(op.prompt_uid, op.channel)
@@ -93,6 +94,13 @@ class CreditLines:
                 if opening.result() == "accepted":
                     self._shards.later(home.call(drop))
             raise
+
+    def _line(self, channel: str) -> _Line:
+        loop = asyncio.get_running_loop()
+        line = self._lines.get(channel)
+        if line is None or line.loop is not loop:
+            line = self._lines[channel] = _Line(loop)
+        return line
 
     async def _wait_for_credit(self, line: _Line, op: OpenGroup, end: float) -> None:
         """Return once the whole pool has credit for one group more."""

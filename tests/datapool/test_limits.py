@@ -18,12 +18,12 @@ from stepwell.datapool import (
     PoolConfig,
     PoolFullError,
     Step,
+    client_of,
     start_data_pool,
 )
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.inspect import events as events_module
 from stepwell.datapool.questions import WaitForRoom
-from stepwell.datapool.remote.start import client_of
 from stepwell.datapool.selection import Choice
 from tests.datapool.pools import pool_here
 
@@ -513,15 +513,13 @@ async def test_a_reader_that_is_too_slow_is_told(
     assert not (await actor.get_events()).lost, "who asks for all there is, missed nothing"
 
 
-async def test_a_long_poll_from_a_former_life_is_told_so(make_step: MakeStep) -> None:
+async def test_a_long_poll_from_a_former_life_is_told_so_when_it_ends(make_step: MakeStep) -> None:
     actor = pool_here(PoolConfig(durability="none"))
-    page = await actor.get_events("another:17", timeout_s=30)
-    assert page.lost
-    polling = asyncio.create_task(actor.get_events(page.cursor, timeout_s=30))
+    polling = asyncio.create_task(actor.get_events("another:17", timeout_s=30))
     await asyncio.sleep(0)
     await actor.submit_step(make_step("t", is_last=True))
     page = await polling
-    assert not page.lost
+    assert page.lost
     assert [e.kind for e in page.events] == ["ready"]
 
 

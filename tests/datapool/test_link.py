@@ -528,17 +528,22 @@ async def test_a_call_made_while_an_earlier_connection_is_given_up_is_answered(p
         link.close()
 
 
-def test_each_event_loop_has_a_connection_of_its_own(make_step):
-    """A notebook that is interrupted, `asyncio.run` called twice; the pool is in a third loop."""
-    pool_loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=pool_loop.run_forever, daemon=True)
+@pytest.fixture
+def in_pool_loop():
+    """Runs something in an event loop that the pool has for itself."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
+    yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(30)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_each_event_loop_has_a_connection_of_its_own(make_step, in_pool_loop):
+    """A notebook that is interrupted, `asyncio.run` called twice."""
     served = serving()
-
-    def in_pool(work):
-        return asyncio.run_coroutine_threadsafe(work, pool_loop).result(30)
-
-    _, door = in_pool(served.__aenter__())
+    _, door = in_pool_loop(served.__aenter__())
     client = DataPoolClient([DoorLink(door)])
 
     async def leave_amid_calls(turns):
@@ -559,10 +564,34 @@ def test_each_event_loop_has_a_connection_of_its_own(make_step):
         asyncio.run(leave_amid_calls(turns))
         asyncio.run(go_on())
     gc.collect()
-    in_pool(served.__aexit__(None, None, None))
-    pool_loop.call_soon_threadsafe(pool_loop.stop)
-    thread.join()
-    pool_loop.close()
+    in_pool_loop(served.__aexit__(None, None, None))
+
+
+def test_producers_of_several_shards_wait_for_credit_in_each_event_loop_anew(in_pool_loop):
+    limits = ChannelConfig(max_outstanding_groups=2)
+    served = [serving(PoolConfig(default=limits, durability="none")) for _ in range(2)]
+    doors = [in_pool_loop(each.__aenter__())[1] for each in served]
+    client = DataPoolClient([DoorLink(door) for door in doors])
+
+    async def leave_while_waiting():
+        calls = [asyncio.create_task(client.open_group(f"p{i}", 1)) for i in range(6)]
+        while sum(call.done() for call in calls) < 2:  # noqa: ASYNC110 - two have credit
+            await asyncio.sleep(0.005)
+        return calls
+
+    async def open_more():
+        return await asyncio.gather(
+            *(client.open_group(f"p{i}", 1, timeout_s=0.05) for i in range(6)),
+            return_exceptions=True,
+        )
+
+    for _ in range(2):
+        asyncio.run(leave_while_waiting())
+        answers = asyncio.run(open_more())
+        assert answers[:2] == ["duplicate"] * 2
+        assert {type(answer) for answer in answers[2:]} == {PoolFullError}
+    for each in served:
+        in_pool_loop(each.__aexit__(None, None, None))
 
 
 # -- what a client keeps of the steps it sent ------------------------------------------------------

@@ -18,12 +18,12 @@ from stepwell.datapool import (
     StepConflictError,
     UnknownLeaseError,
     UnknownTrajectoryError,
+    client_of,
     connect,
     start_data_pool,
 )
 from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.remote.actor import N_WAITING
-from stepwell.datapool.remote.start import client_of
 
 
 @pytest.fixture(scope="module")

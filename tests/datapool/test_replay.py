@@ -20,25 +20,25 @@ import ray
 from stepwell.datapool import (
     ChannelConfig,
     ChannelShutDownError,
-    DataPoolActor,
-    DataPoolClient,
     DataPoolError,
     PoolConfig,
     PoolFullError,
     PoolUnavailableError,
     Step,
     StepConflictError,
+    client_of,
     start_data_pool,
 )
 from stepwell.datapool.codec import PackedLease, Tokens, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import JournalCorruptError, JournalFullError, ReplayError
-from stepwell.datapool.remote import actor as actor_module
-from stepwell.datapool.remote import turns as turns_module
+from stepwell.datapool.ops import LeaseBatch
+from stepwell.datapool.remote import service as service_module
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.segments import segment_path
 from tests.datapool.conftest import SyncPool, newest_segment
+from tests.datapool.pools import pool_here, service_of
 
 MakeStep = Callable[..., Step]
 READING = {"is_shut_down", "next_deadline"}
@@ -346,19 +346,14 @@ def test_a_shut_down_channel_leaves_the_others_open(pool: Journaled) -> None:
 async def test_a_new_run_over_an_old_journal_is_not_shut_down(
     tmp_path: Path, make_step: MakeStep
 ) -> None:
-    first = DataPoolActor(None, tmp_path)
+    first = pool_here(None, tmp_path)
     await first.submit_step(make_step("t"))
     await first.shutdown()
-    close(first)
-    second = DataPoolActor(None, tmp_path)
+    service_of(first).close()
+    second = pool_here(None, tmp_path)
     assert await second.open_group("q", 1) == "accepted"
     assert await second.submit_step(make_step("t")) == "duplicate"
-    close(second)
-
-
-def close(actor: DataPoolActor) -> None:
-    assert actor._journal is not None
-    actor._journal.close()
+    service_of(second).close()
 
 
 # -- what is reclaimed ---------------------------------------------------------------------------
@@ -656,7 +651,7 @@ def test_a_folder_that_another_pool_uses_is_one_clear_line_from_the_start(
 async def test_a_journal_damaged_under_a_killed_pool_ends_the_wait_of_its_clients(
     start: Callable[[], Any], tmp_path: Path, make_step: MakeStep
 ) -> None:
-    client = DataPoolClient(start())
+    client = client_of([start()])
     await client.submit_step(make_step("t"))
     process = psutil.Process((await client.describe())["pid"])
     process.suspend()  # so that the damage is there before Ray's next life is
@@ -669,7 +664,7 @@ async def test_a_journal_damaged_under_a_killed_pool_ends_the_wait_of_its_client
 async def test_a_cursor_of_events_from_before_the_kill_is_answered_with_lost(
     start: Callable[[], Any], make_step: MakeStep
 ) -> None:
-    client = DataPoolClient(start())
+    client = client_of([start()])
     await client.submit_step(make_step("t", is_last=True))
     before = await client.get_events()
     assert [e.kind for e in before.events] == ["ready"]
@@ -679,22 +674,6 @@ async def test_a_cursor_of_events_from_before_the_kill_is_answered_with_lost(
     page = await waiting
     assert page.lost
     assert [e.prompt_uid for e in page.events] == ["q"]
-
-
-async def test_calls_that_were_lost_with_a_pool_hold_up_the_next_one_only_briefly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(turns_module, "GRACE_S", 1e6)
-    monkeypatch.setattr(turns_module, "RESUMED_GRACE_S", 0.01)
-    turns = turns_module.Turns(resumed=True)
-    for number in (7, 9, 12):  # 8, 10 and 11 died on their way
-        await turns.take(("caller", number))
-    monkeypatch.setattr(turns_module, "RESUMED_S", 0.0)
-    waiting = asyncio.create_task(turns.take(("caller", 14)))
-    await asyncio.sleep(0.1)
-    assert not waiting.done(), "later on, order is worth a wait"
-    await turns.take(("caller", 13))
-    await waiting
 
 
 # -- a full disk ---------------------------------------------------------------------------------
@@ -714,7 +693,7 @@ def full_disk() -> Iterator[None]:
 async def test_a_full_disk_refuses_changes_loses_nothing_and_is_over_when_it_is_over(
     tmp_path: Path, make_step: MakeStep
 ) -> None:
-    actor = DataPoolActor(None, tmp_path / "a")
+    actor = pool_here(None, tmp_path / "a")
     await actor.submit_step(make_step("a", "p", is_last=True))
     await actor.submit_step(make_step("b", "q", is_last=True))
     lease = await actor.lease_batch()
@@ -729,7 +708,7 @@ async def test_a_full_disk_refuses_changes_loses_nothing_and_is_over_when_it_is_
             partial(actor.set_reward, "b", 1.0),
             partial(actor.lease_batch),
             partial(actor.ack, lease.lease_id),
-            partial(actor.apply, [("open_trajectory", ("e", "s"))]),
+            partial(actor.open_trajectory, "e", "s"),
         ]
         for change in changes:
             with pytest.raises(JournalFullError, match=f"free space under {tmp_path}"):
@@ -749,27 +728,27 @@ async def test_a_full_disk_refuses_changes_loses_nothing_and_is_over_when_it_is_
     assert await actor.submit_step(make_step("d", "s", is_last=True)) == "accepted"
     rest = await actor.fetch_batch(batch_size=3)
     assert rest is not None
-    assert [s.trajectory_uid for s in rest.unpack()] == ["b", "c", "d"]
-    close(actor)
+    assert [s.trajectory_uid for s in rest] == ["b", "c", "d"]
+    service_of(actor).close()
 
 
 async def test_what_comes_due_on_a_full_disk_is_done_when_there_is_space(
     tmp_path: Path, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor_module, "TIMER_RETRY_S", 0.02)
-    actor = DataPoolActor(None, tmp_path)
+    monkeypatch.setattr(service_module, "TIMER_RETRY_S", 0.02)
+    actor = pool_here(None, tmp_path)
     await actor.submit_step(make_step("t", is_last=True))
     await actor.lease_batch(lease_s=0.1)
-    waiting = asyncio.create_task(actor.lease_batch(timeout_s=None))
+    waiting = asyncio.create_task(actor.call(LeaseBatch(), None))
     with full_disk():
         with pytest.raises(JournalFullError):
             await actor.submit_step(make_step("u", "q"))
         await asyncio.sleep(0.2)
         assert not waiting.done()
     lease = await waiting
-    assert lease is not None
+    assert isinstance(lease, PackedLease)
     assert lease.groups[0].delivery == 2
-    close(actor)
+    service_of(actor).close()
 
 
 def test_every_field_of_a_record_is_compared() -> None:
