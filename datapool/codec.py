@@ -25,7 +25,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from struct import Struct
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
 from zlib import crc32
 
 import msgspec
@@ -126,6 +126,14 @@ _extra_decoder = decoder(list[Any])
 # -- a step ------------------------------------------------------------------------------------
 
 
+if TYPE_CHECKING:
+    Prompt: TypeAlias = bytes | memoryview
+else:
+    # A view of the message that it comes with. A pool keeps one copy for all rollouts of a group;
+    # the others would leave holes in its heap.
+    Prompt = memoryview
+
+
 class PackedStep(msgspec.Struct, array_like=True, gc=False):
     """A step without its uids, which its trajectory has."""
 
@@ -136,9 +144,8 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     parent_index: int | None
     base: int | None
     """`step_index` of the step whose tokens the prompt begins with; None: `prompt` is whole."""
-    prompt: memoryview | None
-    """The whole prompt, int32; None with a base. A view of the message that it came with: a pool
-    keeps one copy for all rollouts of a group, and the others would leave holes in its heap."""
+    prompt: Prompt | None
+    """The whole prompt, int32; None with a base."""
     payload: bytes
     """See the module; if it is spilled, its header and the row of the journal."""
 
@@ -225,7 +232,7 @@ def pack(step: Step, base: Tokens | None = None) -> PackedStep:
         step.is_last,
         step.parent_index,
         None if base is None else base.step_index,
-        memoryview(prompt) if base is None else None,
+        prompt if base is None else None,
         payload,
     )
 

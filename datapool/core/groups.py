@@ -149,11 +149,6 @@ class Groups:
         group.rows.append(row)
         return row
 
-    def at_row(self, now: float, number: int) -> None:
-        """The next row to be replayed was written at `now`; its group has this number."""
-        self.now = now
-        self.counts.numbered = number - 1  # taken if the row begins the group
-
     def group_of(self, record: Any) -> GroupRecord:
         """The group that a row is about."""
         uid: str | None = getattr(record, "prompt_uid", None)

@@ -41,6 +41,10 @@ class Payloads:
                 self.memory_bytes -= len(step.payload)
                 step.payload = b""  # if it is among the unwritten, nothing is left to spill
 
+    def loaded(self, steps: Sequence[PackedStep]) -> Sequence[PackedStep]:
+        """As `read`, to look at only: not copied where they are in memory."""
+        return self.read(steps) if any(step.is_spilled for step in steps) else steps
+
     def read(self, steps: Iterable[PackedStep]) -> list[PackedStep]:
         """Copies with their payloads; what is on disk is read, and stays there.
 

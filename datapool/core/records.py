@@ -100,7 +100,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def put(self, step: PackedStep) -> None:
         """A step that is not stored yet."""
         steps = self.steps
-        if not steps or step.step_index > steps[-1].step_index:
+        if not steps or step.step_index > steps[-1].step_index:  # as nearly always
             steps.append(step)
         else:
             steps.insert(bisect_left(steps, step.step_index, key=_INDEX), step)
@@ -177,7 +177,7 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     trajectories: dict[str, TrajectoryRecord] = {}
     complete: list[TrajectoryRecord] = []
     """In the order of completion, which is the order they are served in."""
-    prompts: dict[bytes, tuple[memoryview, int | None]] = {}
+    prompts: dict[bytes, tuple[bytes, int | None]] = {}
     """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
     rows: array[int] = msgspec.field(default_factory=lambda: array("q"))
     """Rows of the log that are about this group; they go with it."""

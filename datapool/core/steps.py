@@ -10,6 +10,8 @@ opened before. Does not own the layout of a step (`codec.py`), nor where its byt
 
 from __future__ import annotations
 
+from zlib import crc32
+
 from stepwell.datapool import errors, ops
 from stepwell.datapool.codec import (
     PackedStep,
@@ -128,12 +130,12 @@ class Steps(Serving):
             closing = Closing(record.prompt_uid, "is_last")
             self._complete(record, before if before is not None and before == closing else closing)
 
-    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[memoryview, int | None]:
+    def _keep_prompt(self, group: GroupRecord, prompt: bytes) -> tuple[bytes, int | None]:
         """The group's own copy of a root's prompt, and the row that holds it."""
         kept = group.prompts.get(prompt)
         if kept is None:
             row = self._write(group, PromptStored(group.prompt_uid), prompt)
-            kept = memoryview(prompt), row
+            kept = prompt, row
             group.prompts[prompt] = kept
             self.payloads.memory_bytes += len(prompt)
         return kept
@@ -144,11 +146,14 @@ class Steps(Serving):
             return step
         base = step.step_index - 1 if step.parent_index is None else step.parent_index
         stored = record.step(base) if base >= 0 else None
-        if stored is None or 4 * stored.n_tokens > len(step.prompt):
+        if stored is None:
             return step
-        known = chain_tokens(self.payloads.read(record.chain(base)))
-        extends = bytes(step.prompt).startswith(known)
-        return relative(step, base, stored.header) if extends else step
+        header, known = stored.header, step.prompt[: 4 * stored.n_tokens]
+        # Most that extend nothing are told by the sum; what is as long and has it is looked at.
+        if len(known) < 4 * stored.n_tokens or crc32(known) != header.crc:
+            return step
+        chain = self.payloads.loaded(record.chain(base))
+        return relative(step, base, header) if known == chain_tokens(chain) else step
 
     def _is_same(self, record: TrajectoryRecord, stored: PackedStep, step: PackedStep) -> bool:
         """Whether a stored step has the same content as one of its index, however it is packed."""
@@ -193,17 +198,14 @@ class Steps(Serving):
 
     # -- after a restart ---------------------------------------------------------------------
 
-    def adopt_prompt(self, stored: PromptStored, prompt: bytes, row: int) -> memoryview:
+    def adopt_prompt(self, stored: PromptStored, prompt: bytes, row: int) -> None:
         """A prompt of before. Its group may begin with the very step that brought it."""
         group = self.prompt_groups.get(stored.prompt_uid) or self._begin_group(stored.prompt_uid)
-        group.prompts[prompt] = memoryview(prompt), row
+        group.prompts[prompt] = prompt, row
         group.rows.append(row)
         self.payloads.memory_bytes += len(prompt)
-        return group.prompts[prompt][0]
 
-    def adopt(
-        self, stored: StepStored, prompt: memoryview | None, payload: bytes, row: int
-    ) -> None:
+    def adopt(self, stored: StepStored, prompt: bytes | None, payload: bytes, row: int) -> None:
         """A step of before: it was accepted then, so nothing about it is checked."""
         prompt_uid, step = stored.prompt_uid, stored.step
         group = self.prompt_groups.get(prompt_uid) or self._begin_group(prompt_uid)

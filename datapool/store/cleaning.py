@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import struct
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -25,9 +26,9 @@ logger = logging.getLogger(__name__)
 SLACK_BYTES = 64 << 20
 """More dead bytes than this, and than there are live ones, are too much."""
 
-SLICE_BYTES = 512 << 10
-"""Of one transaction: 2 to 3 ms."""
-SLICE_ROWS = 2048
+SLICE_BYTES = 256 << 10
+"""Of one transaction: 1 to 2 ms."""
+SLICE_ROWS = 1024
 
 
 class Cleaner:
@@ -41,6 +42,7 @@ class Cleaner:
         """Segments to be erased, in order."""
         self._victim: int | None = None
         self._records: Iterator[tuple[int, bytes | None]] | None = None
+        self._rests_until = 0.0
         self.is_stopped = False
 
     def begin(self) -> None:
@@ -83,16 +85,24 @@ class Cleaner:
             active: where the transaction is written.
             deleted: rows that it deletes.
             n_written: bytes of new rows in it; as many may be moved, so that the cleaning keeps up.
+                0: it is made for the cleaning. Others do without, if the last slice was a moment
+                ago: two thirds of the time are theirs.
         """
-        victim = self._choose(active)
-        if victim is None:
+        victim, began = self._choose(active), time.monotonic()
+        if victim is None or (n_written and began < self._rests_until):
             return {}, []
+        slice_ = self._slice(victim, deleted, max(1.0, n_written / SLICE_BYTES))
+        self._rests_until = began + 3 * (time.monotonic() - began)
+        return slice_
+
+    def _slice(
+        self, victim: int, deleted: Collection[int], larger: float
+    ) -> tuple[dict[int, bytes], list[int]]:
         if self._records is None:
             self._victim = victim
             self._records = self._live_records(self._index.segments[victim])
         moved: dict[int, bytes] = {}
         n_bytes = n_seen = 0
-        larger = max(1.0, n_written / SLICE_BYTES)
         try:
             for n_seen, (row, record) in enumerate(self._records, start=1):
                 if record is not None and row not in deleted:

@@ -59,7 +59,7 @@ ERASE_S = 3000.0
 """Seconds after which a dead row's segment is cleaned, whatever else is in it."""
 SCRUB_S = 1.0
 """… after `scrub`: what dies meanwhile goes with it."""
-PAUSE_S = 0.01
+PAUSE_S = 0.005
 """Between two slices when nothing else is written; others go on."""
 RETRY_S = 1.0
 """… while the disk takes nothing."""
@@ -346,7 +346,7 @@ class Journal:
         if transaction.n_deleted and self._due is None:
             self._due = time.monotonic() + ERASE_S
         if self._begins:
-            self._begins = self._is_asked = False
+            self._begins = False
             self._log.erase()
 
     def _failed(self, batch: Batch, cause: BaseException) -> JournalError:
@@ -462,12 +462,12 @@ class Journal:
             self._go_on(loop)
             return
         if self._due is not None and self._due <= time.monotonic():
-            self._due, self._begins = None, True
+            self._due, self._is_asked, self._begins = None, False, True
         self._group_commit(loop, always=True)
 
     def _erase_now(self) -> None:
         """Cleans every segment that has a dead row, on this thread."""
-        self._due, self._begins = None, True
+        self._due, self._is_asked, self._begins = None, False, True
         self._commit_or_raise()
         while self._log.is_cleaning:
             self._commit_or_raise()

@@ -166,8 +166,8 @@ class Log:
         number = last.segment + is_new
         deleted = {row for row in batch.deletes if index.find(row) is not None}
         records = {row: b"".join((a, b, c or b"")) for row, (a, b, c) in batch.rows.items()}
-        n_bytes = sum(map(len, records.values()))
-        moved, dropped = self.cleaner.take(number, deleted, n_bytes)
+        n_written = sum(map(len, records.values())) or int(bool(batch))
+        moved, dropped = self.cleaner.take(number, deleted, n_written)
         carried = [row for each in dropped for row in index.deletions_in(each)]
         records |= moved
         rows = sorted(records)

@@ -115,17 +115,18 @@ class _Replay:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._prompts: dict[int, memoryview] = {}
+        self._prompts: dict[int, bytes] = {}
 
     def apply(self, row: Row) -> None:
         channel, payload = self._channel, row.payload or b""
         now, number, record = kinds.read(row.kind, row.head)
-        channel.at_row(now, number)
+        channel.now, channel.counts.numbered = now, number - 1  # taken if the row begins the group
         if isinstance(record, kinds.StepStored):
             prompt = None if record.prompt_row is None else self._prompts[record.prompt_row]
             channel.adopt(record, prompt, payload, row.row)
         elif isinstance(record, kinds.PromptStored):
-            self._prompts[row.row] = channel.adopt_prompt(record, payload, row.row)
+            self._prompts[row.row] = payload
+            channel.adopt_prompt(record, payload, row.row)
         elif isinstance(record, kinds.GroupClosed):
             channel.recall(record, row.row)
         else:

@@ -37,8 +37,9 @@ from stepwell.datapool.questions import (
     ListSteps,
     ListTrajectories,
 )
-from stepwell.datapool.store.journal import Journal, Row
+from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.segments import Row
 from stepwell.datapool.types import TRAIN, VAL, Step, Trajectory, VersionSpan
 from stepwell.layout import CHECKPOINTS
 from stepwell.presets import load_config

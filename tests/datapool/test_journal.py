@@ -33,8 +33,8 @@ from stepwell.datapool.store import cleaning, folder
 from stepwell.datapool.store import journal as journal_module
 from stepwell.datapool.store import log as log_module
 from stepwell.datapool.store.folder import ACKED_NAME, SCHEMA_VERSION
-from stepwell.datapool.store.journal import Journal, Row
-from stepwell.datapool.store.segments import segment_path, segments_in
+from stepwell.datapool.store.journal import Journal
+from stepwell.datapool.store.segments import Row, segment_path, segments_in
 from tests.datapool.conftest import newest_segment
 
 Durability = Literal["process", "power"]

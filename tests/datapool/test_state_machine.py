@@ -24,8 +24,8 @@ from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig
 from stepwell.datapool.codec import PackedLease, Tokens, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.ops import Deleted
-from stepwell.datapool.store.journal import Row
 from stepwell.datapool.store.replay import restore
+from stepwell.datapool.store.segments import Row
 from tests.datapool.conftest import SyncPool
 
 PROMPTS = [f"p{i}" for i in range(8)]
