@@ -162,6 +162,8 @@ class PoolService:
             # On a full disk it goes with the first transaction, so before the first answer.
             with contextlib.suppress(JournalFullError):
                 journal.flush()
+            # A commit takes along what others have applied and not settled yet.
+            journal.about_to_commit = self._pool.write_counts
             undo.pop_all()
         self._recovery_s = time.monotonic() - began
         if n_rows:

@@ -275,6 +275,12 @@ def object_array():
     return buffer.getvalue()
 
 
+def archive():
+    buffer = io.BytesIO()
+    np.savez(buffer, np.zeros(1))
+    return buffer.getvalue()
+
+
 async def test_a_pickle_is_bytes_like_any_others_and_is_never_read(peer):
     bomb = pickle.dumps(Bomb())
     await peer.client.open_group("bytes", 1, metadata={"m": bomb})
@@ -282,7 +288,7 @@ async def test_a_pickle_is_bytes_like_any_others_and_is_never_read(peer):
         Step(prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid="bytes", is_last=True)
     )
     assert (await peer.client.lease_batch()).groups[0].metadata == {"m": bomb}
-    for content in (bomb, object_array()):
+    for content in (bomb, object_array(), archive()):
         array = msgspec.msgpack.Ext(1, content)
         peer.writer.write(framed((7, ["OpenGroup", "p", 1, 1, None, {"m": array}], 0.0)))
         number, is_value, answer = msgspec.msgpack.decode(await peer.frame())
