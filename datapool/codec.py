@@ -102,7 +102,7 @@ def _to_msgpack(value: Any) -> Any:
 def _from_msgpack(code: int, data: memoryview) -> Any:
     if code != _ARRAY:
         raise ValueError(f"unknown extension type {code}")
-    return np.load(io.BytesIO(data), allow_pickle=False)
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
 
 
 encoder = msgspec.msgpack.Encoder(enc_hook=_to_msgpack)

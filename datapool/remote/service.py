@@ -162,6 +162,8 @@ class PoolService:
             # On a full disk it goes with the first transaction, so before the first answer.
             with contextlib.suppress(JournalFullError):
                 journal.flush()
+            # A commit takes along what others have applied and not settled yet.
+            journal.about_to_commit = self._pool.write_counts
             undo.pop_all()
         self._recovery_s = time.monotonic() - began
         if n_rows:
@@ -196,7 +198,7 @@ class PoolService:
         try:
             (answer,) = await self.settle([(op, answer)])
         except asyncio.CancelledError:
-            self._take_back(op, answer)
+            self.take_back(op, answer)
             raise
         if isinstance(answer, Exception):
             raise answer
@@ -253,7 +255,7 @@ class PoolService:
         self._ended(error)
         for op, answer in applied:
             if isinstance(answer, PackedLease):  # a group is there when it is opened again
-                self._take_back(op, answer)
+                self.take_back(op, answer)
         return [error if isinstance(op, Change) else answer for op, answer in applied]
 
     def _apply(self, op: Op[R]) -> R:
@@ -266,7 +268,7 @@ class PoolService:
         result: R = answer
         return result
 
-    def _take_back(self, op: Op[Any] | None, answer: Any) -> None:
+    def take_back(self, op: Op[Any] | None, answer: Any) -> None:
         """Undo what was granted to a caller that will not hear of it. Also while the journal takes
         nothing: it keeps the change and its end together, until it can write both."""
         if isinstance(answer, PackedLease):
@@ -310,7 +312,7 @@ class PoolService:
                 await asyncio.wait([waiter.answer], timeout=timeout_s)
         except asyncio.CancelledError:
             if waiter.answer.done():
-                self._take_back(op, waiter.answer.result())
+                self.take_back(op, waiter.answer.result())
             raise
         finally:
             self._watching.discard(waiter)

@@ -34,6 +34,7 @@ import struct
 import tempfile
 import uuid
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
 
@@ -264,7 +265,8 @@ class _Served(_Frames):
         elif timeout_s == 0 or not self._service.can_wait(op):
             self._applied.append((number, op, self._service.try_(op)))
         else:
-            self._waiting[number] = self._start(self._wait(number, op, timeout_s))
+            task = self._waiting[number] = self._start(self._wait(number, op, timeout_s))
+            task.add_done_callback(partial(self._waited, number))
 
     def all_received(self) -> None:
         """One write for all that came together, once it is durable."""
@@ -297,23 +299,31 @@ class _Served(_Frames):
 
     async def _answer(self, applied: list[tuple[int, Op[Any] | None, Any]]) -> None:
         answers = await self._service.settle([(op, answer) for _, op, answer in applied])
-        self._send([(number, a) for (number, *_), a in zip(applied, answers, strict=True)])
+        self._send([(*call, a) for (*call, _), a in zip(applied, answers, strict=True)])
 
     async def _wait(self, number: int, op: Op[Any], timeout_s: float | None) -> None:
-        answer: Any
-        try:
-            answer = await self._service.wait(op, timeout_s)
-        except asyncio.CancelledError:
-            answer = PoolUnavailableError("its caller left")  # who need not be told, but counts
-        finally:
-            del self._waiting[number]
+        answer = await self._service.wait(op, timeout_s)
+        del self._waiting[number]
         # What was granted stays granted, whatever becomes of the connection: the call is repeated
         # through the next one, and a caller that left gives it back when it hears of it.
         await self._answer([(number, op, answer)])
 
-    def _send(self, answers: list[tuple[int, Any]]) -> None:
+    def _waited(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._waiting.get(number) is task:  # it was cancelled, perhaps before it began
+            del self._waiting[number]
+            # Its caller left, and need not be told, but counts.
+            self._send([(number, None, PoolUnavailableError("its caller left"))])
+
+    def _send(self, answers: list[tuple[int, Op[Any] | None, Any]]) -> None:
         if not self.transport.is_closing():
-            self.transport.write(b"".join(_answer_frame(*each) for each in answers))
+            self.transport.write(b"".join(self._frame(*each) for each in answers))
+
+    def _frame(self, number: int, op: Op[Any] | None, answer: Any) -> bytes:
+        try:
+            return _answer_frame(number, answer)
+        except Exception as e:  # noqa: BLE001 - whatever it is, the others' answers travel
+            self._service.take_back(op, answer)
+            return _answer_frame(number, DataPoolError(f"the answer cannot travel: {e}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         for task in tuple(self._waiting.values()):
@@ -321,14 +331,11 @@ class _Served(_Frames):
 
 
 def _answer_frame(number: int, answer: Any) -> bytes:
-    try:
-        if isinstance(answer, DataPoolError):
-            return frame((number, False, Refusal.of(answer)))
-        if isinstance(answer, Exception):  # a foreign one, as it is: in somebody's selection
-            return frame((number, False, Refusal(type(answer).__name__, repr(answer))))
-        return frame((number, True, answer))
-    except Exception as e:  # noqa: BLE001 - whatever it is, the others' answers travel
-        return frame((number, False, Refusal("DataPoolError", f"the answer cannot travel: {e}")))
+    if isinstance(answer, DataPoolError):
+        return frame((number, False, Refusal.of(answer)))
+    if isinstance(answer, Exception):  # a foreign one, as it is: in somebody's selection
+        return frame((number, False, Refusal(type(answer).__name__, repr(answer))))
+    return frame((number, True, answer))
 
 
 # -- the client's side -------------------------------------------------------------------------
@@ -357,11 +364,14 @@ class Connection(_Frames):
 
         Raises:
             PoolReplacedError: not the one that was met.
-            ConnectionError: it hung up.
+            ConnectionError: it hung up, or is no pool.
         """
-        challenge = msgspec.msgpack.decode(await self._next(), type=bytes)
-        self.transport.write(frame(Hello(hmac.digest(secret, challenge, "sha256"), met)))
-        welcome = _welcome.decode(await self._next())
+        try:
+            challenge = msgspec.msgpack.decode(await self._next(), type=bytes)
+            self.transport.write(frame(Hello(hmac.digest(secret, challenge, "sha256"), met)))
+            welcome = _welcome.decode(await self._next())
+        except msgspec.DecodeError as e:
+            raise ConnectionResetError(f"no DataPool listens there ({e})") from e
         if welcome.refused is not None:
             raise welcome.refused.error()
         self.is_up = True

@@ -41,7 +41,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -106,6 +106,8 @@ class Journal:
         self._log = Log(self.folder, durability, lock_timeout_s, take_over)
         self._next_row = self._log.last.next_row
         self._buffer = Batch()
+        self.about_to_commit: Callable[[], None] = lambda: None
+        """Called before each transaction: what it puts is in it."""
         self._error: JournalError | None = None
         self._closed = False
         self._commits = self._failed_commits = self._rows_written = self._rows_deleted = 0
@@ -320,7 +322,7 @@ class Journal:
             raise error
 
     def _commit_inline(self) -> JournalError | None:
-        batch, self._buffer = self._buffer, Batch()
+        batch = self._cut()
         try:
             transaction = self._build(batch)
             self._log.write(transaction)
@@ -331,6 +333,12 @@ class Journal:
             return error
         self._succeeded(transaction)
         return None
+
+    def _cut(self) -> Batch:
+        """What is buffered, as the next transaction."""
+        self.about_to_commit()
+        batch, self._buffer = self._buffer, Batch()
+        return batch
 
     def _build(self, batch: Batch) -> Transaction:
         if self._closed:
@@ -372,7 +380,7 @@ class Journal:
         elif self.durability == "process":
             _answer(waiters, self._commit_inline())
         else:
-            batch, self._buffer = self._buffer, Batch()
+            batch = self._cut()
             try:
                 transaction = self._build(batch)
                 done = self._worker.submit(self._log.write, transaction)

@@ -15,8 +15,8 @@ import pytest
 
 from stepwell.datapool import ChannelConfig, DataPoolClient, PoolConfig, Step
 from stepwell.datapool.errors import JournalFullError
-from stepwell.datapool.ops import LeaseBatch
-from tests.datapool.pools import pool_here, settle
+from stepwell.datapool.ops import Ack, DropGroup, LeaseBatch
+from tests.datapool.pools import pool_here, service_of, settle
 
 MakeStep = Callable[..., Step]
 
@@ -138,6 +138,30 @@ async def test_a_lease_says_whether_more_may_come(tmp_path: Path, make_step: Mak
     assert await waiting == "shut_down"
     assert await pool.call(LeaseBatch(), None) == "shut_down"
     assert await pool.call(LeaseBatch(channel="val")) == "nothing_yet"
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+async def test_a_kill_between_two_callers_leaves_counts_that_match_the_steps(
+    tmp_path: Path, make_step: MakeStep, durability: Any
+) -> None:
+    """A caller's commit takes along what another one has applied and not waited for yet."""
+    config = PoolConfig(durability=durability)
+    pool = pool_here(config, tmp_path / "live")
+    for uid in "abc":
+        await pool.submit_step(make_step(uid, f"p{uid}", is_last=True))
+    lease = await pool.lease_batch()
+    assert lease is not None
+    first = asyncio.create_task(pool.submit_step(make_step("d", "pd", is_last=True)))
+    await asyncio.sleep(0)  # its commit comes at the end of this turn
+    service = service_of(pool)
+    service.try_(Ack(lease.lease_id))
+    service.try_(DropGroup("pc", "test"))
+    await first
+    shutil.copytree(tmp_path / "live", tmp_path / "killed")
+    killed = pool_here(config, tmp_path / "killed")
+    assert await counts(killed, "submitted", "ready", "acked", "dropped") == [4, 2, 1, 1]
+    stats = await killed.get_statistics("train")
+    assert (stats["steps"]["accepted"], stats["leases"]["acked"]) == (4, 1)
 
 
 async def test_a_group_that_the_full_disk_refused_can_be_opened_again(tmp_path: Path) -> None:

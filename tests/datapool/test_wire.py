@@ -26,7 +26,7 @@ from stepwell.datapool import (
     UnknownLeaseError,
 )
 from stepwell.datapool.codec import encoder
-from stepwell.datapool.ops import Ack, OpenGroup, Refusal
+from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Refusal
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import wire
 from stepwell.datapool.remote.link import LocalPort
@@ -96,9 +96,15 @@ def test_a_connection_is_up_on_uvloop_which_gateways_and_actors_run_on(make_step
     uvloop.run(run())
 
 
+<<<<<<< HEAD
 async def exported(client):
     page = await client.read_trajectories()
     return [*page.unpack()], page.cursor
+=======
+async def trajectories_of(client):
+    page = await client.read_trajectories()
+    return list(page.unpack()), page.cursor
+>>>>>>> rtests
 
 
 async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_step):
@@ -115,7 +121,11 @@ async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_ste
             lambda c: c.list_groups(),
             lambda c: c.list_trajectories(tag="x"),
             lambda c: c.list_steps(include_tokens=True),
+<<<<<<< HEAD
             exported,
+=======
+            trajectories_of,
+>>>>>>> rtests
             lambda c: c.get_events(),
             lambda c: c.get_events(kinds=["ready", "dropped"], limit=1),
             lambda c: c.dry_run(),
@@ -275,6 +285,12 @@ def object_array():
     return buffer.getvalue()
 
 
+def archive():
+    buffer = io.BytesIO()
+    np.savez(buffer, np.zeros(1))
+    return buffer.getvalue()
+
+
 async def test_a_pickle_is_bytes_like_any_others_and_is_never_read(peer):
     bomb = pickle.dumps(Bomb())
     await peer.client.open_group("bytes", 1, metadata={"m": bomb})
@@ -282,7 +298,7 @@ async def test_a_pickle_is_bytes_like_any_others_and_is_never_read(peer):
         Step(prompt_ids=[1], response_ids=[2], trajectory_uid="t", prompt_uid="bytes", is_last=True)
     )
     assert (await peer.client.lease_batch()).groups[0].metadata == {"m": bomb}
-    for content in (bomb, object_array()):
+    for content in (bomb, object_array(), archive()):
         array = msgspec.msgpack.Ext(1, content)
         peer.writer.write(framed((7, ["OpenGroup", "p", 1, 1, None, {"m": array}], 0.0)))
         number, is_value, answer = msgspec.msgpack.decode(await peer.frame())
@@ -385,6 +401,26 @@ async def test_errors_keep_their_type_and_foreign_ones_are_told_in_words(make_st
         assert str(error) == "no copy of me"
 
 
+async def test_a_lease_that_is_too_long_to_travel_is_not_held(make_step, monkeypatch):
+    async with serving() as (_, door):
+        client = DataPoolClient([DoorLink(door)])
+        await client.submit_step(make_step("t", is_last=True, metadata={"blob": b"x" * 10_000}))
+        monkeypatch.setattr(wire, "MAX_FRAME", 5_000)
+        with pytest.raises(DataPoolError, match=r"cannot travel: a message of \d+ bytes is longer"):
+            await client.lease_batch()
+        assert await groups_of(client, "ready", "leased") == [1, 0]
+        await client.close()
+
+
+async def test_a_caller_that_waits_and_leaves_in_one_breath_is_answered(peer):
+    for number in (5, 6):
+        leave = framed((number, None, 0.0))
+        peer.writer.write(framed((number, LeaseBatch(), 60.0)) + leave + leave)
+        answered, is_value, _ = msgspec.msgpack.decode(await peer.frame())
+        assert (answered, is_value) == (number, False)
+    assert (await peer.client.get_statistics("train"))["waiting"]["consumers"] == 0
+
+
 # -- torn frames -----------------------------------------------------------------------------------
 
 
@@ -476,6 +512,22 @@ async def test_a_pool_that_does_not_listen_for_other_machines_says_so():
 
         with pytest.raises(ConnectionError, match=f"node {HERE} does not listen"):
             await connect(door, "another node", make)
+
+
+async def test_somebody_else_who_listens_where_a_pool_was_is_not_taken_for_it(monkeypatch):
+    monkeypatch.setattr("stepwell.datapool.remote.link.RESTART_S", 0.1)
+    async with serving() as (_, door):
+        for said in (b"SSH-2.0-OpenSSH_9.6\r\n", framed({"a": 1}), framed(b"x" * 32) + framed(17)):
+
+            async def speak(_, writer, said=said):
+                writer.write(said)
+
+            other = await asyncio.start_server(speak, "127.0.0.1", 0)
+            port = other.sockets[0].getsockname()[1]
+            link = DoorLink(door._replace(tcp=("127.0.0.1", port)), here="another node")
+            with pytest.raises(ConnectionError, match="the DataPool cannot be reached"):
+                await DataPoolClient([link]).get_statistics()
+            other.close()
 
 
 # -- ends ------------------------------------------------------------------------------------------
