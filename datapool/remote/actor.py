@@ -162,12 +162,17 @@ class DataPoolActor:
 
         me: Any = ray.get_runtime_context().current_actor
         ray.get(me.wait_for_earlier.remote())
-        op = LeaseBatch(n_rollouts, channel, batch_size)
-        lease = self._run(self._service.call(op, timeout_s))
-        if not isinstance(lease, PackedLease):
-            return None
-        self._call(Ack(lease.lease_id))
-        return Fetched(lease)
+
+        async def fetch() -> Fetched | None:
+            op = LeaseBatch(n_rollouts, channel, batch_size)
+            lease = await self._service.call(op, timeout_s)
+            if not isinstance(lease, PackedLease):
+                return None
+            await self._service.begin(Ack(lease.lease_id))
+            return Fetched(lease)
+
+        fetched: Fetched | None = self._run(fetch())
+        return fetched
 
     def wait_for_earlier(self) -> None:
         """Return after every call that this actor was sent before: its turn comes after theirs."""
