@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from stepwell.datapool import errors
-from stepwell.datapool.codec import PackedLease, PackedTrajectory, unpack
+from stepwell.datapool.codec import PackedLease, PackedTrajectory, encoder, unpack
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, is_reward
@@ -468,10 +468,18 @@ def check_seconds(name: str, value: object) -> None:
 
 
 def metadata_of(value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of the caller's metadata."""
+    """A copy of the caller's metadata, which can be sent and kept."""
     if value is not None and not isinstance(value, Mapping):
         raise InvalidRequestError(f"metadata is {value!r:.80}; pass a mapping or None")
-    return dict(value or {})
+    metadata = dict(value or {})
+    try:
+        encoder.encode(metadata)
+    except (TypeError, ValueError, OverflowError, RecursionError) as e:
+        raise InvalidRequestError(
+            f"metadata is {metadata!r:.80}, which cannot be carried ({e}); pass JSON values, bytes "
+            "or NumPy arrays"
+        ) from e
+    return metadata
 
 
 def _reward(trajectory_uid: str, value: object) -> float:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         Step,
         Trajectory,
         VersionSpan,
+        client_of,
         export_channel,
         import_channel,
         start_data_pool,
@@ -77,6 +78,7 @@ __all__ = [
     "VersionSpan",
     "__version__",
     "build_rows",
+    "client_of",
     "connect",
     "export_channel",
     "import_channel",
@@ -96,6 +98,7 @@ _HOMES = {
     "stepwell.datapool": (
         "DataPool",
         "DataPoolClient",
+        "client_of",
         "export_channel",
         "import_channel",
         "start_data_pool",

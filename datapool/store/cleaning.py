@@ -86,10 +86,11 @@ class Cleaner:
             deleted: rows that it deletes.
             n_written: bytes of new rows in it; as many may be moved, so that the cleaning keeps up.
                 0: it is made for the cleaning. Others do without, if the last slice was a moment
-                ago: two thirds of the time are theirs.
+                ago: two thirds of the time are theirs, unless twice of what is too much is dead.
         """
         victim, began = self._choose(active), time.monotonic()
-        if victim is None or (n_written and began < self._rests_until):
+        rests = n_written and began < self._rests_until and self._dead_share() <= 2
+        if victim is None or rests:
             return {}, []
         slice_ = self._slice(victim, deleted, max(1.0, n_written / SLICE_BYTES))
         self._rests_until = began + 3 * (time.monotonic() - began)
@@ -132,13 +133,17 @@ class Cleaner:
                 return number
         if ready := self._index.empty - {active}:
             return min(ready)
-        n_dead = self._index.n_bytes - self._index.live_bytes
-        if n_dead <= max(SLACK_BYTES, self._index.live_bytes):
+        if self._dead_share() <= 1:
             return None
         sealed = [segment for segment in segments.values() if segment.number != active]
         # By its share, not its bytes: rows that were moved once are not moved with every choice.
         deadest = min(sealed, key=lambda s: s.live_bytes / s.end, default=None)
         return None if deadest is None else deadest.number
+
+    def _dead_share(self) -> float:
+        """Dead bytes; 1.0: as many as may be."""
+        n_dead = self._index.n_bytes - self._index.live_bytes
+        return n_dead / max(SLACK_BYTES, self._index.live_bytes)
 
     def _live_records(self, segment: Segment) -> Iterator[tuple[int, bytes | None]]:
         """Its rows; None for those that do not count. Read a transaction at a time: a segment that

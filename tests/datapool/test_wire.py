@@ -96,9 +96,9 @@ def test_a_connection_is_up_on_uvloop_which_gateways_and_actors_run_on(make_step
     uvloop.run(run())
 
 
-async def trajectories_of(client):
+async def exported(client):
     page = await client.read_trajectories()
-    return list(page.unpack()), page.cursor
+    return [*page.unpack()], page.cursor
 
 
 async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_step):
@@ -115,7 +115,7 @@ async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_ste
             lambda c: c.list_groups(),
             lambda c: c.list_trajectories(tag="x"),
             lambda c: c.list_steps(include_tokens=True),
-            trajectories_of,
+            exported,
             lambda c: c.get_events(),
             lambda c: c.get_events(kinds=["ready", "dropped"], limit=1),
             lambda c: c.dry_run(),

@@ -1,4 +1,4 @@
-"""Requests that nobody wrote, against a real gateway with a scripted engine and the pool core.
+"""Requests that nobody wrote, against a real gateway, a scripted engine and a pool of this process.
 
     python -m tests.gateway.fuzz [CASES_PER_OPERATION]
 
