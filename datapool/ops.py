@@ -476,7 +476,7 @@ def metadata_of(value: Mapping[str, Any] | None) -> dict[str, Any]:
         encoder.encode(metadata)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidRequestError(
-            f"metadata is {metadata!r:.80}, which cannot be carried ({e}); pass JSON values, bytes "
+            f"metadata of {list(metadata)!r:.80} cannot be carried ({e}); pass JSON values, bytes "
             "or NumPy arrays"
         ) from e
     return metadata
