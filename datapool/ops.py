@@ -17,7 +17,6 @@ it travels (`remote/wire.py`), the layout of a step (`codec.py`), nor what chang
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
 
@@ -477,7 +476,7 @@ def metadata_of(value: Mapping[str, Any] | None) -> dict[str, Any]:
         encoder.encode(metadata)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidRequestError(
-            f"metadata is {reprlib.repr(metadata)}, which cannot be carried ({e}); pass JSON values, bytes "
+            f"metadata of {list(metadata)!r:.80} cannot be carried ({e}); pass JSON values, bytes "
             "or NumPy arrays"
         ) from e
     return metadata

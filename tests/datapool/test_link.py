@@ -398,6 +398,32 @@ async def test_a_producer_that_leaves_in_any_moment_leaves_no_group_open(pool, n
         assert answer == "accepted"
 
 
+@pytest.mark.parametrize("n_turns", range(0, 60, 2))
+async def test_a_producer_of_two_shards_that_leaves_in_any_moment_leaves_no_group_open(n_turns):
+    limits = ChannelConfig(max_outstanding_groups=2)
+    config = PoolConfig(default=limits, durability="none")
+    async with serving(config) as (_, first), serving(config) as (_, second):
+        client = DataPoolClient([DoorLink(first), DoorLink(second)])
+        await client.get_statistics()
+        leaving = [asyncio.create_task(client.open_group(f"p{i}", 1)) for i in range(3)]
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        answers = await asyncio.gather(*leaving, return_exceptions=True)
+        heard = [answer for answer in answers if answer == "accepted"]
+
+        async def as_heard():
+            return await groups_of(client, "open") == [len(heard)] and (
+                await n_waiting(client, "producers") == 0
+            )
+
+        await until(as_heard)
+        if len(heard) < 2:
+            assert await client.open_group("fine", 1, timeout_s=5) == "accepted"
+        await client.close()
+
+
 async def test_a_group_on_its_way_to_a_producer_that_leaves_is_dropped(pool):
     where = {"channel": "few"}
     for uid in "ab":

@@ -357,7 +357,8 @@ async def test_a_step_that_cannot_travel_is_refused_by_name_and_fails_alone(make
         await client.close()
 
 
-async def test_metadata_of_a_group_that_cannot_travel_fails_alone():
+async def test_metadata_that_cannot_travel_is_refused_and_fails_alone():
+    """Where it is given; and where an operation is made by hand, when it is sent."""
     deep: dict = {}
     for _ in range(100_000):
         deep = {"d": deep}
@@ -367,13 +368,15 @@ async def test_metadata_of_a_group_that_cannot_travel_fails_alone():
             client.open_group("a", 1),
             client.open_group("b", 1, metadata={"lock": threading.Lock()}),
             client.open_group("c", 1, metadata=deep),
-            client.open_group("d", 1),
+            client.call(OpenGroup("d", 1, metadata={"lock": threading.Lock()})),
+            client.call(OpenGroup("e", 1, metadata=deep)),
+            client.open_group("f", 1),
             return_exceptions=True,
         )
-        assert (answers[0], answers[3]) == ("accepted", "accepted")
-        for refused in answers[1:3]:
+        assert (answers[0], answers[5]) == ("accepted", "accepted")
+        for refused in answers[1:5]:
             assert isinstance(refused, InvalidRequestError)
-            assert "cannot be carried" in str(refused)
+            assert "pass JSON values, bytes or" in str(refused)
         await client.close()
 
 
