@@ -16,25 +16,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from stepwell.datapool.codec import (
     PackedLease,
-    PackedStep,
-    in_trajectories,
 )
 from stepwell.datapool.config import PoolConfig, SelectionConfig
 from stepwell.datapool.errors import (
     InvalidStepError,
     JournalFullError,
-    PoolFullError,
 )
 from stepwell.datapool.inspect.events import Events
 from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
@@ -51,14 +46,12 @@ from stepwell.datapool.ops import (
     OpenGroup,
     OpenTrajectory,
     R,
-    Refusal,
     ReleaseLeases,
     Resumed,
     ResumeTrajectory,
     SetReward,
     Shutdown,
     SubmitOutcome,
-    SubmitSteps,
     TrajectoryOutcome,
     metadata_of,
     outcomes_or_raise,
@@ -72,14 +65,13 @@ from stepwell.datapool.questions import (
     ListSteps,
     ListTrajectories,
     ReadTrajectories,
-    WaitForRoom,
 )
 from stepwell.datapool.remote.batches import Batches
-from stepwell.datapool.remote.credit import SLICE_S, CreditLines
+from stepwell.datapool.remote.credit import CreditLines
 from stepwell.datapool.remote.fanout import Shards
 from stepwell.datapool.remote.link import LocalPort, Port
+from stepwell.datapool.remote.outbox import Outbox, Wait
 from stepwell.datapool.remote.service import PoolService
-from stepwell.datapool.remote.tips import Tips
 from stepwell.datapool.selection import DryRun, Marks
 from stepwell.datapool.types import TRAIN, Lease, Step
 
@@ -87,7 +79,6 @@ log = logging.getLogger(__name__)
 
 FULL_S = 5.0
 """Between two tries to lease from a pool whose disk is full."""
-Results: TypeAlias = list[SubmitOutcome | Refusal]
 
 
 class DataPoolClient:
@@ -102,7 +93,7 @@ class DataPoolClient:
         self._shards = Shards(ports)
         self._batches = Batches(self._shards)
         self._credit = CreditLines(self._shards)
-        self._tips = Tips()
+        self._outbox = Outbox(self._shards)
         self._background: set[asyncio.Task[Any]] = set()
 
     def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Sequence[Port]]]:
@@ -178,7 +169,7 @@ class DataPoolClient:
         for room."""
         known = metadata_of(metadata)
         op = OpenTrajectory(trajectory_uid, prompt_uid, attempt, known, channel)
-        return await self._with_room(op, prompt_uid, channel, timeout_s)
+        return await self._outbox.with_room(op, prompt_uid, channel, timeout_s)
 
     async def resume_trajectory(
         self,
@@ -194,7 +185,7 @@ class DataPoolClient:
         `open_trajectory`."""
         known = metadata_of(metadata)
         op = ResumeTrajectory(trajectory_uid, prompt_uid, attempt, known, channel, elsewhere)
-        return await self._with_room(op, prompt_uid, channel, timeout_s)
+        return await self._outbox.with_room(op, prompt_uid, channel, timeout_s)
 
     async def submit_step(
         self, step: Step, channel: str = TRAIN, timeout_s: float | None = None
@@ -220,84 +211,7 @@ class DataPoolClient:
                 )
         if not steps:
             return []
-        wait = _Wait(timeout_s)
-        results = await self._submit(steps, channel)
-        while blocked := [i for i, r in enumerate(results) if _is(r, "PoolFullError")]:
-            # The channel blocks: steps of new groups wait here, in their producer.
-            try:
-                await self._wait_for_room([steps[i].prompt_uid for i in blocked], channel, wait)
-            except PoolFullError:
-                break
-            again = await self._submit([steps[i] for i in blocked], channel)
-            for i, result in zip(blocked, again, strict=True):
-                results[i] = result
-        return outcomes_or_raise(results)
-
-    async def _submit(self, steps: Sequence[Step], channel: str) -> Results:
-        """Each step's outcome or refusal. Steps go relative to those sent before them; once more,
-        whole, if the pool does not hold those."""
-        results: list[Any] = [None] * len(steps)
-        sent = self._pack(steps, channel, range(len(steps)), results)
-        await self._send(sent, channel, results)
-        unknown = [i for i, *_ in sent if _is(results[i], "UnknownBaseError")]
-        if unknown:
-            self._tips.clear()
-            await self._send(self._pack(steps, channel, unknown, results), channel, results)
-        return results
-
-    def _pack(
-        self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]
-    ) -> list[tuple[int, Step, PackedStep]]:
-        packed: list[tuple[int, Step, PackedStep]] = []
-        for i in which:
-            try:
-                packed.append((i, steps[i], self._tips.pack(steps[i], channel)))
-            except InvalidStepError as e:
-                results[i] = Refusal.of(e)
-        return packed
-
-    async def _send(
-        self, sent: list[tuple[int, Step, PackedStep]], channel: str, results: list[Any]
-    ) -> None:
-        if not sent:
-            return
-        ordered = self._shards.by_home(sent)
-        answers = await self._shards.submit(
-            {
-                home: SubmitSteps(
-                    in_trajectories((s.trajectory_uid, s.prompt_uid, p) for _, s, p in part),
-                    channel,
-                )
-                for home, part in ordered.items()
-            }
-        )
-        for home, part in ordered.items():
-            for (i, *_), answer in zip(part, answers[home], strict=True):
-                results[i] = answer
-
-    async def _with_room(
-        self, op: Op[R], prompt_uid: str, channel: str, timeout_s: float | None
-    ) -> R:
-        wait = _Wait(timeout_s)
-        while True:
-            try:
-                return await self._shards.call(op)
-            except PoolFullError:
-                await self._wait_for_room([prompt_uid], channel, wait)
-
-    async def _wait_for_room(self, prompt_uids: Collection[str], channel: str, wait: _Wait) -> None:
-        """Return once the shard of one of these groups has room for it.
-
-        Raises:
-            PoolFullError: the wait is over.
-        """
-        while True:
-            try:
-                await self._shards.any(WaitForRoom(channel), prompt_uids, wait.next_slice())
-                return
-            except PoolFullError:
-                if wait.is_over():
-                    raise
+        return outcomes_or_raise(await self._outbox.submit(steps, channel, timeout_s))
 
     async def complete_trajectory(
         self,
@@ -307,7 +221,7 @@ class DataPoolClient:
         channel: str = TRAIN,
     ) -> TrajectoryOutcome:
         """Close a trajectory with its outcome reward (`ops.CompleteTrajectory`)."""
-        self._tips.end(trajectory_uid, channel)
+        self._outbox.end(trajectory_uid, channel)
         known = metadata_of(metadata)
         return await self.call(CompleteTrajectory(trajectory_uid, reward, known, channel))
 
@@ -315,7 +229,7 @@ class DataPoolClient:
         self, trajectory_uid: str, reason: str, will_retry: bool = False, channel: str = TRAIN
     ) -> TrajectoryOutcome:
         """Close a trajectory without serving it (`ops.AbortTrajectory`)."""
-        self._tips.end(trajectory_uid, channel)
+        self._outbox.end(trajectory_uid, channel)
         return await self.call(AbortTrajectory(trajectory_uid, reason, will_retry, channel))
 
     async def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN) -> None:
@@ -340,7 +254,7 @@ class DataPoolClient:
         Raises:
             JournalFullError: the disk is still full after `timeout_s`.
         """
-        wait = _Wait(timeout_s)
+        wait = Wait(timeout_s)
         op = LeaseBatch(n_rollouts, channel, batch_size, lease_s, uuid.uuid4().hex)
         while True:
             try:
@@ -459,7 +373,7 @@ class DataPoolClient:
     ) -> Events:
         """What happened after `cursor` (`questions.GetEvents`), waiting up to `timeout_s` for the
         first. Of several shards by time; one that is down is left out until it is back."""
-        wait = _Wait(timeout_s)
+        wait = Wait(timeout_s)
         named = None if kinds is None else tuple(kinds)
         lost = False
         while True:
@@ -522,28 +436,3 @@ class DataPoolClient:
         """Return once every ack that nobody waited for has its answer."""
         while self._background:
             await asyncio.wait(self._background)
-
-
-def _is(result: object, kind: str) -> bool:
-    return isinstance(result, Refusal) and result.kind == kind
-
-
-class _Wait:
-    """A long wait, asked for in slices.
-
-    A pool is not told that a caller's machine died. Its waiter would stand in the queue until its
-    timeout and then be served; asked for in slices, it is gone within one.
-    """
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-
-    def left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-    def next_slice(self) -> float:
-        """Seconds to ask for now."""
-        return min(self.left(), SLICE_S)
-
-    def is_over(self) -> bool:
-        return self.left() == 0

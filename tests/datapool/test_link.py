@@ -21,7 +21,7 @@ from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import client as client_module
 from stepwell.datapool.remote import link as link_module
 from stepwell.datapool.remote.link import LocalPort
-from stepwell.datapool.remote.tips import TIP_BYTES, Tips
+from stepwell.datapool.remote.outbox import TIP_BYTES, Tips
 from tests.datapool.pools import (
     DoorLink,
     Proxy,
@@ -667,7 +667,7 @@ async def test_a_client_keeps_nothing_of_what_it_completed_or_aborted(pool, long
         await pool.submit_steps([long_step(uid, index) for index in range(3)])
     await pool.complete_trajectory("a")
     await pool.abort_trajectory("b", "test")
-    assert len(pool._tips._tokens) == 0
+    assert len(pool._outbox._tips._tokens) == 0
 
 
 async def test_a_step_relative_to_one_that_the_pool_lost_goes_once_more_whole(tmp_path, make_step):
