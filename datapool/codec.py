@@ -90,8 +90,8 @@ def _to_msgpack(value: Any) -> Any:
         buffer = io.BytesIO()
         np.save(buffer, value, allow_pickle=False)
         return msgspec.msgpack.Ext(_ARRAY, buffer.getvalue())
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, np.generic) and isinstance(item := value.item(), _CARRIED):
+        return item
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, DataPoolError):
@@ -118,6 +118,39 @@ def _to_array(wanted: Any, value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value
     raise NotImplementedError(f"{wanted} from {type(value).__name__}")
+
+
+_CARRIED = (str, int, float, bytes, bytearray)
+_PLAIN = frozenset((str, int, float, bool, bytes, type(None)))
+
+
+def encode_any(value: Any) -> bytes:
+    """A value of no fixed type, which comes back equal: JSON values, bytes and arrays, in lists,
+    tuples and mappings. A tuple comes back as a list.
+
+    Raises:
+        TypeError, ValueError, OverflowError, RecursionError: it holds something else, an integer
+            beyond 64 bits, or itself.
+    """
+    _check_carried(value)
+    return encoder.encode(value)
+
+
+def _check_carried(value: Any) -> None:
+    """msgspec knows more types (dates, sets, dataclasses, …), which would come back as others."""
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str | int):
+                raise TypeError(f"a key of type {type(key).__qualname__} is not supported")
+            _check_carried(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_carried(item)
+    elif not isinstance(value, (*_CARRIED, np.generic, np.ndarray)):
+        kind = type(value)
+        raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not supported")
 
 
 _extra_decoder = decoder(list[Any])
@@ -262,7 +295,7 @@ def _pack_extra(step: Step, more: object) -> bytes:
         spans = [(s.version, s.start, s.end) for s in step.version_spans]
         extra += (spans, step.multi_modal_data, step.routed_experts)
     try:
-        return encoder.encode(extra)
+        return encode_any(extra)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidStepError(
             f"step {step.trajectory_uid!r}[{step.step_index}]: metadata, multi_modal_data or "

@@ -24,7 +24,7 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from stepwell.datapool import errors
-from stepwell.datapool.codec import PackedLease, PackedTrajectory, encoder, unpack
+from stepwell.datapool.codec import PackedLease, PackedTrajectory, encode_any, unpack
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, is_reward
@@ -473,7 +473,7 @@ def metadata_of(value: Mapping[str, Any] | None) -> dict[str, Any]:
         raise InvalidRequestError(f"metadata is {value!r:.80}; pass a mapping or None")
     metadata = dict(value or {})
     try:
-        encoder.encode(metadata)
+        encode_any(metadata)
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
         raise InvalidRequestError(
             f"metadata of {list(metadata)!r:.80} cannot be carried ({e}); pass JSON values, bytes "

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import uuid
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import date, datetime
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -284,3 +288,22 @@ def test_what_cannot_be_carried_is_refused_with_the_name_of_the_step() -> None:
     )
     with pytest.raises(InvalidStepError, match=r"step 't'\[0\].*cannot be carried"):
         pack(step)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        datetime(2026, 1, 2),
+        date(2026, 1, 2),
+        uuid.UUID(int=1),
+        Decimal("1.5"),
+        {1, 2},
+        np.datetime64("2026-01-02"),
+        {(1, 2): 3},
+        threading.Lock(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_come_back_as_something_else_is_refused_by_name(make_step, value):
+    with pytest.raises(InvalidStepError, match=r"cannot be carried .*not supported"):
+        pack(make_step("t", metadata={"at": [value]}))
