@@ -62,6 +62,14 @@ def settle_heap() -> None:
     gc.set_threshold(*BETWEEN_COLLECTIONS)
 
 
+def use_one_heap() -> None:
+    """One heap for all threads that are started from now on: with one for each, what one thread
+    takes and another gives back leaves holes in all of them. Elsewhere than on glibc: nothing.
+    """
+    if (libc := _glibc()) is not None:
+        libc.mallopt(M_ARENA_MAX, 1)
+
+
 def return_large_blocks(n_bytes: int) -> None:
     """Give memory blocks of `n_bytes` and more back to the system as soon as they are free, as
     glibc does with 128 kB until the first of them is freed. For a process that passes messages on:
@@ -74,13 +82,11 @@ def return_large_blocks(n_bytes: int) -> None:
 
 def return_free_pages() -> None:
     """Give free pages between smaller blocks back every `TRIM_S` seconds: a heap keeps the size of
-    its busiest moment, and the longer a process runs the busier that was. One heap for all threads
-    from now on: with one for each, what a thread of the tokeniser takes stands between the holes
-    that the event loop's calls leave. Elsewhere than on glibc: nothing.
+    its busiest moment, and the longer a process runs the busier that was. Elsewhere than on glibc:
+    nothing.
     """
     if (libc := _glibc()) is None:
         return
-    libc.mallopt(M_ARENA_MAX, 1)
 
     def trim() -> None:
         while True:

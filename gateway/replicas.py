@@ -32,6 +32,7 @@ from stepwell.datapool.process import (
     return_free_pages,
     return_large_blocks,
     settle_heap,
+    use_one_heap,
 )
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import GatewayConfig
@@ -87,6 +88,7 @@ class GatewayReplica:
         if self._wiring.replica_urls:  # the host may be an address to listen on only
             origin = self._wiring.replica_urls[self._wiring.replica]
         settle_heap()
+        use_one_heap()
         return_large_blocks(LARGE_BODY_BYTES)
         return_free_pages()
         self._origin = origin

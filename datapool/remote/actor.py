@@ -38,7 +38,12 @@ from stepwell.datapool.ops import (
     metadata_of,
     outcomes_or_raise,
 )
-from stepwell.datapool.process import log_to_file, return_large_blocks, settle_heap
+from stepwell.datapool.process import (
+    log_to_file,
+    return_large_blocks,
+    settle_heap,
+    use_one_heap,
+)
 from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote.incarnation import former_of, record
 from stepwell.datapool.remote.service import PoolService
@@ -79,6 +84,7 @@ class DataPoolActor:
             DataPoolError: the pool cannot be opened; the message says why.
         """
         log_to_file(log_file)
+        use_one_heap()
         restarted = _was_restarted()
         former = None if folder is None else former_of(folder, journal_exists(folder))
         if folder is not None and has_journal and not journal_exists(folder):

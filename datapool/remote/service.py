@@ -172,6 +172,11 @@ class PoolService:
             )
         return journal
 
+    @property
+    def waits_for_the_disk(self) -> bool:
+        """Whether a transaction takes long: then those of many callers are one."""
+        return self._pool.config.durability == "power"
+
     # -- calls -------------------------------------------------------------------------------
 
     def can_wait(self, op: Op[Any]) -> bool:
@@ -238,7 +243,7 @@ class PoolService:
         """As `settle`, in a transaction of its own. Waits for the disk where the pool survives a
         power failure."""
         error = None
-        if self._journal is not None:
+        if self._journal is not None and any(isinstance(op, Change) for op, _ in applied):
             self._pool.write_counts()
             try:
                 self._journal.flush()

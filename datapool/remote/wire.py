@@ -33,7 +33,7 @@ import socket
 import struct
 import tempfile
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
@@ -272,7 +272,10 @@ class _Served(_Frames):
         """One write for all that came together, once it is durable."""
         if self._applied:
             applied, self._applied = self._applied, []
-            self._start(self._answer(applied))
+            if self._service.waits_for_the_disk:
+                self._start(self._answer(applied))
+            else:
+                self._reply(applied, self._service.settle_now([each[1:] for each in applied]))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -298,7 +301,11 @@ class _Served(_Frames):
         self._longest = MAX_FRAME
 
     async def _answer(self, applied: list[tuple[int, Op[Any] | None, Any]]) -> None:
-        answers = await self._service.settle([(op, answer) for _, op, answer in applied])
+        self._reply(applied, await self._service.settle([each[1:] for each in applied]))
+
+    def _reply(
+        self, applied: list[tuple[int, Op[Any] | None, Any]], answers: Sequence[Any]
+    ) -> None:
         self._send([(*call, a) for (*call, _), a in zip(applied, answers, strict=True)])
 
     async def _wait(self, number: int, op: Op[Any], timeout_s: float | None) -> None:
