@@ -18,8 +18,8 @@ from stepwell.datapool import (
     StepConflictError,
 )
 from stepwell.datapool.questions import GetStatistics
-from stepwell.datapool.remote import client as client_module
 from stepwell.datapool.remote import link as link_module
+from stepwell.datapool.remote import outbox as outbox_module
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.outbox import TIP_BYTES, Tips
 from tests.datapool.pools import (
@@ -470,7 +470,7 @@ async def test_a_producer_that_leaves_the_line_lets_the_next_one_in(pool):
 async def test_a_lease_that_waits_for_many_slices_is_served_once_by_one_lease(
     pool, make_step, monkeypatch
 ):
-    monkeypatch.setattr(client_module, "SLICE_S", 0.01)
+    monkeypatch.setattr(outbox_module, "SLICE_S", 0.01)
     waiting = [asyncio.create_task(pool.lease_batch(timeout_s=None)) for _ in range(3)]
     await asyncio.sleep(0.1)
     assert not any(w.done() for w in waiting)
@@ -485,7 +485,7 @@ async def test_a_lease_that_waits_for_many_slices_is_served_once_by_one_lease(
 
 
 async def test_a_wait_is_as_long_as_asked_however_it_is_sliced(pool, monkeypatch):
-    monkeypatch.setattr(client_module, "SLICE_S", 0.02)
+    monkeypatch.setattr(outbox_module, "SLICE_S", 0.02)
     assert await pool.fetch_batch(timeout_s=0.1) is None
     waiting = asyncio.create_task(pool.lease_batch(timeout_s=None))
     await asyncio.sleep(0.1)
@@ -496,7 +496,7 @@ async def test_a_wait_is_as_long_as_asked_however_it_is_sliced(pool, monkeypatch
 
 async def test_a_wait_goes_on_when_a_slice_of_it_ends_early(pool, monkeypatch, make_step):
     """A clock that ticks in milliseconds ends a slice up to one too soon; here many are slices."""
-    monkeypatch.setattr(client_module, "SLICE_S", 0.0015)
+    monkeypatch.setattr(outbox_module, "SLICE_S", 0.0015)
     endless = asyncio.create_task(pool.lease_batch(timeout_s=None))
     limited = asyncio.create_task(pool.lease_batch(timeout_s=60, batch_size=2))
     await asyncio.sleep(0.3)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import ray
 
-import stepwell.datapool.remote.client as client_module
+import stepwell.datapool.remote.outbox as outbox_module
 from stepwell.datapool import (
     DataPoolError,
     PoolConfig,
@@ -176,7 +176,7 @@ async def test_a_consumer_whose_process_died_leaves_the_queue(client, channel):
     @ray.remote(num_cpus=0)
     class Consumer:
         async def consume(self, client, channel):
-            client_module.SLICE_S = 0.2
+            outbox_module.SLICE_S = 0.2
             return await client.fetch_batch(channel=channel, timeout_s=None)
 
     consumer = Consumer.remote()
