@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.segments import segment_path
 from tests.datapool.conftest import SyncPool, newest_segment
 from tests.datapool.pools import pool_here, service_of
+from tests.helpers import full_disk
 
 MakeStep = Callable[..., Step]
 READING = {"is_shut_down", "next_deadline"}
@@ -677,17 +676,6 @@ async def test_a_cursor_of_events_from_before_the_kill_is_answered_with_lost(
 
 
 # -- a full disk ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """No file of this process can be written at all."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 async def test_a_full_disk_refuses_changes_loses_nothing_and_is_over_when_it_is_over(
