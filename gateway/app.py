@@ -46,16 +46,17 @@ from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.prompts import Prompts
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.recording import Recording
-from stepwell.gateway.render import ChatRenderer
-from stepwell.gateway.reply import ReplyFormat
+from stepwell.gateway.reply.reader import ReplyFormat
 from stepwell.gateway.rewards import RewardFunction, load_reward_function
-from stepwell.gateway.rollout_buffer import Generator, RolloutBuffer, load_generator
-from stepwell.gateway.rollout_routes import router as rollout_router
 from stepwell.gateway.routes import router
 from stepwell.gateway.serve import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
 from stepwell.gateway.services import Services
 from stepwell.gateway.shortcut import Shortcut
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.slime_buffer.buffer import Generator, RolloutBuffer, load_generator
+from stepwell.gateway.slime_buffer.router import router as rollout_router
+from stepwell.gateway.tokens.render import ChatRenderer
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.trajectories import LiveTrajectory, TrajectoryStore
 from stepwell.gateway.web import invalid_body
 from stepwell.gateway.wiring import Wiring
@@ -75,6 +76,7 @@ class _Loaded:
     wiring: Wiring
     pool: DataPoolClient
     tokenizer: ChatTokenizer
+    turn_messages: TurnMessages
     reward: RewardFunction | None
     generator: Generator | None
     keys: KeyRing
@@ -108,7 +110,7 @@ def _services(
         on_unused=unused,
     )
     outcomes = Outcomes(config, pool, trajectories)
-    template = str(tokenizer.hf.chat_template)
+    template = tokenizer.template_text
     responses = OpenAIResponses(config.stored_response_chars, template)
     return Services(
         config=config,
@@ -126,6 +128,7 @@ def _services(
             CallLimits(config),
             wiring.sampling,
             recording,
+            loaded.turn_messages,
             on_turn=conversations.note_turn,
         ),
         trajectories=trajectories,
@@ -177,7 +180,8 @@ def create_app(
     """The application. The tokenizer is loaded here, so that a wrong path fails before it serves.
 
     Raises:
-        GatewayConfigError: the tokenizer, `reward_fn` or `rollout_generator` cannot be loaded.
+        GatewayConfigError: the tokenizer, `redact_messages`, `reward_fn` or `rollout_generator`
+            cannot be loaded.
     """
     # Texts come one at a time: a pool of threads costs each two switches and gains it nothing.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -186,6 +190,7 @@ def create_app(
         wiring=wiring,
         pool=pool,
         tokenizer=tokenizer or ChatTokenizer.load(config.tokenizer_path),
+        turn_messages=TurnMessages(config),
         reward=load_reward_function(config.reward_fn) if config.reward_fn else None,
         generator=load_generator(config),
         keys=KeyRing(config),

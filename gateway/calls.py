@@ -54,16 +54,11 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.graph import join
 from stepwell.gateway.latency import AddedLatency
 from stepwell.gateway.limits import CallLimits
-from stepwell.gateway.messages import (
-    Key,
-    extend_key,
-    text_key,
-)
-from stepwell.gateway.parsing import Delta, ReplyText, ToolCall
 from stepwell.gateway.prompts import ChatRequest, Prompt, Prompts
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote
 from stepwell.gateway.recording import Recording
-from stepwell.gateway.reply import ReplyFormat, ReplyReader
+from stepwell.gateway.reply.parser import Delta, ReplyText, ToolCall
+from stepwell.gateway.reply.reader import ReplyFormat, ReplyReader
 from stepwell.gateway.retries import (
     FinishedCall,
     Remembered,
@@ -72,6 +67,12 @@ from stepwell.gateway.retries import (
     retry_digest,
     unpack,
 )
+from stepwell.gateway.tokens.messages import (
+    Key,
+    extend_key,
+    text_key,
+)
+from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
 from stepwell.gateway.trajectories import Commit, LiveTrajectory
 from stepwell.gateway.wiring import ChannelSampling
 
@@ -481,6 +482,12 @@ class Call:
         }
         if self.reply.sampling.min_p > 0:
             metadata["sampling_params"]["min_p"] = self.reply.sampling.min_p
+        if self.request.messages:
+            attached = prompt.attachment if prompt.parent is not None else None
+            new = self.request.messages[attached.n_known if attached is not None else 0 :]
+            said = self._service.turn_messages.of(new, self.reply.text.message())
+            if said is not None:
+                metadata[MESSAGES] = said
         if self.request.constraint is not None:
             # Log-probs are those of the unconstrained policy; the samples are not its own.
             metadata["constraint"] = self.request.constraint[0]
@@ -687,6 +694,7 @@ class CallService:
         limits: CallLimits,
         sampling: Mapping[str, ChannelSampling],
         recording: Recording,
+        turn_messages: TurnMessages,
         on_turn: Callable[[LiveTrajectory, Key, int | None], None],
     ) -> None:
         """`sampling`: by channel. `on_turn`: told of every turn that enters a graph, with the key
@@ -695,6 +703,7 @@ class CallService:
         self.limits = limits
         self._sampling = sampling
         self.recording = recording
+        self.turn_messages = turn_messages
         self.latency = AddedLatency()
         self.prompts = prompts
         self.renderer = prompts.renderer

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from stepwell.datapool.types import Step, TokenIds
-from stepwell.gateway.messages import Key, Message, extend_key, text_key, text_prefix_keys
+from stepwell.gateway.tokens.messages import Key, Message, extend_key, text_key, text_prefix_keys
 
 BranchCause: TypeAlias = Literal[
     "resampled",  # the same first prompt again

@@ -26,8 +26,8 @@ from typing import TypeAlias
 
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
-from stepwell.gateway.messages import Key, extend_key, root_key, text_key
 from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.tokens.messages import Key, extend_key, root_key, text_key
 from stepwell.gateway.trajectories import Identity, LiveTrajectory, Terms
 
 log = logging.getLogger(__name__)

@@ -23,9 +23,9 @@ from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
-from stepwell.gateway.messages import Key, Message, Normalizer, Tool, exact_key, root_key
-from stepwell.gateway.parsing import THINK_CLOSE, THINK_OPEN
-from stepwell.gateway.render import ChatRenderer, CutError
+from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
+from stepwell.gateway.tokens.messages import Key, Message, Normalizer, Tool, exact_key, root_key
+from stepwell.gateway.tokens.render import ChatRenderer, CutError
 
 
 @dataclass(slots=True)  # not frozen: that doubles the time to make one, and every call does
@@ -106,7 +106,7 @@ class Prompts:
         self._rendering: dict[Key, asyncio.Future[TokenIds]] = {}
         """Whole prompts under way, by their `exact_key`."""
         self._normalize = Normalizer(config.normalize)
-        self._template = str(renderer.tokenizer.hf.chat_template)
+        self._template = renderer.tokenizer.template_text
 
     def normalised(self, request: ChatRequest) -> ChatRequest:
         """`request` with `gateway.normalize` applied to its messages, and without arguments that

@@ -27,9 +27,9 @@ import numpy as np
 
 from stepwell.datapool.types import Step
 from stepwell.gateway.graph import TurnGraph
-from stepwell.gateway.messages import Key, Message
-from stepwell.gateway.parsing import ToolCall
+from stepwell.gateway.reply.parser import ToolCall
 from stepwell.gateway.retries import FinishedCall
+from stepwell.gateway.tokens.messages import Key, Message
 
 NOTE: Final = "turn"
 """Key of a Step's metadata."""

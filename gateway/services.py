@@ -1,7 +1,7 @@
 """This module holds what the routes share, so that a route knows the parts it uses and not how they
 were made.
 
-    app.py makes it ──► Services ──► routes.py, serve.py, shortcut.py, rollout_routes.py
+    app.py makes it ──► Services ──► routes.py, serve.py, shortcut.py, slime_buffer/
 
 One per running application, in `app.state.services`. Does not own: how the parts are put together
 (`app.py`), paths and bodies (the routes).
@@ -32,8 +32,8 @@ from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.recording import Recording
 from stepwell.gateway.rewards import RewardFunction
-from stepwell.gateway.rollout_buffer import RolloutBuffer
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectories import TrajectoryStore
 
 

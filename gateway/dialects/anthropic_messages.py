@@ -31,9 +31,9 @@ from starlette.datastructures import Headers
 from stepwell.gateway.calls import Reply
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Exchange, Parsed, sse
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.messages import Message, Tool
-from stepwell.gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
 from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.web import field, number, top_p
 
 Event = dict[str, Any]

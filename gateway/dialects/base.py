@@ -20,9 +20,9 @@ from starlette.datastructures import Headers
 
 from stepwell.gateway.calls import Call, Listener, Reply
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.parsing import Delta
 from stepwell.gateway.prompts import ChatRequest
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.reply.parser import Delta
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectories import LiveTrajectory
 
 

@@ -18,10 +18,10 @@ from starlette.datastructures import Headers
 from stepwell.gateway.calls import Reply, SampledToken
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Event, Exchange, Parsed, sse
 from stepwell.gateway.errors import GatewayError, RequestError
-from stepwell.gateway.messages import Message, Tool
-from stepwell.gateway.parsing import ContentDelta, ReasoningDelta, ToolCall
 from stepwell.gateway.prompts import ChatRequest
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta, ToolCall
+from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.web import error_body, field, number, top_p
 
 IGNORED = frozenset(

@@ -35,9 +35,9 @@ from stepwell.gateway.dialects.openai_chat import (
     usage,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.parsing import ContentDelta
 from stepwell.gateway.prompts import ChatRequest
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.reply.parser import ContentDelta
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.web import error_body, number
 
 _KNOWN = frozenset(

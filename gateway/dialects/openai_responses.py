@@ -38,8 +38,8 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
-from stepwell.gateway.messages import Message, Tool
 from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.web import error_body, field, number, top_p
 
 _ECHOED = ("prompt_cache_key", "safety_identifier", "user")

@@ -22,9 +22,9 @@ import numpy as np
 from stepwell.gateway.calls import Reply, SampledToken
 from stepwell.gateway.dialects.base import Exchange
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
-from stepwell.gateway.messages import Message
-from stepwell.gateway.parsing import THINK_CLOSE, Delta, ReasoningDelta, ToolCall
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.reply.parser import THINK_CLOSE, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.tokens.messages import Message
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
 Event: TypeAlias = dict[str, Any]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 from stepwell.gateway.errors import RequestError, UnknownItemError
-from stepwell.gateway.messages import Message, Tool
+from stepwell.gateway.tokens.messages import Message, Tool
 
 Item: TypeAlias = dict[str, Any]
 FindItem: TypeAlias = Callable[[str], Item | None]

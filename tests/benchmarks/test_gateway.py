@@ -188,7 +188,7 @@ def test_a_soak_runs_as_long_as_it_is_told_and_only_if_it_is_named(quick: BenchR
 def test_conversations_are_as_long_as_the_claims_say(
     workload: Workload, conversations: dict[str, Conversations]
 ) -> None:
-    from stepwell.gateway.tokenization import ChatTokenizer
+    from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
     tokenizer = ChatTokenizer.load(str(workload.tokenizer_path))
 

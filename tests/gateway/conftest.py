@@ -35,7 +35,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.listening import bind
 from stepwell.gateway.server import http_protocol
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.wiring import ChannelSampling, Wiring
 
 # -- templates -------------------------------------------------------------------------------

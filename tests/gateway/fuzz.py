@@ -18,7 +18,7 @@ import aiohttp
 
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import Sampled, ScriptedEngine, local_pool, make_tokenizer, serving
 

@@ -21,8 +21,8 @@ from stepwell.gateway.dialects.anthropic_messages import (
     _whole,
 )
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.messages import canonical, root_key
-from stepwell.gateway.parsing import ContentDelta, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.tokens.messages import canonical, root_key
 from tests.gateway.conftest import CHATML, World, make_tokenizer
 
 Block = dict[str, Any]

@@ -15,7 +15,7 @@ from tests.gateway.conftest import Sampled, World, log_prob, make_tokenizer
 
 @pytest.fixture
 async def bos_world(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> World:
-    from stepwell.gateway.tokenization import ChatTokenizer
+    from stepwell.gateway.tokens.tokenizer import ChatTokenizer
     from tests.gateway import conftest
 
     hf = make_tokenizer("llama3").hf

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.gateway.graph import TurnGraph, join
-from stepwell.gateway.messages import canonical, parse_arguments, root_key
+from stepwell.gateway.tokens.messages import canonical, parse_arguments, root_key
 
 ROOT = root_key(None, {})
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.parsing import (
+from stepwell.gateway.reply.parser import (
     ContentDelta,
     MarkupParser,
     ReplyText,
@@ -21,8 +21,8 @@ from stepwell.gateway.parsing import (
     parse_call,
     parse_xml_call,
 )
-from stepwell.gateway.reply import ReplyFormat
-from stepwell.gateway.tokenization import ChatTokenizer, TokenStream
+from stepwell.gateway.reply.reader import ReplyFormat
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer, TokenStream
 
 PIECES = st.lists(
     st.one_of(

@@ -30,9 +30,9 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.graph import Turn, TurnGraph
 from stepwell.gateway.listening import bind
-from stepwell.gateway.parsing import ToolCall
 from stepwell.gateway.prompts import ChatRequest
 from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
+from stepwell.gateway.reply.parser import ToolCall
 from stepwell.gateway.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
 from tests.gateway.conftest import World, serving

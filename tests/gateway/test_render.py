@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.graph import TurnGraph, join
-from stepwell.gateway.messages import root_key
-from stepwell.gateway.render import ChatRenderer, CutError
+from stepwell.gateway.tokens.messages import root_key
+from stepwell.gateway.tokens.render import ChatRenderer, CutError
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -23,8 +23,8 @@ from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError
-from stepwell.gateway.rollout_items import make_item, rows, steps_of
-from stepwell.gateway.transcript import Transcript
+from stepwell.gateway.slime_buffer.items import make_item, rows, steps_of
+from stepwell.gateway.slime_buffer.transcript import Transcript
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import serving
 
@@ -486,7 +486,7 @@ async def test_a_consumer_that_leaves_before_the_end_loses_nothing(
 async def test_an_ack_whose_answer_is_lost_is_asked_for_again(
     world: Any, consumer: Consumer, monkeypatch: pytest.MonkeyPatch, lost: str
 ):
-    monkeypatch.setattr("stepwell.gateway.rollout_buffer.ACK_RETRY_S", 0.01)
+    monkeypatch.setattr("stepwell.gateway.slime_buffer.buffer.ACK_RETRY_S", 0.01)
     await consumer.start()
     await group(world, "p")
     ack, calls = world.pool.ack, []
@@ -991,7 +991,7 @@ def test_a_written_sample_comes_back_as_it_was(prompt: list[int], response: list
 def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     tokenizer_of: Callable[..., Any],
 ):
-    from stepwell.gateway.rollout_buffer import RolloutBuffer, Served
+    from stepwell.gateway.slime_buffer.buffer import RolloutBuffer, Served
 
     step = Step(
         prompt_ids=[1],

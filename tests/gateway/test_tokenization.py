@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from stepwell.gateway.errors import ContextLengthError
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from tests.gateway.conftest import CHATML, make_tokenizer
 
 Change = Callable[[Tokenizer], Any]

@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.graph import Turn as GatewayTurn
 from stepwell.gateway.graph import TurnGraph
-from stepwell.gateway.render import ChatRenderer
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.tokens.render import ChatRenderer
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.trainer.masks import (
     LossMaskGenerator,
     MaskedRow,

@@ -30,9 +30,9 @@ from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import Thinking
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.graph import BranchCause, Turn
-from stepwell.gateway.messages import Key, Message, Tool, parse_arguments
-from stepwell.gateway.parsing import THINK_CLOSE, THINK_OPEN, ToolCall
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN, ToolCall
+from stepwell.gateway.tokens.messages import Key, Message, Tool, parse_arguments
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
 """What a chat template raises on a conversation that it cannot show."""
@@ -132,7 +132,7 @@ class ChatRenderer:
         secret = secrets.token_hex(6)
         self._nonce, self._thought = f"nonce{secret}", f"thought{secret}"
         # Templates take past thinking from a field of its own, or out of the content.
-        self._reads_reasoning = bool(_REASONING_FIELD.search(str(tokenizer.hf.chat_template)))
+        self._reads_reasoning = bool(_REASONING_FIELD.search(tokenizer.template_text))
         self._cache: OrderedDict[Key, TokenIds] = OrderedDict()
         self._cache_limit, self._cached_tokens = cache_tokens, 0
         self._system_anywhere = True

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.messages import Tool
-from stepwell.gateway.parsing import (
+from stepwell.gateway.reply.parser import (
     CALL_CLOSE,
     CALL_OPEN,
     PYTHON_TAG,
@@ -31,8 +30,9 @@ from stepwell.gateway.parsing import (
     ResponseTemplateParser,
     StopCutter,
 )
-from stepwell.gateway.render import CallExample, call_example
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.tokens.messages import Tool
+from stepwell.gateway.tokens.render import CallExample, call_example
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
 _STYLES: tuple[CallStyle, ...] = ("hermes", "qwen3_coder", "llama3_json")
 _TAIL = 64
@@ -48,7 +48,7 @@ class ReplyFormat:
         usable = template is not None and hasattr(tokenizer.hf, "get_response_parser")
         self._by_template = config.tool_parser == "auto" and usable
         self._tools = config.tool_parser != "none"
-        chat_template = json.dumps(tokenizer.hf.chat_template)
+        chat_template = tokenizer.template_text
         self._reasoning = config.reasoning_parser == "think" or (
             config.reasoning_parser == "auto" and THINK_OPEN in chat_template
         )

@@ -20,7 +20,7 @@ from tokenizers.decoders import DecodeStream
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.errors import ContextLengthError, GatewayConfigError
-from stepwell.gateway.messages import Message, Tool
+from stepwell.gateway.tokens.messages import Message, Tool
 
 _UNTRUSTED = ("user", "tool")
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
@@ -49,6 +49,8 @@ class ChatTokenizer:
                 "chat_template.jinja to the folder"
             )
         self.hf = hf_tokenizer
+        self.template_text = str(hf_tokenizer.chat_template)
+        """The chat template, or all of them."""
         self._encoder: Tokenizer = Tokenizer.from_str(backend.to_str())
         self._encoder.no_truncation()
         self._encoder.no_padding()

@@ -13,7 +13,7 @@ streaming go through the same parser, so that both agree. Three ways to write a 
     qwen3_coder   <tool_call><function=f><parameter=x>1</parameter></function></tool_call>
     llama3_json   {"name": "f", "parameters": {"x": 1}}   the reply begins with it; one
 
-Does not own: ids, which of them a model writes (`reply.py`), or what a dialect makes of it.
+Does not own: ids, which of them a model writes (`reader.py`), or what a dialect makes of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
-from stepwell.gateway.messages import Message, Tool
+from stepwell.gateway.tokens.messages import Message, Tool
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"

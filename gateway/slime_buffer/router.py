@@ -29,7 +29,7 @@ in the round trip between ack and last bytes; HTTP cannot tell. A consumer that 
 that sends `{"hold": true}` and acks itself (`POST /ack_rollout_data`), after its checkpoint.
 
 Owns: these routes, and the order of lease, bytes and ack. Does not own: what is served
-(`rollout_buffer.py`), the shape of items (`rollout_items.py`).
+(`buffer.py`), the shape of items (`items.py`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from starlette.types import Receive, Scope, Send
 
 from stepwell.datapool.types import Lease
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.rollout_buffer import JSON_OPTIONS, RolloutBuffer, Served
 from stepwell.gateway.services import services_of
+from stepwell.gateway.slime_buffer.buffer import JSON_OPTIONS, RolloutBuffer, Served
 from stepwell.gateway.web import OrjsonResponse, field, parse_object, read_body
 
 router = APIRouter()

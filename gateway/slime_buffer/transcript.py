@@ -30,8 +30,8 @@ import jinja2
 import numpy as np
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.messages import Message
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.tokens.messages import Message
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
 _REFUSALS = (jinja2.TemplateError, LookupError, TypeError, ValueError, AttributeError)
 """What a template raises for a conversation that it does not like."""

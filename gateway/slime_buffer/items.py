@@ -7,7 +7,7 @@
     tokens  ───────────────────┼─────────┼─────────────┼────────
     mask                       │ 1 1 1 1 │ 0 0 0 0 0 0 │ 1 1 1      response_length values
 
-Owns: the shapes and their checks. Does not own: HTTP and the pool (`rollout_buffer.py`), text
+Owns: the shapes and their checks. Does not own: HTTP and the pool (`buffer.py`), text
 (`transcript.py`).
 """
 
@@ -25,7 +25,7 @@ from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.errors import InvalidStepError
 from stepwell.datapool.types import FinishReason, Group, Step, Trajectory
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.transcript import Transcript
+from stepwell.gateway.slime_buffer.transcript import Transcript
 from stepwell.gateway.web import field, number
 
 InstanceId: TypeAlias = int | str

@@ -7,8 +7,8 @@
 Items of one `instance_id` fill one group after the other: `17`, `17#1`, `17#2`, … with
 `num_repeat_per_sample` each. Writing an item again (the same uid) is harmless.
 
-Owns: which group an item belongs to. Does not own: the shape of items (`rollout_items.py`), what is
-served (`rollout_buffer.py`).
+Owns: which group an item belongs to. Does not own: the shape of items (`items.py`), what is
+served (`buffer.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
 from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.recording import ask
-from stepwell.gateway.rollout_items import Written, steps_of
+from stepwell.gateway.slime_buffer.items import Written, steps_of
 
 
 class _Home(NamedTuple):

@@ -7,9 +7,8 @@ scored; without it they are dropped here, counted as `unscored`, since a leased 
 scored any more.
 
 Owns: what is served, and the generator that `gateway.rollout_generator` names. Does not own: the
-routes and a delivery's end (`rollout_routes.py`), the shape of items (`rollout_items.py`), writing
-(`rollout_writes.py`), text (`transcript.py`), order and filters (the pool), agents (they come by
-themselves).
+routes and a delivery's end (`router.py`), the shape of items (`items.py`), writing (`writes.py`),
+text (`transcript.py`), order and filters (the pool), agents (they come by themselves).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from stepwell.gateway.errors import (
 )
 from stepwell.gateway.outcomes import Outcomes
 from stepwell.gateway.recording import ask
-from stepwell.gateway.rollout_items import (
+from stepwell.gateway.slime_buffer.items import (
     SKIPPED,
     InstanceId,
     instance_of,
@@ -53,9 +52,9 @@ from stepwell.gateway.rollout_items import (
     parse_repeats,
     parse_skipped,
 )
-from stepwell.gateway.rollout_writes import RolloutWriter, remember
-from stepwell.gateway.tokenization import ChatTokenizer
-from stepwell.gateway.transcript import Transcript
+from stepwell.gateway.slime_buffer.transcript import Transcript
+from stepwell.gateway.slime_buffer.writes import RolloutWriter, remember
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
 log = logging.getLogger(__name__)
 
