@@ -30,22 +30,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.addresses import Addresses
-from stepwell.gateway.calls import CallService
+from stepwell.gateway.call import CallService
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import error_response, make_dialects
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
-from stepwell.gateway.groups import Groups
 from stepwell.gateway.hosts import Hosts
-from stepwell.gateway.identity import Conversations, Identities
 from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.openapi import install_openapi
-from stepwell.gateway.outcomes import Outcomes
-from stepwell.gateway.prompts import Prompts
+from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.protection import Protection
-from stepwell.gateway.recording import Recording
 from stepwell.gateway.reply.reader import ReplyFormat
 from stepwell.gateway.rewards import RewardFunction, load_reward_function
 from stepwell.gateway.routes import router
@@ -57,7 +53,11 @@ from stepwell.gateway.slime_buffer.router import router as rollout_router
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.tokens.turn_messages import TurnMessages
-from stepwell.gateway.trajectories import LiveTrajectory, TrajectoryStore
+from stepwell.gateway.trajectory.groups import Groups
+from stepwell.gateway.trajectory.identity import Conversations, Identities
+from stepwell.gateway.trajectory.outcomes import Outcomes
+from stepwell.gateway.trajectory.recording import Recording
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory, TrajectoryStore
 from stepwell.gateway.web import invalid_body
 from stepwell.gateway.wiring import Wiring
 

@@ -18,7 +18,7 @@ nobody uses it any more: the first one signs, all of them verify.
 
 Without configured keys everybody may do everything (and `GatewayConfig` allows only loopback).
 Owns: these rules. Does not own: HTTP (`protection.py`), which trajectory a call belongs to
-(`identity.py`). Keys are kept as digests and are in no message, log line or repr.
+(`trajectory/identity.py`). Keys are kept as digests and are in no message, log line or repr.
 """
 
 from __future__ import annotations

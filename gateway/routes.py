@@ -49,11 +49,11 @@ from stepwell.gateway.errors import (
 )
 from stepwell.gateway.keys import Principal
 from stepwell.gateway.paths import Uid, quoted, uid_of
-from stepwell.gateway.prompts import ChatRequest
-from stepwell.gateway.recording import ask
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.rewards import compute_reward
 from stepwell.gateway.serve import refuse_builtin_tools, say_origin, serve
 from stepwell.gateway.services import Services, services_of
+from stepwell.gateway.trajectory.recording import ask
 from stepwell.gateway.web import (
     OrjsonResponse,
     aborts_on_disconnect,

@@ -1,7 +1,7 @@
 """One client's request from bytes to answer, the same for all dialects.
 
     read ──► parse ──► identify ──► start n calls ──► JSON, or events as they come
-               │ dialect   │ identity.py   │ calls.py      │ dialect
+               │ dialect   │ trajectory/identity.py   │ call.py      │ dialect
 
 Owns: this sequence. Does not own: wire formats (`dialects/`), calls, or who may call (`keys.py`).
 """
@@ -21,11 +21,11 @@ from stepwell.gateway.errors import (
     TrajectoryConflictError,
     UnknownItemError,
 )
-from stepwell.gateway.identity import Origin
 from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.paths import quoted
 from stepwell.gateway.services import Services
-from stepwell.gateway.trajectories import LiveTrajectory
+from stepwell.gateway.trajectory.identity import Origin
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
     EventStream,
     OrjsonResponse,

@@ -19,22 +19,22 @@ from starlette.requests import Request
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.addresses import Addresses
-from stepwell.gateway.calls import CallService
+from stepwell.gateway.call import CallService
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.base import Dialect
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.groups import Groups
 from stepwell.gateway.hosts import Hosts
-from stepwell.gateway.identity import Identities
 from stepwell.gateway.keys import KeyRing
-from stepwell.gateway.outcomes import Outcomes
-from stepwell.gateway.recording import Recording
 from stepwell.gateway.rewards import RewardFunction
 from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectories import TrajectoryStore
+from stepwell.gateway.trajectory.groups import Groups
+from stepwell.gateway.trajectory.identity import Identities
+from stepwell.gateway.trajectory.outcomes import Outcomes
+from stepwell.gateway.trajectory.recording import Recording
+from stepwell.gateway.trajectory.trajectory import TrajectoryStore
 
 
 @dataclass(frozen=True, kw_only=True)

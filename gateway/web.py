@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from stepwell.gateway.errors import GatewayError, RequestError
-from stepwell.gateway.retries import RetryKey
+from stepwell.gateway.trajectory.retries import RetryKey
 
 
 class Closing(Protocol):

@@ -32,8 +32,8 @@ from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.graph import join
 from stepwell.gateway.replicas import GatewayReplica, start_replicas
+from stepwell.gateway.tokens.graph import join
 from stepwell.gateway.wiring import Wiring
 
 T = TypeVar("T")

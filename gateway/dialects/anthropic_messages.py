@@ -28,10 +28,10 @@ from typing import Any, Literal
 import orjson
 from starlette.datastructures import Headers
 
-from stepwell.gateway.calls import Reply
+from stepwell.gateway.call import Reply
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Exchange, Parsed, sse
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta, ToolCall
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.web import field, number, top_p

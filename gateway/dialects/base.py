@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import orjson
 from starlette.datastructures import Headers
 
-from stepwell.gateway.calls import Call, Listener, Reply
+from stepwell.gateway.call import Call, Listener, Reply
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectories import LiveTrajectory
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from stepwell.gateway.calls import Reply, SampledToken
+from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Event, Exchange, Parsed, sse
 from stepwell.gateway.errors import GatewayError, RequestError
-from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta, ToolCall
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer

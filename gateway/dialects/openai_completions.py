@@ -20,7 +20,7 @@ import numpy as np
 from starlette.datastructures import Headers
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.calls import Reply, SampledToken
+from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import Event, Exchange, Parsed
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
@@ -35,7 +35,7 @@ from stepwell.gateway.dialects.openai_chat import (
     usage,
 )
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
-from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.web import error_body, number

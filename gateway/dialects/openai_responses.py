@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 from starlette.datastructures import Headers
 
-from stepwell.gateway.calls import Reply
+from stepwell.gateway.call import Reply
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Exchange, Parsed, sse
 from stepwell.gateway.dialects.response_answer import Answer, Event, Options
 from stepwell.gateway.dialects.response_items import (
@@ -38,7 +38,7 @@ from stepwell.gateway.errors import (
     RequestError,
     UnknownItemError,
 )
-from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.web import error_body, field, number, top_p
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from stepwell.gateway.calls import Reply, SampledToken
+from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import Exchange
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta, ReasoningDelta, ToolCall

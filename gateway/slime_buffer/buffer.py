@@ -42,8 +42,6 @@ from stepwell.gateway.errors import (
     RequestError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.outcomes import Outcomes
-from stepwell.gateway.recording import ask
 from stepwell.gateway.slime_buffer.items import (
     SKIPPED,
     InstanceId,
@@ -55,6 +53,8 @@ from stepwell.gateway.slime_buffer.items import (
 from stepwell.gateway.slime_buffer.transcript import Transcript
 from stepwell.gateway.slime_buffer.writes import RolloutWriter, remember
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.outcomes import Outcomes
+from stepwell.gateway.trajectory.recording import ask
 
 log = logging.getLogger(__name__)
 

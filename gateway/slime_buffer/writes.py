@@ -27,9 +27,9 @@ from stepwell.datapool.inspect.rows import TrajectoryRow
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
-from stepwell.gateway.outcomes import Outcomes
-from stepwell.gateway.recording import ask
 from stepwell.gateway.slime_buffer.items import Written, steps_of
+from stepwell.gateway.trajectory.outcomes import Outcomes
+from stepwell.gateway.trajectory.recording import ask
 
 
 class _Home(NamedTuple):

@@ -4,7 +4,7 @@ and exports of text need no tokenizer.
     Step.metadata["messages"]   [what the agent said since the turn that this one extends …, reply]
 
 Along a branch, from its root on, these lists are the conversation. Owns: their bound and their
-redaction. Does not own: which messages are new (`graph.py`). Training reads ids only.
+redaction. Does not own: which messages are new (`tokens/graph.py`). Training reads ids only.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from yarl import URL
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.server import http_protocol
-from stepwell.gateway.tokenization import ChatTokenizer
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,

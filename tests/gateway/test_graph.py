@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.gateway.graph import TurnGraph, join
+from stepwell.gateway.tokens.graph import TurnGraph, join
 from stepwell.gateway.tokens.messages import canonical, parse_arguments, root_key
 
 ROOT = root_key(None, {})

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.gateway.size import bound, objects_of, trajectory_size
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.retries import pack, unpack
+from stepwell.gateway.trajectory.retries import pack, unpack
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import World, serving
 

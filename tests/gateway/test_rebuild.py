@@ -28,12 +28,12 @@ from stepwell.datapool.types import Step
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.graph import Turn, TurnGraph
 from stepwell.gateway.listening import bind
-from stepwell.gateway.prompts import ChatRequest
-from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote, read_note, restore
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ToolCall
-from stepwell.gateway.retries import RetryKey
+from stepwell.gateway.tokens.graph import Turn, TurnGraph
+from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
+from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.wiring import ChannelSampling, Wiring
 from tests.gateway.conftest import World, serving
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.graph import TurnGraph, join
+from stepwell.gateway.tokens.graph import TurnGraph, join
 from stepwell.gateway.tokens.messages import root_key
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
 

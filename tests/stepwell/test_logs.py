@@ -20,8 +20,8 @@ from stepwell.datapool.process import log_to_file
 log_to_file(Path(sys.argv[1]))
 print("an agent prints", 1)
 print("to stderr", file=sys.stderr)
-logging.getLogger("stepwell.gateway.calls").info("detail")
-logging.getLogger("stepwell.gateway.calls").warning("a stream broke off")
+logging.getLogger("stepwell.gateway.call").info("detail")
+logging.getLogger("stepwell.gateway.call").warning("a stream broke off")
 logging.getLogger("httpx").info("noise")
 logging.getLogger("agent").warning("the user's own")
 """
@@ -48,7 +48,7 @@ def test_an_actors_log_has_what_it_logs_and_prints_and_so_has_rays(tmp_path: Pat
         "the user's own",
     ]
     assert " WARNING " in lines(path)[3]
-    assert "stepwell.gateway.calls" in lines(path)[3]
+    assert "stepwell.gateway.call" in lines(path)[3]
     assert done.stdout == "an agent prints 1\n"
     assert done.stderr.splitlines() == ["to stderr", "a stream broke off", "the user's own"]
 

@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stepwell.datapool.remote.client import DataPoolClient
-from stepwell.gateway.graph import Turn as GatewayTurn
-from stepwell.gateway.graph import TurnGraph
+from stepwell.gateway.tokens.graph import Turn as GatewayTurn
+from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.trainer.masks import (

@@ -8,7 +8,7 @@ call is kept as what neither the request nor the turn graph says: ids that the c
 the reply ended, log-probs if they were asked for. The reply is read again from the sampled ids
 (`Call._recall`), for a call of this gateway as for one that another gateway stored.
 
-A finished call is a plain tuple for the reason that turns are (`graph.py`).
+A finished call is a plain tuple for the reason that turns are (`tokens/graph.py`).
 
 Owns: which calls are remembered, and for which of them a retry is. Does not own: what makes two
 requests the same (`web.retry_key`).
@@ -28,7 +28,7 @@ import numpy.typing as npt
 from stepwell.datapool.types import LogProbs, TokenIds
 from stepwell.gateway.engine import TopLogProbs
 from stepwell.gateway.errors import GatewayError, RequestError
-from stepwell.gateway.graph import Calls
+from stepwell.gateway.tokens.graph import Calls
 
 PackedLogProbs: TypeAlias = tuple[TokenIds, TokenIds, npt.NDArray[np.float64]]
 """Alternatives of all tokens: how many each has; their ids and log-probs one after the other."""

@@ -21,7 +21,7 @@ reply from the sampled ids. A client may try again at another gateway while its 
 generated here: of the two calls, the one that is to be stored later becomes the other one.
 
 Owns: this life cycle. Does not own: wire formats (`dialects/`), order and closing
-(`trajectories.py`), which call a retry is for (`retries.py`).
+(`trajectory/trajectory.py`), which call a retry is for (`trajectory/retries.py`).
 """
 
 from __future__ import annotations
@@ -51,15 +51,21 @@ from stepwell.gateway.errors import (
     RequestError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.graph import join
 from stepwell.gateway.latency import AddedLatency
 from stepwell.gateway.limits import CallLimits
-from stepwell.gateway.prompts import ChatRequest, Prompt, Prompts
-from stepwell.gateway.rebuild import NOTE, TurnKeys, TurnNote
-from stepwell.gateway.recording import Recording
+from stepwell.gateway.prompt import ChatRequest, Prompt, Prompts
 from stepwell.gateway.reply.parser import Delta, ReplyText, ToolCall
 from stepwell.gateway.reply.reader import ReplyFormat, ReplyReader
-from stepwell.gateway.retries import (
+from stepwell.gateway.tokens.graph import join
+from stepwell.gateway.tokens.messages import (
+    Key,
+    extend_key,
+    text_key,
+)
+from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
+from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote
+from stepwell.gateway.trajectory.recording import Recording
+from stepwell.gateway.trajectory.retries import (
     FinishedCall,
     Remembered,
     RetryKey,
@@ -67,13 +73,7 @@ from stepwell.gateway.retries import (
     retry_digest,
     unpack,
 )
-from stepwell.gateway.tokens.messages import (
-    Key,
-    extend_key,
-    text_key,
-)
-from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
-from stepwell.gateway.trajectories import Commit, LiveTrajectory
+from stepwell.gateway.trajectory.trajectory import Commit, LiveTrajectory
 from stepwell.gateway.wiring import ChannelSampling
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ A note holds hashes, counts and the tool calls, which the next prompt shows; no 
 84 characters long, tool calls apart. A Step without one (an agent submitted it itself) has a
 `step_index` and nothing else to restore.
 
-Owns: the note, and the way back. Does not own: when (`trajectories.py`), and what becomes of a
-recorded call (`calls.py`).
+Owns: the note, and the way back. Does not own: when (`trajectory.py`), and what becomes of a
+recorded call (`call.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from stepwell.datapool.types import Step
-from stepwell.gateway.graph import TurnGraph
 from stepwell.gateway.reply.parser import ToolCall
-from stepwell.gateway.retries import FinishedCall
+from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.tokens.messages import Key, Message
+from stepwell.gateway.trajectory.retries import FinishedCall
 
 NOTE: Final = "turn"
 """Key of a Step's metadata."""

@@ -21,7 +21,7 @@ A trajectory of a conversation has no address that its agent knows, so its calls
 is closed: what is in flight is answered and not stored, and what follows begins another trajectory.
 
 Owns: the turn graph of each trajectory, the calls in flight, the memory that answers retries.
-Does not own: generation (`calls.py`), which call a retry is for (`retries.py`), storage (the pool).
+Does not own: generation (`call.py`), which call a retry is for (`retries.py`), storage (the pool).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from stepwell.gateway.errors import (
     TrajectoryClosedError,
     TrajectoryConflictError,
 )
-from stepwell.gateway.graph import TurnGraph
-from stepwell.gateway.rebuild import restore
-from stepwell.gateway.recording import POOL_FAILURE, Recording, Unrecorded, ask
-from stepwell.gateway.retries import CallMemory, LiveCall, RetryKey, retry_digest
+from stepwell.gateway.tokens.graph import TurnGraph
+from stepwell.gateway.trajectory.note import restore
+from stepwell.gateway.trajectory.recording import POOL_FAILURE, Recording, Unrecorded, ask
+from stepwell.gateway.trajectory.retries import CallMemory, LiveCall, RetryKey, retry_digest
 
 log = logging.getLogger(__name__)
 

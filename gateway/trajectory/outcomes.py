@@ -6,7 +6,7 @@ and rewards that come late reach them.
 
 A caller whose key has a channel finds only what is there, or held out.
 
-Does not own: trajectories that are open here (`trajectories.py`), until when a reward counts (the
+Does not own: trajectories that are open here (`trajectory.py`), until when a reward counts (the
 pool).
 """
 
@@ -20,8 +20,8 @@ from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.recording import ask
-from stepwell.gateway.trajectories import TrajectoryStore
+from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.trajectory import TrajectoryStore
 
 T = TypeVar("T")
 

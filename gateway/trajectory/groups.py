@@ -12,7 +12,7 @@ What an agent changes between calls and sampling parameters are no part of a fir
 conversation that has replies in it which nobody sampled here began elsewhere, with another prompt.
 
 Owns: groups that are forming, and the share that is held out. Does not own: when a group is served
-(the pool), which conversation a call goes on with (`identity.py`).
+(the pool), which conversation a call goes on with (`trajectory/identity.py`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import TypeAlias
 
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
-from stepwell.gateway.prompts import ChatRequest
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, root_key, text_key
-from stepwell.gateway.trajectories import Identity, LiveTrajectory, Terms
+from stepwell.gateway.trajectory.trajectory import Identity, LiveTrajectory, Terms
 
 log = logging.getLogger(__name__)
 

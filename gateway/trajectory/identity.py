@@ -39,12 +39,12 @@ from starlette.datastructures import Headers
 
 from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
-from stepwell.gateway.groups import Groups
 from stepwell.gateway.keys import Named, presented
-from stepwell.gateway.prompts import ChatRequest
-from stepwell.gateway.retries import RetryKey
+from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, root_key, text_prefix_keys
-from stepwell.gateway.trajectories import LiveTrajectory, TrajectoryStore
+from stepwell.gateway.trajectory.groups import Groups
+from stepwell.gateway.trajectory.retries import RetryKey
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory, TrajectoryStore
 
 log = logging.getLogger(__name__)
 

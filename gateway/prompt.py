@@ -4,7 +4,8 @@
                     └── none ──► rendered whole, once for all rollouts of one prompt
 
 Long texts are rendered and tokenised in a thread. Owns: what is asked for in no dialect, and its
-ids. Does not own: the turns (`graph.py`), templates (`render.py`), how it is sampled (`calls.py`).
+ids. Does not own: the turns (`tokens/graph.py`), templates (`tokens/render.py`), how it is sampled
+(`call.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import numpy as np
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.graph import Attachment, BranchCause, Turn, TurnGraph, join
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
+from stepwell.gateway.tokens.graph import Attachment, BranchCause, Turn, TurnGraph, join
 from stepwell.gateway.tokens.messages import Key, Message, Normalizer, Tool, exact_key, root_key
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
 

@@ -11,8 +11,8 @@ a part of what earned it, and its group would compare an episode with a piece of
 a commit whose answer was lost leaves nothing half-stored either.
 
 Owns: how long the pool is waited for, which errors its failures become (`ask`), the aborts that it
-is owed, how many calls were not stored and why. Does not own: the calls (`calls.py`), the state of
-a trajectory (`trajectories.py`). What is late or closed the pool decides: its answers are passed
+is owed, how many calls were not stored and why. Does not own: the calls (`call.py`), the state of
+a trajectory (`trajectory.py`). What is late or closed the pool decides: its answers are passed
 on, never second-guessed.
 """
 
