@@ -17,8 +17,23 @@ it travels (`remote/wire.py`), the layout of a step (`codec.py`), nor what chang
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import NoneType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Final,
+    Generic,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -38,6 +53,52 @@ TrajectoryOutcome: TypeAlias = Literal["complete", "aborted", "late"]
 Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
 """Why `LeaseBatch` gave no lease: too few groups in its time, or too few and no more to come."""
 Route: TypeAlias = Literal["group", "trajectory", "lease", "all"]
+
+
+# -- arguments ---------------------------------------------------------------------------------
+
+
+class Check(NamedTuple):
+    """What a value has to be."""
+
+    accepts: Callable[[Any], bool]
+    wanted: str
+
+    def refuse(self, name: str, value: object) -> NoReturn:
+        raise InvalidRequestError(f"{name} is {value!r:.80}; pass {self.wanted}")
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+TEXT: Final = Check(lambda value: isinstance(value, str) and value != "", "a non-empty string")
+NATURAL: Final = Check(lambda value: _is_int(value, 0), "an integer >= 0")
+_POSITIVE: Final = Check(lambda value: _is_int(value, 1), "an integer >= 1")
+_SECONDS: Final = Check(_is_seconds, "seconds > 0, or None for the default")
+_REWARD: Final = Check(is_reward, f"a number within ±{MAX_REWARD:g}, or None if not scored")
+
+Text: TypeAlias = Annotated[str, TEXT]
+Natural: TypeAlias = Annotated[int, NATURAL]
+Positive: TypeAlias = Annotated[int, _POSITIVE]
+Seconds: TypeAlias = Annotated[float, _SECONDS]
+Reward: TypeAlias = Annotated[float, _REWARD]
+
+
+@cache
+def _checks(kind: type) -> list[tuple[str, Check, bool]]:
+    """The fields of an operation that are looked at; and whether None is one, too."""
+    found = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        optional = NoneType in get_args(hint)
+        inner = next(iter(get_args(hint))) if optional else hint
+        checks = [c for c in getattr(inner, "__metadata__", ()) if isinstance(c, Check)]
+        found += [(name, check, optional) for check in checks]
+    return found
 
 
 # -- answers -----------------------------------------------------------------------------------
@@ -110,6 +171,15 @@ class Op(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
     """Which shards of a pool are asked: that of the op's group, of its trajectory or of its lease,
     or all."""
 
+    def __post_init__(self) -> None:
+        for name, check, optional in _checks(type(self)):
+            value = getattr(self, name)
+            if not (check.accepts(value) or (optional and value is None)):
+                uid = getattr(self, "trajectory_uid", None)
+                check.refuse(f"trajectory {uid!r}: {name}" if check is _REWARD else name, value)
+            if check is _REWARD and value is not None:  # NumPy's too
+                force_setattr(self, name, float(value))
+
 
 class Change(Op[R], Generic[R], frozen=True, array_like=True):
     """An operation that may be made twice without harm; answered once it is durable."""
@@ -125,24 +195,20 @@ class OpenGroup(Change[SubmitOutcome], frozen=True, array_like=True):
     """
 
     route: ClassVar[Route] = "group"
-    prompt_uid: str
-    n_rollouts: int
-    min_rollouts: int = 1
-    deadline_s: float | None = None
+    prompt_uid: Text
+    n_rollouts: Positive
+    min_rollouts: Positive = 1
+    deadline_s: Seconds | None = None
     metadata: dict[str, Any] = {}
-    channel: str = TRAIN
+    channel: Text = TRAIN
 
     def __post_init__(self) -> None:
-        check_uid("prompt_uid", self.prompt_uid)
-        check_int("n_rollouts", self.n_rollouts, 1)
-        check_int("min_rollouts", self.min_rollouts, 1)
+        super().__post_init__()
         if self.min_rollouts > self.n_rollouts:
             raise InvalidRequestError(
                 f"min_rollouts is {self.min_rollouts} but n_rollouts is {self.n_rollouts}; "
                 "a group cannot need more trajectories than it asks for"
             )
-        check_seconds("deadline_s", self.deadline_s)
-        check_uid("channel", self.channel)
 
 
 class OpenTrajectory(Change[SubmitOutcome], frozen=True, array_like=True):
@@ -154,17 +220,11 @@ class OpenTrajectory(Change[SubmitOutcome], frozen=True, array_like=True):
     """
 
     route: ClassVar[Route] = "group"
-    trajectory_uid: str
-    prompt_uid: str
-    attempt: int = 0
+    trajectory_uid: Text
+    prompt_uid: Text
+    attempt: Natural = 0
     metadata: dict[str, Any] = {}
-    channel: str = TRAIN
-
-    def __post_init__(self) -> None:
-        check_uid("trajectory_uid", self.trajectory_uid)
-        check_uid("prompt_uid", self.prompt_uid)
-        check_int("attempt", self.attempt, 0)
-        check_uid("channel", self.channel)
+    channel: Text = TRAIN
 
 
 class ResumeTrajectory(Change[Resumed], frozen=True, array_like=True):
@@ -176,20 +236,14 @@ class ResumeTrajectory(Change[Resumed], frozen=True, array_like=True):
     """
 
     route: ClassVar[Route] = "group"
-    trajectory_uid: str
-    prompt_uid: str
-    attempt: int = 0
+    trajectory_uid: Text
+    prompt_uid: Text
+    attempt: Natural = 0
     metadata: dict[str, Any] = {}
-    channel: str = TRAIN
+    channel: Text = TRAIN
     elsewhere: bool = False
     """If another channel knows the trajectory and `channel` does not, or it is open only there,
     that one is meant."""
-
-    def __post_init__(self) -> None:
-        check_uid("trajectory_uid", self.trajectory_uid)
-        check_uid("prompt_uid", self.prompt_uid)
-        check_int("attempt", self.attempt, 0)
-        check_uid("channel", self.channel)
 
 
 class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like=True):
@@ -200,10 +254,7 @@ class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like
     route: ClassVar[Route] = "group"
     trajectories: list[PackedTrajectory]
     """Steps of each, in order. A trajectory may come several times. Without metadata."""
-    channel: str = TRAIN
-
-    def __post_init__(self) -> None:
-        check_uid("channel", self.channel)
+    channel: Text = TRAIN
 
 
 class CompleteTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
@@ -216,15 +267,10 @@ class CompleteTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True
     """
 
     route: ClassVar[Route] = "trajectory"
-    trajectory_uid: str
-    reward: float | None = None
+    trajectory_uid: Text
+    reward: Reward | None = None
     metadata: dict[str, Any] = {}
-    channel: str = TRAIN
-
-    def __post_init__(self) -> None:
-        if self.reward is not None:
-            force_setattr(self, "reward", _reward(self.trajectory_uid, self.reward))
-        check_uid("channel", self.channel)
+    channel: Text = TRAIN
 
 
 class AbortTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
@@ -237,14 +283,10 @@ class AbortTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
     """
 
     route: ClassVar[Route] = "trajectory"
-    trajectory_uid: str
-    reason: str
+    trajectory_uid: Text
+    reason: Text
     will_retry: bool = False
-    channel: str = TRAIN
-
-    def __post_init__(self) -> None:
-        check_uid("reason", self.reason)
-        check_uid("channel", self.channel)
+    channel: Text = TRAIN
 
 
 class DropGroup(Change[None], frozen=True, array_like=True):
@@ -255,13 +297,9 @@ class DropGroup(Change[None], frozen=True, array_like=True):
     """
 
     route: ClassVar[Route] = "group"
-    prompt_uid: str
-    reason: str
-    channel: str = TRAIN
-
-    def __post_init__(self) -> None:
-        check_uid("reason", self.reason)
-        check_uid("channel", self.channel)
+    prompt_uid: Text
+    reason: Text
+    channel: Text = TRAIN
 
 
 class SetReward(Change[SubmitOutcome], frozen=True, array_like=True):
@@ -273,16 +311,10 @@ class SetReward(Change[SubmitOutcome], frozen=True, array_like=True):
     """
 
     route: ClassVar[Route] = "trajectory"
-    trajectory_uid: str
-    reward: float
-    step_index: int | None = None
-    channel: str = TRAIN
-
-    def __post_init__(self) -> None:
-        force_setattr(self, "reward", _reward(self.trajectory_uid, self.reward))
-        if self.step_index is not None:
-            check_int("step_index", self.step_index, 0)
-        check_uid("channel", self.channel)
+    trajectory_uid: Text
+    reward: Reward
+    step_index: Natural | None = None
+    channel: Text = TRAIN
 
 
 class Mark(Change[Marks], frozen=True, array_like=True):
@@ -297,9 +329,10 @@ class Mark(Change[Marks], frozen=True, array_like=True):
     prompt_uid: str | None = None
     trajectory_uid: str | None = None
     marks: dict[str, Any] = {}
-    channel: str = TRAIN
+    channel: Text = TRAIN
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.prompt_uid is None) == (self.trajectory_uid is None):
             raise InvalidRequestError(
                 f"prompt_uid is {self.prompt_uid!r} and trajectory_uid is "
@@ -308,38 +341,30 @@ class Mark(Change[Marks], frozen=True, array_like=True):
         named = {k: list(v) if isinstance(v, set | frozenset) else v for k, v in self.marks.items()}
         UNMARKED.merged(named)  # refuses what is malformed
         force_setattr(self, "marks", named)
-        check_uid("channel", self.channel)
 
 
 class Delete(Change[Deleted], frozen=True, array_like=True):
     """Take the data of one trajectory, or all that is marked with `tag`, out of every channel: each
     goes with its group, uncounted for training. What is unknown, or gone, is no error."""
 
-    trajectory_uid: str | None = None
-    tag: str | None = None
+    trajectory_uid: Text | None = None
+    tag: Text | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.trajectory_uid is None) == (self.tag is None):
             raise InvalidRequestError(
                 f"trajectory_uid is {self.trajectory_uid!r} and tag is {self.tag!r}; pass one of "
                 "them: what is to be deleted"
             )
-        if self.tag is None:
-            check_uid("trajectory_uid", self.trajectory_uid)
-        else:
-            check_uid("tag", self.tag)
 
 
 class AdvanceVersion(Change[None], frozen=True, array_like=True):
     """Generation uses policy `version` from now on: gives credit for the groups of one version more
     (`max_ahead_versions`), and ages those that wait (`max_staleness`)."""
 
-    version: int
-    channel: str = TRAIN
-
-    def __post_init__(self) -> None:
-        check_int("version", self.version, 0)
-        check_uid("channel", self.channel)
+    version: Natural
+    channel: Text = TRAIN
 
 
 class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
@@ -353,24 +378,17 @@ class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
         JournalError: the lease could not be made durable; its groups are ready again.
     """
 
-    n_rollouts: int | None = None
+    n_rollouts: Positive | None = None
     """How many complete trajectories an undeclared group needs (None: the channel's); declared
     groups have their own number."""
-    channel: str = TRAIN
-    batch_size: int = 1
-    lease_s: float | None = None
+    channel: Text = TRAIN
+    batch_size: Positive = 1
+    lease_s: Seconds | None = None
     """None: the channel's."""
     request_id: str | None = None
     at_most: bool = False
     """With fewer groups than `batch_size`, if there is one at all: a part of a batch that several
     shards fill."""
-
-    def __post_init__(self) -> None:
-        if self.n_rollouts is not None:
-            check_int("n_rollouts", self.n_rollouts, 1)
-        check_int("batch_size", self.batch_size, 1)
-        check_seconds("lease_s", self.lease_s)
-        check_uid("channel", self.channel)
 
 
 class Ack(Change[None], frozen=True, array_like=True):
@@ -399,10 +417,7 @@ class Renew(Change[float], frozen=True, array_like=True):
 
     route: ClassVar[Route] = "lease"
     lease_id: str
-    lease_s: float | None = None
-
-    def __post_init__(self) -> None:
-        check_seconds("lease_s", self.lease_s)
+    lease_s: Seconds | None = None
 
 
 class ReleaseRequest(Change[None], frozen=True, array_like=True):
@@ -416,7 +431,7 @@ class ReleaseLeases(Change[int], frozen=True, array_like=True):
     """Nack every lease of the channel; how many. For the only consumer, when it starts over: what
     it was working on is forgotten, and should not wait for its leases to expire."""
 
-    channel: str = TRAIN
+    channel: Text = TRAIN
     reason: str = "released"
 
 
@@ -424,14 +439,10 @@ class Shutdown(Change[None], frozen=True, array_like=True):
     """No group is opened any more (None: in any channel). The rest still works, so that what is in
     flight can be finished, served and acked. Waiting consumers are answered "shut_down"."""
 
-    channel: str | None = None
+    channel: Text | None = None
 
 
-CHANGES: tuple[type[Change[Any]], ...] = (
-    *(OpenGroup, OpenTrajectory, ResumeTrajectory, SubmitSteps, CompleteTrajectory),
-    *(AbortTrajectory, DropGroup, SetReward, Mark, Delete, AdvanceVersion),
-    *(LeaseBatch, Ack, Nack, Renew, ReleaseRequest, ReleaseLeases, Shutdown),
-)
+CHANGES: Final = tuple(Change.__subclasses__())
 
 
 def outcomes_or_raise(results: Sequence[SubmitOutcome | Refusal]) -> list[SubmitOutcome]:
@@ -447,26 +458,6 @@ def outcomes_or_raise(results: Sequence[SubmitOutcome | Refusal]) -> list[Submit
     )
 
 
-# -- arguments ---------------------------------------------------------------------------------
-
-
-def check_uid(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
-        raise InvalidRequestError(f"{name} is {value!r}; pass a non-empty string")
-
-
-def check_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise InvalidRequestError(f"{name} is {value!r}; pass an integer >= {least}")
-
-
-def check_seconds(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise InvalidRequestError(f"{name} is {value!r}; pass seconds > 0, or None for the default")
-
-
 def metadata_of(value: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy of the caller's metadata, which can be sent and kept."""
     if value is not None and not isinstance(value, Mapping):
@@ -480,12 +471,3 @@ def metadata_of(value: Mapping[str, Any] | None) -> dict[str, Any]:
             "or NumPy arrays"
         ) from e
     return metadata
-
-
-def _reward(trajectory_uid: str, value: object) -> float:
-    if not is_reward(value):
-        raise InvalidRequestError(
-            f"trajectory {trajectory_uid!r}: reward is {value!r}; "
-            f"pass a number within ±{MAX_REWARD:g}, or None if not scored"
-        )
-    return float(value)

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import io
 import logging
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 BETWEEN_COLLECTIONS = (25_000, 5, 20)
 """Allocations, less what was freed, before the youngest objects are looked through; and how many
@@ -64,8 +63,8 @@ def settle_heap() -> None:
 
 def use_one_heap() -> None:
     """One heap for all threads that are started from now on: with one for each, what one thread
-    takes and another gives back leaves holes in all of them. Elsewhere than on glibc: nothing.
-    """
+    takes and another gives back leaves holes in all of them. Like the two below, does nothing
+    elsewhere than on glibc."""
     if (libc := _glibc()) is not None:
         libc.mallopt(M_ARENA_MAX, 1)
 
@@ -73,23 +72,18 @@ def use_one_heap() -> None:
 def return_large_blocks(n_bytes: int) -> None:
     """Give memory blocks of `n_bytes` and more back to the system as soon as they are free, as
     glibc does with 128 kB until the first of them is freed. For a process that passes messages on:
-    what it received them in is freed in another order, and the holes would stay. Elsewhere than on
-    glibc: nothing.
-    """
+    what it received them in is freed in another order, and the holes would stay."""
     if (libc := _glibc()) is not None:
         libc.mallopt(M_MMAP_THRESHOLD, n_bytes)
 
 
 def return_free_pages() -> None:
     """Give free pages between smaller blocks back every `TRIM_S` seconds: a heap keeps the size of
-    its busiest moment, and the longer a process runs the busier that was. Elsewhere than on glibc:
-    nothing.
-    """
-    if (libc := _glibc()) is None:
-        return
+    its busiest moment, and the longer a process runs the busier that was."""
+    libc = _glibc()
 
     def trim() -> None:
-        while True:
+        while libc is not None:
             time.sleep(TRIM_S)
             libc.malloc_trim(0)  # without the interpreter's lock
 
@@ -147,8 +141,8 @@ def log_to_file(path: Path | None) -> None:
         root.addHandler(console)
     root.addHandler(handler)
     logging.getLogger("stepwell").setLevel(logging.INFO)
-    sys.stdout = _Printed(sys.stdout, "stdout", handler)
-    sys.stderr = _Printed(sys.stderr, "stderr", handler)
+    sys.stdout = cast(TextIO, _Printed(sys.stdout, "stdout", handler))
+    sys.stderr = cast(TextIO, _Printed(sys.stderr, "stderr", handler))
 
 
 def numbered_log(folder: Path | None, name: str, k: int, n: int) -> Path | None:
@@ -174,7 +168,7 @@ class _LogFile(RotatingFileHandler):
             super().handleError(record)
 
 
-class _Printed(io.TextIOBase):
+class _Printed:
     """A standard stream whose whole lines are written to a log, too."""
 
     def __init__(self, stream: TextIO, name: str, handler: logging.Handler) -> None:
@@ -184,29 +178,18 @@ class _Printed(io.TextIOBase):
         self._line = ""
 
     def write(self, text: str) -> int:
-        self._stream.write(text)
         *lines, line = (self._line + text).split("\n")
         self._line = line.rpartition("\r")[2]  # of a progress bar, what the terminal shows
         for line in filter(None, (line.rstrip("\r").rpartition("\r")[2] for line in lines)):
             record = logging.LogRecord(self._name, logging.INFO, "", 0, line, None, None)
             self._handler.handle(record)
-        return len(text)
+        return self._stream.write(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def isatty(self) -> bool:
         return False
 
-    def writable(self) -> bool:
-        return True
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self._stream.encoding
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)  # `buffer`, `reconfigure`, …
+        return getattr(self._stream, name)  # `flush`, `buffer`, `reconfigure`, …

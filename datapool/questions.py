@@ -15,7 +15,7 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect.events import KINDS, Events
 from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from stepwell.datapool.ops import Op, check_int
+from stepwell.datapool.ops import Op, Positive, Text
 from stepwell.datapool.selection import DryRun
 from stepwell.datapool.types import TRAIN
 
@@ -57,7 +57,7 @@ class GetStatistics(Op[dict[str, Any]], frozen=True, array_like=True):
         steps.accepted         = stored + acked + dropped
     """
 
-    channel: str | None = None
+    channel: Text | None = None
 
 
 class Describe(Op[dict[str, Any]], frozen=True, array_like=True):
@@ -74,17 +74,17 @@ class DryRunOf(Op[DryRun], frozen=True, array_like=True):
 
     selection: dict[str, Any] | None = None
     """Fields of a `SelectionConfig`."""
-    channel: str = TRAIN
-    batch_size: int = 1
+    channel: Text = TRAIN
+    batch_size: Positive = 1
 
     def __post_init__(self) -> None:
-        check_int("batch_size", self.batch_size, 1)
+        super().__post_init__()
         if self.selection is not None:
             SelectionConfig(**self.selection)
 
 
 class Listing(Op[R], Generic[R], frozen=True, array_like=True):
-    channel: str = TRAIN
+    channel: Text = TRAIN
     cursor: str | None = None
     limit: int = 100
     filters: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -116,11 +116,12 @@ class GetEvents(Op[Events], frozen=True, array_like=True):
     """
 
     cursor: str | None = None
-    channel: str | None = None
+    channel: Text | None = None
     kinds: tuple[str, ...] | None = None
     limit: int = 1000
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if unknown := set(self.kinds or ()) - set(KINDS):
             raise InvalidRequestError(
                 f"kinds holds {sorted(unknown)}; there are {', '.join(KINDS)}"
@@ -134,7 +135,7 @@ class WaitForRoom(Op[None], frozen=True, array_like=True):
         PoolFullError: the channel still blocks.
     """
 
-    channel: str = TRAIN
+    channel: Text = TRAIN
 
 
 class WaitAvailable(Op[Available], frozen=True, array_like=True):
@@ -142,8 +143,8 @@ class WaitAvailable(Op[Available], frozen=True, array_like=True):
     stale or that a filter objects to are dropped when somebody takes them), once it is more than
     `more_than`, or the channel is shut down."""
 
-    n_rollouts: int | None = None
-    channel: str = TRAIN
+    n_rollouts: Positive | None = None
+    channel: Text = TRAIN
     more_than: int = -1
 
 
@@ -152,7 +153,7 @@ class WaitCredit(Op[Credit], frozen=True, array_like=True):
     or the channel is shut down."""
 
     prompt_uid: str | None = None
-    channel: str = TRAIN
+    channel: Text = TRAIN
     before: dict[str, tuple[int, int]] | None = None
 
 

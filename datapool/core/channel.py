@@ -1,6 +1,6 @@
 """One channel of the pool: what its producers and people may do, and what is asked of it.
 
-    Channel ──► Steps ──► Serving ──► Limits ──► Groups      each builds on the one to its right
+    Channel ──► Steps ──► Serving ──► Groups      each builds on the one to its right
 
 Life of a trajectory: opened by `OpenTrajectory` or its first step, closed by `CompleteTrajectory`,
 by an `is_last` step with all steps before it present, by `AbortTrajectory`, or by the pool when its
@@ -280,7 +280,7 @@ class Channel(Steps):
             "groups": {
                 **asdict(counts.groups),
                 "open": len(self._open),
-                "ready": self.n_ready,
+                "ready": len(self._ready),
                 "held": len(self._held),
                 "leased": len(self._leased),
                 "drop_reasons": dict(counts.groups.drop_reasons),
@@ -292,7 +292,7 @@ class Channel(Steps):
             "steps": asdict(counts.steps),
             "tokens": {"stored": counts.tokens},
             "memory_bytes": self.memory_bytes,
-            "ready": self.n_ready - len(self._held),
+            "ready": len(self._ready) - len(self._held),
             "policy_version": counts.version,
             "oldest_policy_version_ready": None if oldest_version is None else oldest_version[0],
             "oldest_open_age_s": oldest[0]["age_s"] if oldest else 0.0,

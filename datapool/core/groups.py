@@ -1,18 +1,26 @@
-"""The live groups of a channel: how they begin, what is written of them, and how they leave.
+"""The live groups of a channel: how they begin, how many there may be, what is written of them, and
+how they leave.
 
     begin ──► live: in `prompt_groups`, its trajectories in `trajectory_index` ──► close
                  │ _write: each change is a row of the log, before anything follows from it
                  └ _drop, acked: its steps released, its rows deleted, its uids remembered
 
+    max_outstanding_groups, max_ahead_versions   a declared group waits for credit
+    max_queue_size, max_bytes   block            any new group waits for room
+                                drop_oldest      the oldest group goes
+    memory_limit_bytes, spill                    payloads leave memory
+    max_staleness                                a group is dropped when somebody would take it
+
 Owns the records, the timers and orders in which live groups stand, the counts and the log of one
-channel. Does not decide when a group is ready (`serving.py`), what producers may do (`channel.py`)
-or how much a channel holds (`limits.py`), which build on it in this order.
+channel. Refuses and drops; waiting is the caller's. Does not decide when a group is ready
+(`serving.py`) nor what producers may do (`steps.py`, `channel.py`), which build on it in turn.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -22,15 +30,18 @@ from stepwell.datapool.codec import decoder, encoder
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.core import rows
 from stepwell.datapool.core.accounting import Counts, count_reason
-from stepwell.datapool.core.heap import KeyedHeap
+from stepwell.datapool.core.orders import KeyedOrder, ReadyOrder
 from stepwell.datapool.core.payloads import Payloads
-from stepwell.datapool.core.ready import ReadyOrder
 from stepwell.datapool.core.records import Closing, GroupRecord, Remembered, TrajectoryRecord
 from stepwell.datapool.core.rows import GroupClosed, GroupRetired, Log
-from stepwell.datapool.errors import UnknownGroupError, UnknownTrajectoryError
-from stepwell.datapool.selection import Selection
+from stepwell.datapool.errors import PoolFullError, UnknownGroupError, UnknownTrajectoryError
+from stepwell.datapool.ops import AdvanceVersion
+from stepwell.datapool.questions import Credit, WaitCredit, WaitForRoom
+from stepwell.datapool.selection import STALE, Selection
 
 GROUP_DROPPED = "group_dropped"
+MAX_QUEUE_SIZE = "max_queue_size"
+MAX_BYTES = "max_bytes"
 DEADLINE: Final = "deadline"
 IDLE: Final = "idle"
 REWARD_WAIT: Final = "reward_wait"
@@ -57,8 +68,8 @@ class Groups:
         name: str,
         config: ChannelConfig,
         remembered_uids: int,
-        notice: Notice | None = None,
-        retention_s: float | None = None,
+        notice: Notice,
+        retention_s: float | None,
     ) -> None:
         self.name = name
         self.config = config
@@ -70,7 +81,7 @@ class Groups:
         """Live groups (open, ready or leased), by prompt uid."""
         self.groups_by_number: SortedDict[int, GroupRecord] = SortedDict()
         """The same, in the order they were opened in."""
-        self.timers: KeyedHeap[tuple[Timer, str]] = KeyedHeap()
+        self.timers: KeyedOrder[tuple[Timer, str]] = KeyedOrder()
         """When which group is due for what."""
         self.counts = Counts()
         self.payloads = Payloads()
@@ -83,13 +94,13 @@ class Groups:
         self.selection = Selection(config.selection)
         self._tell = notice
         self._open: OrderedDict[str, GroupRecord] = OrderedDict()
-        self._order = ReadyOrder()
+        self._order = ReadyOrder(self.prompt_groups)
         self._ready: OrderedDict[str, GroupRecord] = OrderedDict()
         """Groups that are ready for the channel's own n_rollouts, or held, the oldest first."""
         self._held: dict[str, str] = {}
         """Ready groups that are not served for now, and why."""
         self._leased: dict[str, GroupRecord] = {}
-        self._ready_versions: KeyedHeap[str] = KeyedHeap()
+        self._ready_versions: KeyedOrder[str] = KeyedOrder()
         """Oldest policy version of each ready group."""
         self._tagged: dict[str, dict[str, None]] = {}
         """Live groups by the tags of their marks."""
@@ -103,11 +114,6 @@ class Groups:
     def memory_bytes(self) -> int:
         """Payloads and prompts in memory."""
         return self.payloads.memory_bytes
-
-    @property
-    def n_ready(self) -> int:
-        """Held ones, too."""
-        return len(self._ready)
 
     # -- lookup ------------------------------------------------------------------------------
 
@@ -134,7 +140,7 @@ class Groups:
     def _is_settled(self, prompt_uid: str) -> bool:
         """Whether the group's content can no longer change: gone, or served before."""
         group = self.prompt_groups.get(prompt_uid)
-        return group.frozen if group else self._closed_groups.get(prompt_uid) is not None
+        return group.frozen if group else prompt_uid in self._closed_groups
 
     # -- the log -----------------------------------------------------------------------------
 
@@ -161,7 +167,7 @@ class Groups:
         self.counts = _counts_decoder.decode(state)
 
     def _notice(self, kind: str, *uids: str, **data: Any) -> None:
-        if self._tell is not None and not self.replaying:
+        if not self.replaying:
             self._tell(self, kind, *uids, **data)
 
     # -- groups begin ------------------------------------------------------------------------
@@ -172,8 +178,7 @@ class Groups:
         self.prompt_groups[prompt_uid] = group
         self.groups_by_number[group.number] = group
         self._open[prompt_uid] = group
-        if self._retention_s is not None:
-            self.timers.set((RETENTION, prompt_uid), self.now + self._retention_s)
+        self._set_timer(group, RETENTION, self._retention_s)
         self.counts.groups.submitted += 1
         return group
 
@@ -186,20 +191,136 @@ class Groups:
         self.counts.trajectories.open += 1
         return record
 
-    def _set_deadline(self, group: GroupRecord, deadline_s: float | None) -> None:
-        seconds = self.config.group_deadline_s if deadline_s is None else deadline_s
-        if seconds is not None and not group.due:
-            group.deadline = self.now + seconds
-            self.timers.set((DEADLINE, group.prompt_uid), group.deadline)
-
-    def _touch(self, group: GroupRecord) -> None:
-        """Something came in for it: it is not idle."""
-        if self.config.group_idle_s is not None and not group.due:
-            self.timers.set((IDLE, group.prompt_uid), self.now + self.config.group_idle_s)
+    def _set_timer(self, group: GroupRecord, timer: Timer, seconds: float | None) -> None:
+        if seconds is not None:
+            self.timers.set((timer, group.prompt_uid), self.now + seconds)
 
     def _stop_timers(self, group: GroupRecord, *timers: Timer) -> None:
         for timer in timers:
             self.timers.discard((timer, group.prompt_uid))
+
+    def _set_deadline(self, group: GroupRecord, deadline_s: float | None) -> None:
+        seconds = self.config.group_deadline_s if deadline_s is None else deadline_s
+        if seconds is not None and not group.due:
+            group.deadline = self.now + seconds
+            self._set_timer(group, DEADLINE, seconds)
+
+    def _touch(self, group: GroupRecord) -> None:
+        """Something came in for it: it is not idle."""
+        if not group.due:
+            self._set_timer(group, IDLE, self.config.group_idle_s)
+
+    # -- how many there may be ---------------------------------------------------------------
+
+    def credit(self, op: WaitCredit) -> Credit:
+        """How much of each limit that `OpenGroup` waits for is used."""
+        return Credit(self._used(), op.prompt_uid in self.prompt_groups, self.counts.shut_down)
+
+    def _used(self, freed: int = 0) -> dict[str, tuple[int, int]]:
+        """By limit, in the order in which they are looked at: how much of it is used, once so many
+        more groups are dropped, and what it is. What is not limited is missing."""
+        config, counts, n_ready = self.config, self.counts, len(self._ready)
+        used: dict[str, tuple[int, int]] = {}
+        if config.max_outstanding_groups is not None:
+            outstanding = len(self._open) + n_ready - len(self._held) - freed
+            used["max_outstanding_groups"] = outstanding, config.max_outstanding_groups
+        if config.max_ahead_versions is not None and config.groups_per_version is not None:
+            versions = counts.version - (counts.first_version or 0) + 1 + config.max_ahead_versions
+            started = counts.groups.submitted - counts.groups.dropped - freed
+            used["max_ahead_versions"] = started, versions * config.groups_per_version
+        if config.overflow == "block" and config.max_queue_size is not None:
+            used[MAX_QUEUE_SIZE] = n_ready - freed, config.max_queue_size
+        if config.overflow == "block" and config.max_bytes is not None:
+            used[MAX_BYTES] = self.memory_bytes, config.max_bytes
+        return used
+
+    def _no_credit(self, freed: int = 0) -> str | None:
+        """Why `OpenGroup` has to wait; None if it would be admitted now, or once so many more
+        groups are dropped."""
+        for name, (used, limit) in self._used(freed).items():
+            if used >= limit:
+                return self._why_full(name, used, limit)
+        return None
+
+    def _no_room(self) -> str | None:
+        """Why no group can begin at all, opened or with a first step; None if one can."""
+        if self.config.overflow == "block":
+            for name, (used, limit) in self._used().items():
+                if used >= limit and name in (MAX_QUEUE_SIZE, MAX_BYTES):
+                    return self._why_full(name, used, limit)
+        return None
+
+    def _why_full(self, name: str, used: int, limit: int) -> str:
+        if name == "max_ahead_versions":
+            config = self.config
+            return (
+                f"has started all groups that policy version {self.counts.version} allows "
+                f"(max_ahead_versions={config.max_ahead_versions}, "
+                f"groups_per_version={config.groups_per_version})"
+            )
+        if name == MAX_QUEUE_SIZE:
+            return f"holds {name}={limit} ready groups and blocks"
+        if name == MAX_BYTES:
+            return f"holds {used} bytes, {name}={limit}, and blocks"
+        return f"holds {name}={limit} open and ready groups"
+
+    def check_room(self, _: WaitForRoom) -> None:
+        """Raises PoolFullError if a step of a new group would be refused now."""
+        if (full := self._no_room()) is not None:
+            raise PoolFullError(f"channel {self.name!r} {full}; try again once something is leased")
+
+    def more_may_come(self, n_dropped: int = 0) -> bool:
+        """Whether another group may still become ready, or could after so many drops."""
+        return bool(self._open) or not (self.counts.shut_down or self._no_credit(n_dropped))
+
+    def advance_version(self, op: AdvanceVersion) -> None:
+        """Versions never go back."""
+        counts = self.counts
+        if counts.first_version is None:
+            # A pool that starts with a later version owes nothing for those before.
+            counts.first_version = 0 if counts.groups.submitted else op.version
+        counts.version = max(counts.version, op.version)
+        self.changed = True
+
+    def _trim(self, sparing: str = "") -> None:
+        """Drop the oldest groups while the channel holds more than it may: ready ones, and where
+        none is left and only bytes matter, open ones."""
+        config = self.config
+        if config.overflow == "block" or self.replaying:
+            return
+        while config.max_queue_size is not None and len(self._ready) > config.max_queue_size:
+            self._drop(next(iter(self._ready.values())), MAX_QUEUE_SIZE)
+        if config.max_bytes is None or config.overflow == "spill":
+            return
+        while self.memory_bytes > config.max_bytes:
+            others = (g for g in islice(self._open.values(), 2) if g.prompt_uid != sparing)
+            oldest = next(iter(self._ready.values()), None) or next(others, None)
+            if oldest is None:
+                return
+            self._drop(oldest, MAX_BYTES)
+
+    def written(self, limit: int | None) -> None:
+        """The log was flushed: payloads that came since may leave memory, beyond the limits.
+
+        Args:
+            limit: bytes that this channel may keep in memory by the pool's account; None: any.
+        """
+        config = self.config
+        if config.overflow == "spill" and config.max_bytes is not None:
+            limit = min(config.max_bytes, config.max_bytes if limit is None else limit)
+        self.payloads.written(limit)
+
+    def is_stale(self, group: GroupRecord) -> bool:
+        """Whether its oldest token is too old for it to be served."""
+        limit, oldest = self.config.max_staleness, group.oldest_version
+        return limit is not None and oldest is not None and oldest < self.counts.version - limit
+
+    def _is_fresh(self, group: GroupRecord) -> bool:
+        """Whether its oldest token is young enough. Otherwise it is dropped."""
+        if not self.is_stale(group):
+            return True
+        self._drop(group, STALE, returned=self.config.on_stale == "return")
+        return False
 
     # -- groups leave ------------------------------------------------------------------------
 
@@ -232,7 +353,7 @@ class Groups:
 
     def _unready(self, group: GroupRecord) -> None:
         """Out of what is ready."""
-        self._order.discard(group.prompt_uid)
+        self._order.discard(group)
         self._ready.pop(group.prompt_uid, None)
         self._held.pop(group.prompt_uid, None)
         self._ready_versions.discard(group.prompt_uid)
@@ -302,8 +423,6 @@ class Groups:
             if not self._tagged[tag]:
                 del self._tagged[tag]
 
-    # -- what is gone ------------------------------------------------------------------------
-
     def _remember(self, closed: GroupClosed) -> None:
         """Leave behind how a group and its trajectories were closed."""
         self.changed = True
@@ -315,9 +434,9 @@ class Groups:
     def recall(self, closed: GroupClosed, row: int | None) -> None:
         """Remember closed uids, as far as the memory for them reaches."""
         for uid, closing in closed.closings.items():
-            self._closed_trajectories.put(uid, closing)
+            self._closed_trajectories[uid] = closing
         if closed.how is not None:
-            self._closed_groups.put(closed.prompt_uid, closed.how)
+            self._closed_groups[closed.prompt_uid] = closed.how
         if row is not None:
             self._closed_rows.append(row)
         if self.log is not None and len(self._closed_rows) > self._remembered_uids:

@@ -18,7 +18,7 @@ from msgspec.structs import asdict, replace
 
 from stepwell.datapool.codec import decoder, encoder
 from stepwell.datapool.core.accounting import count_reason
-from stepwell.datapool.core.heap import KeyedHeap
+from stepwell.datapool.core.orders import KeyedOrder
 from stepwell.datapool.core.records import Remembered
 from stepwell.datapool.core.rows import POOL, LeaseEnd, LeaseEnded, LeaseRecord, Log, write
 from stepwell.datapool.errors import (
@@ -50,7 +50,7 @@ class LeaseBook:
     """
 
     def __init__(self, remembered: int) -> None:
-        self.expiries: KeyedHeap[str] = KeyedHeap()
+        self.expiries: KeyedOrder[str] = KeyedOrder()
         self.n_issued = 0
         self.log: Log | None = None
         """Where leases are written down."""
@@ -154,7 +154,7 @@ class LeaseBook:
         self.expiries.set(lease.lease_id, lease.expires_at)
 
     def restore_ended(self, ended: LeaseEnded, row: int | None) -> None:
-        self._ended.put(ended.lease_id, ended.how)
+        self._ended[ended.lease_id] = ended.how
         if row is not None:
             self._ended_rows.append(row)
         if self.log is not None and len(self._ended_rows) > self._remembered:

@@ -232,7 +232,6 @@ class DataPool:
         """The channel of this name, made if there is none."""
         channel = self.channels.get(name)
         if channel is None:
-            ops.check_uid("channel", name)
             channel = self.channels[name] = self._new_channel(name)
         return channel
 

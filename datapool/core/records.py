@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ from stepwell.datapool.selection import UNMARKED, Marks, TrajectoryInfo
 
 V = TypeVar("V")
 
+NOWHERE: Final = array("q")
+"""`places` of a group that is in no order. Never changed."""
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
 """One for all that have none."""
 _INDEX = attrgetter("step_index")
@@ -189,6 +191,13 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """Smallest policy_version of the complete trajectories."""
     due: bool = False
     """Ready whatever number of trajectories a consumer asks for."""
+    places: array[int] = NOWHERE
+    """In the order of readiness: a due group's only one, or an undeclared one's: `[n - 1]` is that
+    for a consumer of n."""
+    key: float = 0.0
+    """Before its place; the smallest is served first."""
+    withheld: bool = False
+    """It stands in no queue, though it has places."""
     frozen: bool = False
     """Was leased once. From then on its content never changes, so a redelivery is the same."""
     delivery: int = 1
@@ -209,24 +218,25 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
         """Itself, its trajectories and their steps."""
         return 1 + sum(1 + len(t.steps) for t in self.trajectories.values())
 
+    def is_ready_for(self, n_rollouts: int) -> bool:
+        """Whether a consumer of so many could have it now, were it not held."""
+        return bool(self.places) and (self.due or len(self.places) >= n_rollouts)
 
-class Remembered(Generic[V]):
+    def sequence(self, n_rollouts: int) -> int:
+        """Its number in the order of readiness for such a consumer, or for one of fewer if it is
+        not ready for that; negative if it was handed back, 0 if it is in no order."""
+        return self.places[min(n_rollouts, len(self.places)) - 1] if self.places else 0
+
+
+class Remembered(OrderedDict[str, V], Generic[V]):
     """The last `limit` keys with a value each; older ones are forgotten."""
 
-    __slots__ = ("_limit", "_values")
-
+    # Not a plain dict: deleting at its front again and again makes finding the front O(n).
     def __init__(self, limit: int) -> None:
+        super().__init__()
         self._limit = limit
-        # Not a plain dict: deleting at its front again and again makes finding the front O(n).
-        self._values: OrderedDict[str, V] = OrderedDict()
 
-    def put(self, key: str, value: V) -> None:
-        self._values[key] = value
-        if len(self._values) > self._limit:
-            self._values.popitem(last=False)
-
-    def get(self, key: str) -> V | None:
-        return self._values.get(key)
-
-    def __len__(self) -> int:
-        return len(self._values)
+    def __setitem__(self, key: str, value: V) -> None:
+        super().__setitem__(key, value)
+        if len(self) > self._limit:
+            self.popitem(last=False)

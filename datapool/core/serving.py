@@ -21,8 +21,7 @@ from typing import Final
 
 from stepwell.datapool.codec import PackedGroup, PackedTrajectory
 from stepwell.datapool.config import SelectionConfig
-from stepwell.datapool.core.groups import DEADLINE, IDLE, RETENTION, REWARD_WAIT
-from stepwell.datapool.core.limits import Limits
+from stepwell.datapool.core.groups import DEADLINE, IDLE, RETENTION, REWARD_WAIT, Groups
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
 from stepwell.datapool.core.rows import (
     GroupDue,
@@ -55,7 +54,7 @@ AT_ONCE: Final = 300
 """Steps, trajectories and groups that one change deletes, or drops for their age: 3 ms of work."""
 
 
-class Serving(Limits):
+class Serving(Groups):
     """See the module."""
 
     # -- a trajectory is complete, a group gets ready ----------------------------------------
@@ -75,7 +74,7 @@ class Serving(Limits):
             group.oldest_version = oldest
         self._notice_score(record)
         if group.terms is None and not group.due:
-            self._order.reach(group.prompt_uid)
+            self._order.reach(group)
         self._settle(group)
 
     def _notice_score(self, record: TrajectoryRecord) -> None:
@@ -93,7 +92,7 @@ class Serving(Limits):
             self._note_version(group)
             self._judge(group)
         elif group.terms is None:
-            if self._order.holds(group.prompt_uid, self.config.n_rollouts):
+            if group.is_ready_for(self.config.n_rollouts):
                 self._make_ready(group, "complete")
             else:
                 self._judge_again(group)
@@ -107,14 +106,13 @@ class Serving(Limits):
 
     def _make_due(self, group: GroupRecord, why: str) -> None:
         self._stop_timers(group, DEADLINE, IDLE)
-        group.due = True
         if group.prompt_uid in self._ready:
             # It was, for the channel's own n: now it is for any, in the same place.
-            self._order.make_due_in_place(group.prompt_uid, self.config.n_rollouts)
+            self._order.make_due_in_place(group, self.config.n_rollouts)
             self._judge(group)
-            return
-        self._order.make_due(group.prompt_uid)
-        self._make_ready(group, why)
+        else:
+            self._order.make_due(group)
+            self._make_ready(group, why)
 
     def _make_ready(self, group: GroupRecord, why: str) -> None:
         self._open.pop(group.prompt_uid, None)
@@ -137,7 +135,7 @@ class Serving(Limits):
             channel=self.name,
             n_rollouts=self.config.n_rollouts if group.terms is None else group.terms.n_rollouts,
             trajectories=tuple(record.info() for record in group.complete),
-            sequence=self._order.sequence(group.prompt_uid, self.config.n_rollouts),
+            sequence=group.sequence(self.config.n_rollouts),
             opened_at=group.opened_at,
             delivery=group.delivery,
             metadata=group.metadata,
@@ -166,14 +164,14 @@ class Serving(Limits):
             self._drop(group, verdict.reason)
             return False
         if verdict is not None:
-            self._order.hold(uid)
+            self._order.hold(group)
             if uid in self._ready:
                 self._held[uid] = verdict.reason
             return False
-        self._order.release(uid)
+        self._order.release(group)
         self._held.pop(uid, None)
         # Equal keys stand by readiness for the very n that a consumer asks for.
-        self._order.rekey(uid, 0.0 if self.config.selection.order == "fifo" else key)
+        self._order.rekey(group, 0.0 if self.config.selection.order == "fifo" else key)
         return True
 
     def verdict(self, info: GroupInfo, rules: Selection) -> tuple[Verdict | None, float]:
@@ -199,12 +197,12 @@ class Serving(Limits):
         """Its marks, rewards or trajectories changed."""
         if group.prompt_uid in self._ready:
             self._judge(group)
-        elif not self.replaying and self._order.holds(group.prompt_uid, 1):
+        elif not self.replaying and group.is_ready_for(1):
             # Not ready yet: a consumer that wants it with what it has will have it judged.
-            self._order.release(group.prompt_uid)
+            self._order.release(group)
             if self.config.selection.order != "fifo":
                 with contextlib.suppress(SelectionError):
-                    self._order.rekey(group.prompt_uid, self.selection.key(self.info(group)))
+                    self._order.rekey(group, self.selection.key(self.info(group)))
 
     def end_replay(self) -> None:
         """After a restart: the limits and filters of today apply to what is there."""
@@ -229,23 +227,24 @@ class Serving(Limits):
     # -- consumers ---------------------------------------------------------------------------
 
     def available(self, op: WaitAvailable) -> Available:
-        return Available(self.n_available(op.n_rollouts), self.counts.shut_down)
-
-    def n_available(self, n_rollouts: int | None) -> int:
-        return self._order.count(n_rollouts or self.config.n_rollouts)
+        n_wanted = op.n_rollouts or self.config.n_rollouts
+        return Available(self._order.count(n_wanted), self.counts.shut_down)
 
     def choose(self, n_rollouts: int | None, batch_size: int, at_most: bool) -> list[str]:
         """The groups that a consumer gets next, if there are `batch_size` of them, or any that are
         `at_most` so many; else none. Drops those on the way that are too old or that a filter
         objects to."""
-        chosen = self._choose(n_rollouts or self.config.n_rollouts, batch_size)
-        while at_most and not chosen and 0 < self.n_available(n_rollouts) < batch_size:
-            batch_size = self.n_available(n_rollouts)  # choosing may drop some: fewer are left
-            chosen = self._choose(n_rollouts or self.config.n_rollouts, batch_size)
+        n_wanted = n_rollouts or self.config.n_rollouts
+        chosen = self._choose(n_wanted, batch_size)
+        while at_most and not chosen and 0 < (n_left := self._order.count(n_wanted)) < batch_size:
+            batch_size = n_left  # choosing may drop some: fewer are left
+            chosen = self._choose(n_wanted, batch_size)
         return chosen
 
     def _choose(self, n_wanted: int, batch_size: int) -> list[str]:
-        self._drop_stale()
+        while (oldest := self._ready_versions.first()) is not None:
+            if self._is_fresh(self.prompt_groups[oldest[1]]):
+                break
         return list(self.selection.next_batch(_Ready(self, n_wanted), batch_size))
 
     def first(self, n_wanted: int, limit: int) -> list[str]:
@@ -349,9 +348,8 @@ class Serving(Limits):
             self._drop(group, group.retired)
             return
         group.delivery += 1
-        group.due = True
         self._write(group, returned)
-        self._order.give_back(group.prompt_uid)
+        self._order.give_back(group)
         self._ready[group.prompt_uid] = group
         self._ready.move_to_end(group.prompt_uid, last=False)
         self._note_version(group)
@@ -395,7 +393,7 @@ class _Ready:
         self._n_rollouts = n_rollouts
 
     def __len__(self) -> int:
-        return self._channel.n_available(self._n_rollouts)
+        return self._channel._order.count(self._n_rollouts)
 
     def first(self, limit: int) -> list[str]:
         return self._channel.first(self._n_rollouts, limit)

@@ -105,7 +105,8 @@ class Journaled:
 
 
 def _record(record: Any) -> Any:
-    """A record as plain values, without the numbers of its rows."""
+    """A record as plain values, without the numbers of its rows and of its places in the order,
+    which are compared as `order` and `ready`."""
     if isinstance(record, dict):
         return {key: _record(value) for key, value in record.items()}
     if isinstance(record, list | tuple):
@@ -113,7 +114,8 @@ def _record(record: Any) -> Any:
     names = getattr(record, "__struct_fields__", None) or getattr(record, "__slots__", None)
     if names is None:
         return record
-    return {n: _record(getattr(record, n)) for n in names if n not in ("row", "rows", "prompts")}
+    numbers = ("row", "rows", "prompts", "places")
+    return {n: _record(getattr(record, n)) for n in names if n not in numbers}
 
 
 @pytest.fixture
