@@ -16,12 +16,14 @@ Every operation is O(log n) or better in whatever is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from msgspec.structs import asdict
 
-from stepwell.datapool import errors, ops
+from stepwell.datapool import errors, ops, questions
+from stepwell.datapool.core import rows
 from stepwell.datapool.core.records import Closing, GroupRecord, GroupTerms, TrajectoryRecord
 from stepwell.datapool.core.rows import GroupRetired
 from stepwell.datapool.core.serving import AT_ONCE
@@ -341,3 +343,27 @@ class Channel(Steps):
         self.counts.trajectories.late += 1
         self.changed = True
         return "late"
+
+
+METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
+    ops.OpenGroup: Channel.open_group,
+    ops.OpenTrajectory: Channel.open_trajectory,
+    ops.SubmitSteps: Channel.submit_steps,
+    ops.CompleteTrajectory: Channel.complete_trajectory,
+    ops.AbortTrajectory: Channel.abort_trajectory,
+    ops.DropGroup: Channel.drop_group,
+    ops.SetReward: Channel.set_reward,
+    ops.Mark: Channel.mark,
+    ops.AdvanceVersion: Channel.advance_version,
+    questions.DryRunOf: Channel.dry_run,
+    questions.WaitForRoom: Channel.check_room,
+    questions.WaitAvailable: Channel.available,
+    questions.WaitCredit: Channel.credit,
+    rows.GroupDue: Channel.close_by_deadline,
+    rows.RewardsAwaited: Channel.await_rewards,
+    rows.GroupRetired: Channel.retire,
+    rows.GroupLeased: Channel.begin_lease,
+    rows.GroupReturned: Channel.give_back,
+}
+"""What answers an operation or question that names a channel; and what applies, in a replay, that
+which the pool decided by itself."""

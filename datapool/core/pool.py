@@ -9,7 +9,7 @@ the actor and this class, record the changes and replay them.
                                                      ▲                       │ Ack: gone for good
                                                      └──Nack, expiry in tick─┘
 
-    apply(op) ──► its method of the channel that it names, or of the pool ──► answer, at once
+    apply(op) ──► `METHODS` of the channel named, or `_ANSWERS` of the pool ──► answer, at once
 
 Answers hold nothing that the pool changes later. What it leaves to `remote/`: waiting, waking up,
 and calling `tick` when `next_deadline` comes.
@@ -18,7 +18,7 @@ and calling `tick` when `next_deadline` comes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -26,11 +26,11 @@ from stepwell.datapool import ops
 from stepwell.datapool import questions as asked
 from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.config import PoolConfig
-from stepwell.datapool.core.channel import Channel
+from stepwell.datapool.core.channel import METHODS, Channel
 from stepwell.datapool.core.leases import LeaseBook
 from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Load, Log
-from stepwell.datapool.inspect import listing
 from stepwell.datapool.inspect.events import EventLog, Events
+from stepwell.datapool.inspect.listing import listed
 from stepwell.datapool.types import TRAIN, VAL
 
 R = TypeVar("R")
@@ -69,10 +69,17 @@ class DataPool:
         Raises:
             DataPoolError: as the operation says; nothing is changed.
         """
-        answer: R = _ANSWERS[type(op)](self, op, now)
-        return answer
+        answer: Any
+        if (method := METHODS.get(type(op))) is not None:
+            # Asking about a channel does not make it.
+            at = self._at if isinstance(op, ops.Change) else self._seen
+            answer = method(at(op.channel, now), op)  # type: ignore[attr-defined]  # all have one
+        else:
+            answer = _ANSWERS[type(op)](self, op, now)
+        result: R = answer
+        return result
 
-    # -- producers and people ----------------------------------------------------------------
+    # -- several channels --------------------------------------------------------------------
 
     def _resume(self, op: ops.ResumeTrajectory, now: float) -> ops.Resumed:
         """Where the trajectory is open, else where it was closed, else where it is asked for."""
@@ -185,6 +192,10 @@ class DataPool:
     def _events(self, op: asked.GetEvents, now: float) -> Events:
         return self.events.after(op.cursor, op.channel, op.kinds, op.limit)
 
+    def _list(self, op: asked.Listing[R], now: float) -> R:
+        page: R = listed(self._seen(op.channel, now), self.epoch, op)
+        return page
+
     # -- memory and the log ------------------------------------------------------------------
 
     @property
@@ -251,7 +262,7 @@ class DataPool:
         return channel
 
     def _seen(self, name: str, now: float) -> Channel:
-        """The same for a question: asking about a channel does not make it."""
+        """The same, and it is not made if there is none."""
         channel = self.channels.get(name) or self._new_channel(name)
         channel.now = now
         return channel
@@ -260,35 +271,9 @@ class DataPool:
         self.events.add(channel.now, kind, channel.name, *uids, **data)
 
 
-_Answer: TypeAlias = Callable[[DataPool, Any, float], Any]
-
-
-def _change(method: Callable[[Channel, Any], Any]) -> _Answer:
-    """Of a channel, which it makes if there is none."""
-    return lambda pool, op, now: method(pool._at(op.channel, now), op)
-
-
-def _ask(method: Callable[[Channel, Any], Any]) -> _Answer:
-    """Of a channel, which may not be there."""
-    return lambda pool, op, now: method(pool._seen(op.channel, now), op)
-
-
-def _list(listed: Callable[[Channel, str, Any], Any]) -> _Answer:
-    return lambda pool, op, now: listed(pool._seen(op.channel, now), pool.epoch, op)
-
-
-_ANSWERS: Final[Mapping[type, _Answer]] = {
-    ops.OpenGroup: _change(Channel.open_group),
-    ops.OpenTrajectory: _change(Channel.open_trajectory),
+_ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     ops.ResumeTrajectory: DataPool._resume,
-    ops.SubmitSteps: _change(Channel.submit_steps),
-    ops.CompleteTrajectory: _change(Channel.complete_trajectory),
-    ops.AbortTrajectory: _change(Channel.abort_trajectory),
-    ops.DropGroup: _change(Channel.drop_group),
-    ops.SetReward: _change(Channel.set_reward),
-    ops.Mark: _change(Channel.mark),
     ops.Delete: DataPool._delete,
-    ops.AdvanceVersion: _change(Channel.advance_version),
     ops.LeaseBatch: DataPool._lease,
     ops.Ack: DataPool._ack,
     ops.Nack: DataPool._nack,
@@ -298,13 +283,9 @@ _ANSWERS: Final[Mapping[type, _Answer]] = {
     ops.Shutdown: DataPool._close,
     asked.GetStatistics: DataPool._statistics,
     asked.GetEvents: DataPool._events,
-    asked.DryRunOf: _ask(Channel.dry_run),
-    asked.WaitForRoom: _ask(Channel.check_room),
-    asked.WaitAvailable: _ask(Channel.available),
-    asked.WaitCredit: _ask(Channel.credit),
-    asked.ListGroups: _list(listing.list_groups),
-    asked.ListTrajectories: _list(listing.list_trajectories),
-    asked.ListSteps: _list(listing.list_steps),
-    asked.ReadTrajectories: _list(listing.read_trajectories),
+    asked.ListGroups: DataPool._list,
+    asked.ListTrajectories: DataPool._list,
+    asked.ListSteps: DataPool._list,
+    asked.ReadTrajectories: DataPool._list,
 }
-"""How each is answered."""
+"""What answers an operation or question that is not about one channel alone (`METHODS`)."""

@@ -15,16 +15,16 @@ Owns the walk and what can be filtered. Does not own cursors and costs (`paging.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 from stepwell.datapool import questions
 from stepwell.datapool.codec import PackedTrajectory, read_extra, unpack
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.files.rows import ExportedTrajectory
-from stepwell.datapool.inspect.paging import FLAG, INTEGER, NUMBER, TEXT, Filters, Pager, some_of
+from stepwell.datapool.inspect.paging import FLAG, NUMBER, Filters, Pager, some_of
 from stepwell.datapool.inspect.rows import (
     ExportedPage,
     GroupRow,
@@ -34,77 +34,48 @@ from stepwell.datapool.inspect.rows import (
     TrajectoryRow,
     TrajectoryState,
 )
-from stepwell.datapool.selection import UNMARKED
+from stepwell.datapool.ops import NATURAL, TEXT
+from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import FinishReason, Trajectory
 
 PAGE_BYTES: Final = 8 << 20
 """Payload bytes of an export's page."""
-
-T = TypeVar("T")
 
 _EVERYWHERE: Final[Filters] = {
     "tag": TEXT,  # of a group's own marks; of a trajectory or step, also of its group's
     "trainable": FLAG,  # False: marked so, in the same places; True: not
     "min_reward": NUMBER,  # a group's mean, a trajectory's sum, a step's own as served
     "max_reward": NUMBER,
-    "min_version": INTEGER,  # all of an item's steps lie in the range; a group's complete ones
-    "max_version": INTEGER,
+    "min_version": NATURAL,  # all of an item's steps lie in the range; a group's complete ones
+    "max_version": NATURAL,
 }
-_GROUP_FILTERS: Final[Filters] = {
-    "state": some_of(GroupState),
-    "prompt_uid": TEXT,
-    "min_age_s": NUMBER,
-    **_EVERYWHERE,
-}
-_TRAJECTORY_FILTERS: Final[Filters] = {
-    "state": some_of(TrajectoryState),
+_OF_TRAJECTORIES: Final[Filters] = {
+    "state": some_of(TrajectoryState),  # of a step: that of its trajectory
     "group_state": some_of(GroupState),
     "prompt_uid": TEXT,
     "trajectory_uid": TEXT,
-    "reason": TEXT,  # of an abort
-    "scored": FLAG,
-    **_EVERYWHERE,
-}
-_STEP_FILTERS: Final[Filters] = {
-    "state": some_of(TrajectoryState),  # of its trajectory
-    "group_state": some_of(GroupState),
-    "prompt_uid": TEXT,
-    "trajectory_uid": TEXT,
-    "step_index": INTEGER,
-    "finish_reason": some_of(FinishReason),
     "scored": FLAG,
     **_EVERYWHERE,
 }
 
 
-class Listing(Generic[T]):
-    """Pages of one kind of item.
+def listed(channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Any:
+    """A page of a channel; `read_trajectories`: of at most about 8 MiB.
 
-    Args:
-        items: those that pass the pager's filters, from its cursor on.
+    Raises:
+        InvalidRequestError: as `Pager`.
+        JournalError: a payload cannot be read back.
     """
-
-    def __init__(
-        self, kind: str, filters: Filters, items: Callable[[Channel, Pager], Iterator[T]]
-    ) -> None:
-        self._kind = kind
-        self._filters = filters
-        self._items = items
-
-    def __call__(self, channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Page[T]:
-        """A page of a channel.
-
-        Raises:
-            InvalidRequestError: as `Pager`.
-            JournalError: a payload cannot be read back.
-        """
-        about = asked.cursor, asked.limit, asked.filters
-        pager = Pager(self._kind, self._filters, epoch, *about)
-        items: list[T] = []
-        for item in self._items(channel, pager):
-            items.append(item)
-            pager.count()
+    kind, filters, walk = _LISTINGS[type(asked)]
+    pager = Pager(kind, filters, epoch, asked.cursor, asked.limit, asked.filters)
+    items = []
+    for item in walk(channel, pager, asked):
+        items.append(item)
+        pager.left -= 1
+    if not isinstance(asked, questions.ReadTrajectories):
         return Page(tuple(items), pager.cursor)
+    heads, packed = zip(*items, strict=True) if items else ((), ())
+    return ExportedPage(heads, packed, pager.cursor)
 
 
 # -- the walk ----------------------------------------------------------------------------------
@@ -116,6 +87,7 @@ class _Found(NamedTuple):
     group: GroupRecord
     group_state: GroupState
     record: TrajectoryRecord
+    state: TrajectoryState
     position: int
     """In its group."""
 
@@ -155,9 +127,11 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
         for position, record in enumerate(records, start=first):
             if not pager.looks_at(group.number, position):
                 return
-            passes = pager.admits(state=_state(record), reason=_reason(record))
+            state: TrajectoryState = "complete" if record.is_complete else "aborted"
+            state = "open" if record.closing is None else state
+            passes = pager.admits(state=state, reason=_reason(record))
             if passes and pager.admits_marks(record.marks, group.marks):
-                yield _Found(group, group_state, record, position)
+                yield _Found(group, group_state, record, state, position)
 
 
 def _steps(channel: Channel, pager: Pager) -> Iterator[tuple[_Found, int]]:
@@ -177,17 +151,11 @@ def _steps(channel: Channel, pager: Pager) -> Iterator[tuple[_Found, int]]:
 # -- rows --------------------------------------------------------------------------------------
 
 
-def _state(record: TrajectoryRecord) -> TrajectoryState:
-    if record.closing is None:
-        return "open"
-    return "complete" if record.is_complete else "aborted"
-
-
 def _reason(record: TrajectoryRecord) -> str | None:
     return None if record.closing is None else record.closing.aborted
 
 
-def _group_rows(channel: Channel, pager: Pager) -> Iterator[GroupRow]:
+def _group_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[GroupRow]:
     for group, state in _groups(channel, pager):
         age_s = channel.now - group.opened_at
         if not (pager.admits(state=state, age_s=age_s) and pager.admits_marks(group.marks)):
@@ -219,35 +187,43 @@ def _group_rows(channel: Channel, pager: Pager) -> Iterator[GroupRow]:
         )
 
 
-def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[tuple[TrajectoryRow, _Found]]:
+def _trajectory_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[TrajectoryRow]:
     for found in _trajectories(channel, pager):
-        record = found.record
-        steps = record.steps
-        pager.spend(steps=len(steps))
-        reward = record.reward()
-        oldest, newest = record.versions() if steps else (None, None)
-        if not pager.admits_sums(reward, oldest, newest):
-            continue
-        row = TrajectoryRow(
-            trajectory_uid=record.trajectory_uid,
-            prompt_uid=record.prompt_uid,
-            state=_state(record),
-            group_state=found.group_state,
-            reason=_reason(record),
-            reward=reward,
-            n_steps=len(steps),
-            n_missing=record.max_index + 1 - len(steps),
-            n_tokens=sum(step.n_tokens for step in steps),
-            oldest_version=oldest,
-            newest_version=newest,
-            attempt=record.attempt,
-            metadata=dict(record.metadata),
-            marks=record.marks,
-        )
-        yield row, found
+        if _passes(found, pager):
+            yield _trajectory_row(found)
 
 
-def _step_rows(channel: Channel, pager: Pager, include_tokens: bool) -> Iterator[StepRow]:
+def _passes(found: _Found, pager: Pager) -> bool:
+    """What is summed up over its steps."""
+    record = found.record
+    pager.spend(steps=len(record.steps))
+    return pager.admits_sums(
+        record.reward(), *(record.versions() if record.steps else (None, None))
+    )
+
+
+def _trajectory_row(found: _Found) -> TrajectoryRow:
+    record, steps = found.record, found.record.steps
+    oldest, newest = record.versions() if steps else (None, None)
+    return TrajectoryRow(
+        trajectory_uid=record.trajectory_uid,
+        prompt_uid=record.prompt_uid,
+        state=found.state,
+        group_state=found.group_state,
+        reason=_reason(record),
+        reward=record.reward(),
+        n_steps=len(steps),
+        n_missing=record.max_index + 1 - len(steps),
+        n_tokens=sum(step.n_tokens for step in steps),
+        oldest_version=oldest,
+        newest_version=newest,
+        attempt=record.attempt,
+        metadata=dict(record.metadata),
+        marks=record.marks,
+    )
+
+
+def _step_rows(channel: Channel, pager: Pager, asked: questions.ListSteps) -> Iterator[StepRow]:
     for found, index in _steps(channel, pager):
         record = found.record
         chain, is_last = record.chain(index), index == record.max_index
@@ -255,22 +231,21 @@ def _step_rows(channel: Channel, pager: Pager, include_tokens: bool) -> Iterator
         version = chain[0].policy_version
         if not pager.admits_sums(reward, version, version):
             continue
-        packed = channel.payloads.read(chain if include_tokens else chain[:1])
+        packed = channel.payloads.read(chain if asked.include_tokens else chain[:1])
         pager.spend(n_bytes=sum(len(step.payload) for step in packed))
         header, extra = packed[0].header, read_extra(packed[0])
         if not pager.admits(finish_reason=extra.finish_reason):
             continue
         columns: dict[str, Any] = {}
-        if include_tokens:
-            uids = record.trajectory_uid, record.prompt_uid
-            step, *_ = unpack(PackedTrajectory(*uids, packed))
+        if asked.include_tokens:
+            step, *_ = unpack(PackedTrajectory(record.trajectory_uid, record.prompt_uid, packed))
             for name in ("prompt_ids", "response_ids", "rollout_log_probs"):
                 columns[name] = _frozen(getattr(step, name))
         yield StepRow(
             trajectory_uid=record.trajectory_uid,
             prompt_uid=record.prompt_uid,
             step_index=index,
-            state=_state(record),
+            state=found.state,
             group_state=found.group_state,
             policy_version=version,
             version_spans=extra.version_spans,
@@ -295,79 +270,60 @@ def _frozen(column: Any) -> Any:
 
 
 def _exported(
-    channel: Channel, pager: Pager
+    channel: Channel, pager: Pager, _: Any
 ) -> Iterator[tuple[ExportedTrajectory, PackedTrajectory]]:
+    """Complete ones as a consumer would get them. Of open ones the steps so far, with the rewards
+    that were set since; one for the whole trajectory stands in `outcome`. Of aborted ones only the
+    head, because the pool released their steps."""
     n_bytes = 0
-    for row, found in _trajectory_rows(channel, pager):
-        packed = _packed(channel, found.record)
+    for found in _trajectories(channel, pager):
+        if not _passes(found, pager):
+            continue
+        record, group, is_open = found.record, found.group, found.state == "open"
+        packed = channel.packed(record)
+        if is_open and packed.steps:  # it came as if it were complete
+            packed.steps[-1].reward = record.step_reward(record.max_index)
+            packed.steps[-1].is_last = record.last_index is not None
         n_bytes += sum(len(step.payload) + len(step.prompt or b"") for step in packed.steps)
         if n_bytes >= PAGE_BYTES:
-            pager.stop()
-        group, is_open = found.group, row.state == "open"
+            pager.left = 0
+        uids = record.trajectory_uid, record.prompt_uid
         head = ExportedTrajectory(
-            trajectory=Trajectory(
-                row.trajectory_uid, row.prompt_uid, (), row.metadata, row.attempt
-            ),
+            trajectory=Trajectory(*uids, (), dict(record.metadata), record.attempt),
             channel=channel.name,
-            state=row.state,
-            reason=row.reason,
-            group_state=row.group_state,
-            outcome=found.record.outcome if is_open else None,
+            state=found.state,
+            reason=_reason(record),
+            group_state=found.group_state,
+            outcome=record.outcome if is_open else None,
             n_rollouts=None if group.terms is None else group.terms.n_rollouts,
-            marks=None if row.marks == UNMARKED else row.marks.as_dict(),
+            marks=_plain(record.marks),
             group_metadata=dict(group.metadata),
-            group_marks=None if group.marks == UNMARKED else group.marks.as_dict(),
+            group_marks=_plain(group.marks),
         )
         yield head, packed
 
 
-def _packed(channel: Channel, record: TrajectoryRecord) -> PackedTrajectory:
-    if not record.steps:
-        uids = record.trajectory_uid, record.prompt_uid
-        return PackedTrajectory(*uids, [], dict(record.metadata), record.attempt)
-    packed = channel.packed(record)
-    if record.closing is None:
-        # It came as if it were complete.
-        packed.steps[-1].reward = record.step_reward(record.max_index)
-        packed.steps[-1].is_last = record.last_index is not None
-    return packed
+def _plain(marks: Marks) -> dict[str, Any] | None:
+    return None if marks == UNMARKED else marks.as_dict()
 
 
 # -- the listings ------------------------------------------------------------------------------
 
-list_groups: Final = Listing("groups", _GROUP_FILTERS, _group_rows)
-"""In the order they were opened in."""
-list_trajectories: Final = Listing(
-    "trajectories",
-    _TRAJECTORY_FILTERS,
-    lambda channel, pager: (row for row, _ in _trajectory_rows(channel, pager)),
-)
-"""Group by group, in the order they were opened in."""
-_list_steps: Final = Listing(
-    "steps", _STEP_FILTERS, lambda channel, pager: _step_rows(channel, pager, False)
-)
-_list_steps_with_tokens: Final = Listing(
-    "steps", _STEP_FILTERS, lambda channel, pager: _step_rows(channel, pager, True)
-)
-_list_exported: Final = Listing("export", _TRAJECTORY_FILTERS, _exported)
-
-
-def list_steps(channel: Channel, epoch: str, asked: questions.ListSteps) -> Page[StepRow]:
-    """Trajectory by trajectory, by `step_index`."""
-    listing = _list_steps_with_tokens if asked.include_tokens else _list_steps
-    return listing(channel, epoch, asked)
-
-
-def read_trajectories(
-    channel: Channel, epoch: str, asked: questions.ReadTrajectories
-) -> ExportedPage:
-    """Whole trajectories with their tokens, at most about 8 MiB at a time; filters are those of
-    `list_trajectories`.
-
-    Complete ones as a consumer would get them. Of open ones the steps so far, with the rewards
-    that were set since; one for the whole trajectory stands in `outcome`. Of aborted ones only the
-    head, because the pool released their steps.
-    """
-    page = _list_exported(channel, epoch, asked)
-    heads, packed = zip(*page.items, strict=True) if page.items else ((), ())
-    return ExportedPage(heads, packed, page.cursor)
+_Walk: TypeAlias = Callable[[Channel, Pager, Any], Iterator[Any]]
+_TRAJECTORY_FILTERS: Final[Filters] = {**_OF_TRAJECTORIES, "reason": TEXT}  # of an abort
+_LISTINGS: Final[Mapping[type, tuple[str, Filters, _Walk]]] = {
+    questions.ListGroups: (
+        "groups",
+        {"state": some_of(GroupState), "prompt_uid": TEXT, "min_age_s": NUMBER, **_EVERYWHERE},
+        _group_rows,
+    ),
+    questions.ListTrajectories: ("trajectories", _TRAJECTORY_FILTERS, _trajectory_rows),
+    questions.ReadTrajectories: ("export", _TRAJECTORY_FILTERS, _exported),
+    questions.ListSteps: (
+        "steps",
+        {**_OF_TRAJECTORIES, "step_index": NATURAL, "finish_reason": some_of(FinishReason)},
+        _step_rows,
+    ),
+}
+"""Name, filters and items of each: those that pass the pager's filters, from its cursor on. Groups
+in the order they were opened in, trajectories group by group, steps by `step_index`."""

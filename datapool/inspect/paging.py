@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Any, Final, NamedTuple, TypeAlias, get_args
 
 from stepwell.datapool.errors import InvalidRequestError
+from stepwell.datapool.ops import Check
 from stepwell.datapool.selection import Marks
 
 MAX_LIMIT: Final = 1000
@@ -24,43 +25,31 @@ STEPS_PER_LOOK: Final = 16
 BYTES_PER_LOOK: Final = 1 << 14
 """The same for payload bytes, which may have to be read from the disk."""
 
+_SEVERAL: Final = (list, tuple, set, frozenset)
 
 # -- filters -----------------------------------------------------------------------------------
 
-
-class Kind(NamedTuple):
-    """The values that a filter takes."""
-
-    accepts: Callable[[Any], bool]
-    wanted: str
+Filters: TypeAlias = Mapping[str, Check]
+"""The filters of a listing. `min_x` and `max_x` bound the x of an item, and what has no x is in no
+range; any other filter is what the item's own value of that name must be."""
 
 
-def some_of(literal: object) -> Kind:
+def some_of(literal: object) -> Check:
     """One or several of a `Literal`'s values."""
     known = get_args(literal)
 
     def accepts(value: Any) -> bool:
-        several = isinstance(value, list | tuple | set | frozenset)
-        return all(v in known for v in value) if several else value in known
+        return all(v in known for v in (value if isinstance(value, _SEVERAL) else [value]))
 
-    return Kind(accepts, f"one or several of {', '.join(known)}")
+    return Check(accepts, f"one or several of {', '.join(known)}")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not (isinstance(value, bool) or math.isnan(value))
 
 
-TEXT: Final = Kind(lambda value: isinstance(value, str) and value != "", "a non-empty string")
-FLAG: Final = Kind(lambda value: isinstance(value, bool), "True or False")
-NUMBER: Final = Kind(_is_number, "a number")
-INTEGER: Final = Kind(
-    lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0,
-    "an integer >= 0",
-)
-
-Filters: TypeAlias = Mapping[str, Kind]
-"""The filters of a listing. `min_x` and `max_x` bound the x of an item, and what has no x is in no
-range; any other filter is what the item's own value of that name must be."""
+FLAG: Final = Check(lambda value: isinstance(value, bool), "True or False")
+NUMBER: Final = Check(_is_number, "a number")
 
 
 def _parsed(given: Mapping[str, Any], known: Filters) -> dict[str, Any]:
@@ -73,7 +62,7 @@ def _parsed(given: Mapping[str, Any], known: Filters) -> dict[str, Any]:
                 f"{', '.join(known)}"
             )
         if value is not None and not known[name].accepts(value):
-            raise InvalidRequestError(f"filter {name} is {value!r:.80}; pass {known[name].wanted}")
+            known[name].refuse(f"filter {name}", value)
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -84,7 +73,7 @@ def _check(name: str, wanted: Any) -> tuple[str, Callable[[Any], bool]]:
         return rest, lambda found: found is not None and found >= wanted
     if bound == "max":
         return rest, lambda found: found is not None and found <= wanted
-    if isinstance(wanted, list | tuple | set | frozenset):
+    if isinstance(wanted, _SEVERAL):
         return name, lambda found: found in wanted
     return name, lambda found: wanted in found if isinstance(found, frozenset) else found == wanted
 
@@ -130,11 +119,10 @@ class Pager:
             )
         self.wanted = _parsed(filters, known)
         self._checks = [_check(name, wanted) for name, wanted in self.wanted.items()]
-        self._kind = kind
         self._name = f"{kind}:{epoch}"
         self.start = Place(0) if cursor is None else self._parse(cursor)
         self._next: Place | None = None
-        self._left = limit
+        self.left = limit
         """Items that the page may still hold."""
         self._looks: float = max(MIN_LOOKS, LOOKS_PER_ITEM * limit)
 
@@ -145,10 +133,10 @@ class Pager:
                 f"cursor is {cursor!r:.80}; pass one that the page before came with, or None"
             )
         if name != self._name:
-            what = "another pool" if name.startswith(f"{self._kind}:") else "another listing"
+            same_kind = name.partition(":")[0] == self._name.partition(":")[0]
             raise InvalidRequestError(
-                f"cursor {cursor!r:.80} is of {what}, or of this one before it lost its content; "
-                "begin again with cursor=None"
+                f"cursor {cursor!r:.80} is of another {'pool' if same_kind else 'listing'}, or of "
+                "this one before it lost its content; begin again with cursor=None"
             )
         return Place(*map(int, numbers))
 
@@ -159,7 +147,7 @@ class Pager:
 
     def looks_at(self, *place: int) -> bool:
         """Whether this page does; else the next one begins there."""
-        if self._left > 0 and self._looks > 0:
+        if self.left > 0 and self._looks > 0:
             self._looks -= 1
             return True
         self._next = Place(*place)
@@ -168,16 +156,6 @@ class Pager:
     def spend(self, items: int = 0, steps: int = 0, n_bytes: int = 0) -> None:
         """A look cost more than one."""
         self._looks -= items + steps / STEPS_PER_LOOK + n_bytes / BYTES_PER_LOOK
-
-    def count(self) -> None:
-        """The page got one more item."""
-        self._left -= 1
-
-    def stop(self) -> None:
-        """The page is full."""
-        self._left = 0
-
-    # -- whether an item passes --------------------------------------------------------------
 
     def admits(self, **found: Any) -> bool:
         """Whether the filters let an item pass that has these values."""
