@@ -22,8 +22,8 @@ No list has nulls among its numbers: Arrow's JSON reader loses those at its head
 
 `Row` and `StepColumns` are the schema: their fields name and type the columns of both formats, and
 msgspec checks values against them on the way in and out. A row carries the table of its steps with
-everything a Step has; columns that follow from it are compared with it on reading, so that an edit
-which would be lost is an error instead.
+everything a Step has. On reading, the rows are made again of the steps found and compared, so that
+an edit which would be lost is an error instead.
 
 Owns the row form. Does not own the file (`export.py`).
 """
@@ -31,7 +31,7 @@ Owns the row form. Does not own the file (`export.py`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -168,8 +168,6 @@ PlacedRow: TypeAlias = tuple[str, Row]
 COLUMNS = Row.__struct_fields__
 STEP_COLUMNS = StepColumns.__struct_fields__
 TOKEN_COLUMNS = ("input_ids", "loss_mask", "log_probs", "versions")
-_SHARED = tuple(name for name in COLUMNS if name not in ("branch", "steps", *TOKEN_COLUMNS))
-"""Columns that are the same in all rows of a trajectory."""
 
 _JSON = ("metadata", "multi_modal_data", "marks", "group_metadata", "group_marks")
 _FORMS = dict.fromkeys(_JSON, (dumps, loads)) | {"routed_experts": (npy, from_npy)}
@@ -242,14 +240,11 @@ def to_rows(exported: ExportedTrajectory, position: int, provenance: Provenance)
     ]
     paths = branches(steps)
     head |= {"position": position, "n_branches": len(paths), "provenance": provenance}
-    for branch, (path, (tokens, places)) in enumerate(
-        zip(paths, _derived(steps, paths), strict=True)
-    ):
-        entries = []
-        for i, place in zip(path, places, strict=True):
-            own = steps[i].rollout_log_probs if tokens["log_probs"] is None else None
-            log_probs = None if own is None else own.tolist()
-            entries.append(StepColumns(**table[i], **place, log_probs=log_probs))
+    done: set[int] = set()
+    for branch, path in enumerate(paths):
+        tokens, places = _along(steps, path, done)
+        done.update(path)
+        entries = [StepColumns(**table[i], **place) for i, place in zip(path, places, strict=True)]
         row = head | tokens | {"branch": branch, "steps": entries}
         try:
             yield msgspec.convert(row, Row, dec_hook=_array)
@@ -270,39 +265,36 @@ def _check_steps(trajectory: Trajectory, owner: str) -> None:
             )
 
 
-def _derived(
-    steps: Sequence[Step], paths: Iterable[list[int]]
-) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """What follows from the steps of each branch: columns of its row, and of each of its steps."""
-    done: set[int] = set()
-    for path in paths:
-        leaf = steps[path[-1]]
-        mask = np.zeros(leaf.n_tokens, np.int8)
-        log_probs = np.zeros(leaf.n_tokens, np.float32)
-        versions = np.full(leaf.n_tokens, -1, np.int64)
-        places: list[dict[str, Any]] = []
-        known, end = True, 0
-        for i in path:
-            step, prompt_start, trained = steps[i], end, i not in done
-            start, end = len(step.prompt_ids), step.n_tokens
-            bounds = {"prompt_start": prompt_start, "response_start": start, "response_end": end}
-            places.append({**bounds, "trained": trained})
-            mask[start:end] = trained
-            if step.rollout_log_probs is None:
-                known = False
-            else:
-                log_probs[start:end] = step.rollout_log_probs
-            versions[start:end] = step.policy_version
-            for span in step.version_spans:
-                versions[start + span.start : start + span.end] = span.version
-        done.update(path)
-        tokens = {
-            "input_ids": np.concatenate([leaf.prompt_ids, leaf.response_ids]),
-            "loss_mask": mask,
-            "log_probs": log_probs if known else None,
-            "versions": versions,
-        }
-        yield tokens, places
+def _along(
+    steps: Sequence[Step], path: Sequence[int], done: Collection[int]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What follows from the steps of a branch: columns of its row, and of each of its steps."""
+    leaf = steps[path[-1]]
+    mask = np.zeros(leaf.n_tokens, np.int8)
+    log_probs = np.zeros(leaf.n_tokens, np.float32)
+    versions = np.full(leaf.n_tokens, -1, np.int64)
+    is_known = all(steps[i].rollout_log_probs is not None for i in path)
+    places: list[dict[str, Any]] = []
+    end = 0
+    for i in path:
+        step, prompt_start, known = steps[i], end, steps[i].rollout_log_probs
+        start, end = len(step.prompt_ids), step.n_tokens
+        mask[start:end] = i not in done
+        versions[start:end] = step.policy_version
+        for span in step.version_spans:
+            versions[start + span.start : start + span.end] = span.version
+        if known is not None:
+            log_probs[start:end] = known
+        place = {"prompt_start": prompt_start, "response_start": start, "response_end": end}
+        own = None if is_known or known is None else known.tolist()
+        places.append({**place, "trained": i not in done, "log_probs": own})
+    tokens = {
+        "input_ids": np.concatenate([leaf.prompt_ids, leaf.response_ids]),
+        "loss_mask": mask,
+        "log_probs": log_probs if is_known else None,
+        "versions": versions,
+    }
+    return tokens, places
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -397,20 +389,32 @@ def _trajectory(rows: list[PlacedRow]) -> ExportedTrajectory:
                 )
     steps = tuple(found[index] for index in sorted(found))
     trajectory = Trajectory(**_fields_of(head, Trajectory) | {"steps": steps})
-    shared = {name: getattr(head, name) for name in _SHARED} | {"reward": trajectory.reward}
-    position = {step.step_index: i for i, step in enumerate(steps)}
-    paths = ([position[entry.step_index] for entry in row.steps] for _, row in rows)
-    for (where, row), (tokens, places) in zip(rows, _derived(steps, paths), strict=True):
-        wrong = [name for name, value in shared.items() if getattr(row, name) != value]
-        wrong += [k for k, array in tokens.items() if not np.array_equal(getattr(row, k), array)]
-        for entry, place in zip(row.steps, places, strict=True):
-            wrong += [f"steps[].{k}" for k, value in place.items() if getattr(entry, k) != value]
+    exported = ExportedTrajectory(trajectory=trajectory, **_fields_of(head, ExportedTrajectory))
+    made_again = to_rows(exported, head.position, head.provenance)
+    for (where, row), made in zip(rows, made_again, strict=False):  # n_branches tells
+        # Text may be written another way, but is the same in all rows.
+        wrong = [
+            name
+            for name in COLUMNS
+            if name != "steps" and not _same(row, head if name in _FORMS else made, name)
+        ]
+        wrong += [
+            f"steps[].{name}"
+            for name in STEP_COLUMNS
+            if name not in (*_FORMS, "log_probs")
+            and [getattr(e, name) for e in row.steps] != [getattr(e, name) for e in made.steps]
+        ]
         if wrong:
             raise ExportError(
                 f"{where}: {', '.join(wrong)}: not what the steps and other rows of the trajectory "
                 "say; edit all alike, or undo the edit, for which a Step may have no place"
             )
-    return ExportedTrajectory(trajectory=trajectory, **_fields_of(head, ExportedTrajectory))
+    return exported
+
+
+def _same(row: Row, made: Row, column: str) -> bool:
+    a, b = getattr(row, column), getattr(made, column)
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else bool(a == b)
 
 
 def _step(row: Row, entry: StepColumns) -> Step:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal, TypeAlias
@@ -59,17 +59,17 @@ class DryRun:
 
     def table(self, limit: int | None = None) -> str:
         """A table for a terminal: the first `limit` groups (None: all) and the counts."""
-        rows = [_HEADER, *(_cells(d) for d in self.decisions[:limit])]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        rows = [tuple(_TABLE), *(tuple(c(d) for c in _TABLE.values()) for d in self.decisions)]
+        shown = rows if limit is None else rows[: limit + 1]
+        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
         lines = [
             "  ".join(
-                cell.ljust(width) if name in _WORDS else cell.rjust(width)
-                for name, cell, width in zip(_HEADER, row, widths, strict=True)
+                cell.ljust(width) if name in ("decision", "group", "reason") else cell.rjust(width)
+                for name, cell, width in zip(_TABLE, row, widths, strict=True)
             ).rstrip()
-            for row in rows
+            for row in shown
         ]
-        if (hidden := len(self.decisions) - (len(rows) - 1)) > 0:
-            lines.append(f"… and {hidden} more")
+        lines += [f"… and {hidden} more"] if (hidden := len(rows) - len(shown)) else []
         summary = "; ".join(
             f"{decision} {sum(reasons.values())} "
             f"({', '.join(f'{reason} {n}' for reason, n in reasons.items())})"
@@ -82,19 +82,26 @@ class DryRun:
         return self.table(limit=50)
 
 
-_WORDS: Final = ("decision", "group", "reason")
-_NUMBERS: Final = ("key", "reward", "std", "versions", "size", "steps", "tokens")
-_HEADER: Final = ("rank", *_WORDS, *_NUMBERS)
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
-def _cells(d: Decision) -> tuple[str, ...]:
-    numbers = ("-" if n is None else f"{n:.4g}" for n in (d.key, d.reward_mean, d.reward_std))
-    versions = "-" if d.oldest_version is None else f"{d.oldest_version}..{d.newest_version}"
-    size = f"{d.n_trajectories}" + (f" (-{d.n_withheld})" if d.n_withheld else "")
-    rank = "-" if d.rank is None else str(d.rank)
-    words = d.decision, d.prompt_uid, d.reason
-    return rank, *words, *numbers, versions, size, str(d.n_steps), str(d.n_tokens)
-
+_TABLE: Final[Mapping[str, Callable[[Decision], str]]] = {
+    "rank": lambda d: _number(d.rank),
+    "decision": lambda d: d.decision,
+    "group": lambda d: d.prompt_uid,
+    "reason": lambda d: d.reason,
+    "key": lambda d: _number(d.key),
+    "reward": lambda d: _number(d.reward_mean),
+    "std": lambda d: _number(d.reward_std),
+    "versions": lambda d: (
+        "-" if d.oldest_version is None else f"{d.oldest_version}..{d.newest_version}"
+    ),
+    "size": lambda d: f"{d.n_trajectories}" + (f" (-{d.n_withheld})" if d.n_withheld else ""),
+    "steps": lambda d: str(d.n_steps),
+    "tokens": lambda d: str(d.n_tokens),
+}
+"""Columns of the table."""
 
 Judge: TypeAlias = Callable[[GroupInfo], tuple[Verdict | None, float]]
 """The verdict and the key of a group."""
@@ -109,18 +116,11 @@ class _Copy:
     ) -> None:
         self._more_may_come = more_may_come
         self.infos = {info.prompt_uid: info for info in sorted(infos, key=lambda i: i.sequence)}
-        self.refused: dict[str, Verdict] = {}
-        self.keys: dict[str, float] = {}
-        places: dict[str, float] = {}
-        for uid, info in self.infos.items():
-            verdict, key = judge(info)
-            if verdict is None:
-                self.keys[uid] = key
-                # What was handed back is before everything else.
-                places[uid] = -math.inf if info.sequence < 0 else key
-            else:
-                self.refused[uid] = verdict
-        # Stable: equals stand by readiness.
+        judged = {uid: judge(info) for uid, info in self.infos.items()}
+        self.refused = {uid: v for uid, (v, _) in judged.items() if v is not None}
+        self.keys = {uid: key for uid, (v, key) in judged.items() if v is None}
+        # What was handed back is before everything else. Stable: equals stand by readiness.
+        places = {u: k if self.infos[u].sequence >= 0 else -math.inf for u, k in self.keys.items()}
         self.left = dict.fromkeys(sorted(places, key=places.__getitem__))
         self.ranks = {uid: rank for rank, uid in enumerate(self.left, start=1)}
         self.seen: list[str] = []
@@ -178,34 +178,30 @@ def dry_run(
             return "not_chosen" if filtered else "later_batch"
         return "not_enough_groups" if len(ready.left) < batch_size else "batch_filter_waits"
 
-    def decisions(decision: Outcome, reasons: Mapping[str, str]) -> Iterator[Decision]:
-        for prompt_uid, reason in reasons.items():
-            info = ready.infos[prompt_uid]
-            shown, _ = rules.gate(info)
-            yield Decision(
-                prompt_uid=prompt_uid,
-                decision=decision,
-                reason=reason,
-                rank=ready.ranks.get(prompt_uid),
-                key=ready.keys.get(prompt_uid),
-                reward_mean=shown.reward_mean,
-                reward_std=shown.reward_std,
-                oldest_version=shown.oldest_version,
-                newest_version=shown.newest_version,
-                n_trajectories=len(shown.trajectories),
-                n_withheld=len(info.trajectories) - len(shown.trajectories),
-                n_steps=shown.n_steps,
-                n_tokens=shown.n_tokens,
-            )
+    def decided(prompt_uid: str, decision: Outcome, reason: str) -> Decision:
+        info = ready.infos[prompt_uid]
+        shown, _ = rules.gate(info)
+        return Decision(
+            prompt_uid=prompt_uid,
+            decision=decision,
+            reason=reason,
+            rank=ready.ranks.get(prompt_uid),
+            key=ready.keys.get(prompt_uid),
+            reward_mean=shown.reward_mean,
+            reward_std=shown.reward_std,
+            oldest_version=shown.oldest_version,
+            newest_version=shown.newest_version,
+            n_trajectories=len(shown.trajectories),
+            n_withheld=len(info.trajectories) - len(shown.trajectories),
+            n_steps=shown.n_steps,
+            n_tokens=shown.n_tokens,
+        )
 
-    in_batch = dict.fromkeys(served, "chosen" if filtered else "in_order")
-    waiting = {uid: why_it_waits(uid) for uid in ready.left if uid not in in_batch}
-    return DryRun(
-        batch_size,
-        (
-            *decisions("serve", in_batch),
-            *decisions("wait", waiting),
-            *decisions("hold", ready.reasons(Hold)),
-            *decisions("drop", ready.reasons(Drop)),
-        ),
-    )
+    reasons: dict[Outcome, dict[str, str]] = {
+        "serve": dict.fromkeys(served, "chosen" if filtered else "in_order"),
+        "wait": {uid: why_it_waits(uid) for uid in ready.left if uid not in served},
+        "hold": ready.reasons(Hold),
+        "drop": ready.reasons(Drop),
+    }
+    decisions = (decided(u, what, why) for what, of in reasons.items() for u, why in of.items())
+    return DryRun(batch_size, tuple(decisions))

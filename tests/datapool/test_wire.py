@@ -325,7 +325,7 @@ async def test_a_request_of_a_wrong_type_is_refused_by_name_and_the_others_go_on
         answers = await asyncio.gather(
             client.open_group("a", 1),
             client.ack(17),
-            client.complete_trajectory(None),
+            client.nack(17),
             client.open_group("b", 1, metadata={1: 2}),
             client.open_group("c", 1),
             return_exceptions=True,
