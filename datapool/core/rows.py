@@ -130,13 +130,12 @@ class LeaseEnded(_Record, frozen=True, array_like=True, gc=False):
     how: LeaseEnd
 
 
-KINDS: Final[tuple[type[msgspec.Struct], ...]] = (
-    *(ops.OpenGroup, ops.OpenTrajectory, ops.CompleteTrajectory, ops.AbortTrajectory),
-    *(ops.SetReward, ops.Mark, PromptStored, StepStored, GroupDue, RewardsAwaited, GroupRetired),
-    *(GroupLeased, GroupReturned, GroupClosed, LeaseRecord, LeaseEnded),
-)
+_OPS = (ops.OpenGroup, ops.OpenTrajectory, ops.CompleteTrajectory, ops.AbortTrajectory)
 _tuple: Any = tuple
-_DECODERS: Final = {kind.__name__: decoder(_tuple[float, int, kind]) for kind in KINDS}
+_DECODERS: Final = {
+    kind.__name__: decoder(_tuple[float, int, kind])
+    for kind in (*_OPS, ops.SetReward, ops.Mark, *_Record.__subclasses__())
+}
 
 
 def write(

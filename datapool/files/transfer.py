@@ -10,8 +10,9 @@ the other: what is submitted, served or acked meanwhile may be in the file or no
 An import is what producers do, in the order that keeps a group from being served half: groups with
 the number of rollouts they were declared with, marks, trajectories with attempt and metadata,
 steps with the rewards they were served with (so none is added again), completions. Repeated, it
-changes nothing. A declared group is then *closed*: rollouts that the file does not have count as
-aborted, for nobody is going to run them, so that it is served with those there are.
+changes nothing. Trajectories that were open are left out. A declared group is then *closed*:
+rollouts that it lacks count as aborted, for nobody is going to run them, so that it is served with
+those there are.
 
 Owns the two ways. Does not own the file (`export.py`) nor what is in a page (`inspect/listing.py`).
 """
@@ -47,7 +48,6 @@ EXPORT_PAGE = 256
 """Trajectories of an export that travel together, if they are small."""
 GROUPS_AT_ONCE = 8
 """Groups that an import reads and fills side by side."""
-ABORTS_AT_ONCE = 64
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class ImportSummary:
     n_duplicates: int = 0
     """Steps that were there already."""
     n_left_out: int = 0
-    """Trajectories that were open (or aborted) when they were exported."""
+    """Trajectories that were open when they were exported."""
     n_closed: int = 0
     """Rollouts that count as aborted because the file does not have them."""
 
@@ -134,8 +134,6 @@ async def import_channel(
     channel: str,
     *,
     uid_suffix: str = "",
-    include_open: bool = False,
-    close_groups: bool = True,
     timeout_s: float | None = None,
 ) -> ImportSummary:
     """Put the trajectories of an exported file into `channel`. What is fetched there is what
@@ -143,9 +141,6 @@ async def import_channel(
 
     Args:
         uid_suffix: appended to all uids, for a channel that has seen them before.
-        include_open: also those that were running; somebody will go on with them.
-        close_groups: declared groups that have fewer trajectories in the file than they were
-            declared with are served with those. False: they stay open.
         timeout_s: to wait for admission credit, per group; None: for ever.
 
     Raises:
@@ -155,19 +150,18 @@ async def import_channel(
         PoolFullError: no credit within `timeout_s`.
     """
     run = _Import(client, ImportSummary(Path(path), channel), timeout_s)
-    left_out = {"aborted"} if include_open else {"aborted", "open"}
-    groups = _groups(read(path))
+    groups = groupby(read(path), key=lambda exported: exported.trajectory.prompt_uid)
+    each = (list(group) for _, group in groups)
     try:
-        while some := await asyncio.to_thread(list, islice(groups, GROUPS_AT_ONCE)):
+        while some := await asyncio.to_thread(list, islice(each, GROUPS_AT_ONCE)):
             for group in some:
-                chosen = [_renamed(e, uid_suffix) for e in group if e.state not in left_out]
+                chosen = [_renamed(e, uid_suffix) for e in group if e.state == "complete"]
                 run.summary.n_left_out += len(group) - len(chosen)
                 if chosen:
                     await run.add(chosen)
             while run.filling:
                 await run.filling.pop(0)
-        if close_groups:
-            await run.close_groups()
+        await run.close_groups()
     except _CONTRADICTIONS as e:
         raise type(e)(
             f"{path}: {e}. To import it under uids of its own, pass "
@@ -189,11 +183,6 @@ _CONTRADICTIONS = (
 )
 
 
-def _groups(source: Iterator[ExportedTrajectory]) -> Iterator[list[ExportedTrajectory]]:
-    for _, group in groupby(source, key=lambda exported: exported.trajectory.prompt_uid):
-        yield list(group)
-
-
 def _renamed(exported: ExportedTrajectory, suffix: str) -> ExportedTrajectory:
     if not suffix:
         return exported
@@ -206,8 +195,7 @@ def _renamed(exported: ExportedTrajectory, suffix: str) -> ExportedTrajectory:
 
 def _completes_itself(exported: ExportedTrajectory) -> bool:
     steps = exported.trajectory.steps
-    whole = [step.step_index for step in steps] == list(range(len(steps)))
-    return exported.state != "open" and whole and steps[-1].is_last
+    return steps[-1].is_last and [s.step_index for s in steps] == list(range(len(steps)))
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -272,7 +260,7 @@ class _Import:
         # first, because what is complete may be served.
         slower = [e for e in group if not _completes_itself(e)]
         await self._submit(slower)
-        await _all(self._finish(e) for e in slower)
+        await _all(self._complete(e.trajectory) for e in slower)
         await self._submit([e for e in group if _completes_itself(e)])
         self.summary.n_trajectories += len(group)
 
@@ -294,14 +282,9 @@ class _Import:
         self.summary.n_steps += len(steps)
         self.summary.n_duplicates += outcomes.count("duplicate")
 
-    async def _finish(self, exported: ExportedTrajectory) -> None:
-        t, where = exported.trajectory, self.channel
-        if exported.state != "open":
-            self._refuse_late(
-                await self.client.complete_trajectory(t.trajectory_uid, channel=where), t
-            )
-        elif exported.outcome is not None:
-            await self.client.set_reward(t.trajectory_uid, exported.outcome, channel=where)
+    async def _complete(self, t: Trajectory) -> None:
+        outcome = await self.client.complete_trajectory(t.trajectory_uid, channel=self.channel)
+        self._refuse_late(outcome, t)
 
     def _refuse_late(self, outcome: str, what: Trajectory | Step) -> None:
         if outcome == "late":
@@ -318,8 +301,7 @@ class _Import:
             for prompt_uid, n in self.missing.items()
             for i in range(n)
         ]
-        for i in range(0, len(missing), ABORTS_AT_ONCE):
-            await _all(self._abort(*uids) for uids in missing[i : i + ABORTS_AT_ONCE])
+        await _all(self._abort(*uids) for uids in missing)
         self.summary.n_closed = len(missing)
 
     async def _abort(self, trajectory_uid: str, prompt_uid: str) -> None:
