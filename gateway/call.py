@@ -54,7 +54,8 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.latency import AddedLatency
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import ChatRequest, Prompt, Prompts
-from stepwell.gateway.reply.parser import Delta, ReplyText, ToolCall
+from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.parser import Delta, ReplyText
 from stepwell.gateway.reply.reader import ReplyFormat, ReplyReader
 from stepwell.gateway.tokens.graph import join
 from stepwell.gateway.tokens.messages import (

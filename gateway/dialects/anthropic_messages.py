@@ -32,7 +32,8 @@ from stepwell.gateway.call import Reply
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Exchange, Parsed, sse
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.web import field, number, top_p
 

@@ -19,7 +19,8 @@ from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Event, Exchange, Parsed, sse
 from stepwell.gateway.errors import GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta, ToolCall
+from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.web import error_body, field, number, top_p

@@ -22,7 +22,8 @@ import numpy as np
 from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import Exchange
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
-from stepwell.gateway.reply.parser import THINK_CLOSE, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.parser import THINK_CLOSE, Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 

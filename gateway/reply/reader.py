@@ -1,10 +1,12 @@
-"""Sampled ids → reply, while they arrive: which ids are text, and which parser reads that text.
+"""This module reads sampled ids as a reply while they arrive, so that agents get text and calls.
+
+    ids ──► control tokens hidden ──► text ──► StopCutter ──► ReplyParser ──► deltas
 
 Control tokens are no text: the turn close and other special tokens are hidden, except those that a
 parser reads (<tool_call>, <think>, whatever the tokenizer's `response_template` names).
 
-How a model writes tool calls is found out by example: the style is the one in which a call reads
-back as the chat template wrote it.
+How a model writes tool calls its tokenizer's `response_template` says. Without one it is found out
+by example: the style is the one in which a call reads back as the chat template wrote it.
 """
 
 from __future__ import annotations
@@ -13,28 +15,30 @@ import json
 import re
 from collections import deque
 from collections.abc import Sequence
+from typing import get_args
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.reply.calls import CallStyle
 from stepwell.gateway.reply.parser import (
     CALL_CLOSE,
     CALL_OPEN,
     PYTHON_TAG,
     THINK_CLOSE,
     THINK_OPEN,
-    CallStyle,
     Delta,
     MarkupParser,
     ReplyParser,
     ReplyText,
-    ResponseTemplateParser,
     StopCutter,
 )
+from stepwell.gateway.reply.response_template import ResponseTemplateParser
 from stepwell.gateway.tokens.messages import Tool
 from stepwell.gateway.tokens.render import CallExample, call_example
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 
-_STYLES: tuple[CallStyle, ...] = ("hermes", "qwen3_coder", "llama3_json")
+_STYLES: tuple[CallStyle, ...] = get_args(CallStyle)
+_MARKUP = {THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG}
 _TAIL = 64
 """Prompt tokens decoded to see what the generation prompt already opened."""
 
@@ -44,30 +48,27 @@ class ReplyFormat:
 
     def __init__(self, tokenizer: ChatTokenizer, config: GatewayConfig) -> None:
         self._tokenizer = tokenizer
-        template = getattr(tokenizer.hf, "response_template", None)
-        usable = template is not None and hasattr(tokenizer.hf, "get_response_parser")
-        self._by_template = config.tool_parser == "auto" and usable
+        self._template = tokenizer.response_template if config.tool_parser == "auto" else None
         self._tools = config.tool_parser != "none"
         chat_template = tokenizer.template_text
         self._reasoning = config.reasoning_parser == "think" or (
             config.reasoning_parser == "auto" and THINK_OPEN in chat_template
         )
-        if self._by_template:
-            wanted = json.dumps(template, ensure_ascii=False)
-            shown = {t for t in tokenizer.special if t in wanted or re.escape(t) in wanted}
-        else:
-            shown = {THINK_OPEN, THINK_CLOSE, CALL_OPEN, CALL_CLOSE, PYTHON_TAG}
-        self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in shown)
         self._special = frozenset(tokenizer.special.values())
+        shown = _MARKUP
+        if self._template is not None:
+            wanted = json.dumps(self._template, ensure_ascii=False)
+            shown = {t for t in tokenizer.special if t in wanted or re.escape(t) in wanted}
+        self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in shown)
         example = call_example(tokenizer)
         self._style: CallStyle = "hermes"
         if config.tool_parser in _STYLES:
             self._style = config.tool_parser
-        elif config.tool_parser == "auto" and not self._by_template:
+        elif config.tool_parser == "auto" and self._template is None:
             self._style = next((s for s in _STYLES if self._reads(example, s)), "hermes")
         self.reads_calls = self._reads(example, self._style)
         """A call as the chat template writes it is read as one."""
-        self.calls_once = self._style == "llama3_json" and not self._by_template
+        self.calls_once = self._style == "llama3_json" and self._template is None
         """A reply holds one tool call at most."""
         self.call_close = CALL_CLOSE if CALL_CLOSE in chat_template else None
         """Text that ends a tool call; None: not known."""
@@ -90,25 +91,23 @@ class ReplyFormat:
             style: how tool calls are written; None: as the model does.
         """
         parser: ReplyParser
-        if raw:
-            parser = MarkupParser(tools=False, reasoning=False)
-            return ReplyReader(self._tokenizer, self._special, parser, stop, counts=counts)
-        looks_back = self._by_template or self._reasoning
+        hidden = self._special if raw else self._hidden
+        looks_back = not raw and (self._template is not None or self._reasoning)
         tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist()) if looks_back else ""
-        if self._by_template:
+        if self._template is not None and not raw:
+            ends = [*self._tokenizer.special]
             parser = ResponseTemplateParser(
-                *(self._tokenizer.hf, tail, tools, [*self._tokenizer.special]),
-                reads_calls=parse_tools,
+                self._template, tail, tools, ends, reads_calls=parse_tools
             )
         else:
             parser = MarkupParser(
-                tools=self._tools and parse_tools,
-                reasoning=self._reasoning,
+                tools=self._tools and parse_tools and not raw,
+                reasoning=self._reasoning and not raw,
                 starts_in_reasoning=tail.rstrip().endswith(THINK_OPEN),
                 style=style or self._style,
                 offered=tools,
             )
-        return ReplyReader(self._tokenizer, self._hidden, parser, stop, counts=counts)
+        return ReplyReader(self._tokenizer, hidden, parser, stop, counts=counts)
 
     def _reads(self, example: CallExample | None, style: CallStyle) -> bool:
         if example is None or not self._tools:
@@ -185,13 +184,13 @@ class ReplyReader:
         return deltas
 
     def _feed(self, ids: Sequence[int]) -> list[Delta]:
-        shown = [i for i in ids if i not in self._hidden]
+        shown = self._shown(ids)
         self._ids += shown
         return self._read(self._stream.feed(shown))
 
     def take(self, ids: Sequence[int]) -> None:
         """All ids at once, of an answer that nobody follows: `finish` reads them in one piece."""
-        self._ids += [i for i in ids if i not in self._hidden]
+        self._ids += self._shown(ids)
 
     def finish(self) -> list[Delta]:
         # The stream keeps back bytes that are no character yet; at the end they show as U+FFFD.
@@ -210,17 +209,20 @@ class ReplyReader:
 
         The engine ends generation there itself, unless the string fell across a resumption.
         """
-        if not self._stop.stopped:
+        if self._stop.matched is None:
             return None
         low, high = 0, len(ids)
         while low + 1 < high:
             middle = (low + high) // 2
-            text = self._tokenizer.decode([i for i in ids[:middle] if i not in self._hidden])
+            text = self._tokenizer.decode(self._shown(ids[:middle]))
             if any(s in text for s in self._stops):
                 high = middle
             else:
                 low = middle
         return high
+
+    def _shown(self, ids: Sequence[int]) -> list[int]:
+        return [i for i in ids if i not in self._hidden]
 
     def _read(self, text: str) -> list[Delta]:
         if not text:

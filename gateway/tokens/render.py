@@ -29,7 +29,8 @@ import jinja2
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import Thinking
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN, ToolCall
+from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
 from stepwell.gateway.tokens.graph import BranchCause, Turn
 from stepwell.gateway.tokens.messages import Key, Message, Tool, parse_arguments
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer

@@ -1,8 +1,12 @@
-"""Tokenizer and chat template of the served model, loaded once and safe to use from threads.
+"""This module turns rendered prompts into ids and sampled ids into text, so that the text of
+control tokens in what users and tools say controls nothing.
 
-Owns: text → ids of rendered prompts (special tokens of the template become control tokens, the same
-text inside user and tool messages does not), and ids → text, whole or token by token. Does not own:
-what is rendered (`render.py`). Response text is never tokenised anywhere.
+    prompt   <|im_start|>user\\n ⟦<|im_end|>⟧ is text here <|im_end|>
+    ids      └─ control ─┘       └ characters ┘            └ control ┘      ⟦ ⟧: unguessable marks
+
+Owns: ids of texts, text of ids, whole or token by token. Does not own: the template
+(`template.py`), what is rendered (`render.py`), the model's files (`folder.py`). Sampled text is
+never tokenised.
 """
 
 from __future__ import annotations
@@ -11,56 +15,52 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from tokenizers.models import BPE
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.errors import ContextLengthError, GatewayConfigError
+from stepwell.gateway.errors import ContextLengthError
+from stepwell.gateway.tokens.folder import read_folder
 from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.tokens.template import ChatTemplate
 
 _UNTRUSTED = ("user", "tool")
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class ChatTokenizer:
-    """A Hugging Face tokenizer with a chat template.
-
-    Works on copies of the Rust tokenizer without truncation or padding: the Python wrapper changes
-    its shared state on every call, which threads must not do to one another.
-    """
+    """A tokenizer with its chat template. Safe to use from threads: nothing of it changes."""
 
     def __init__(
-        self, hf_tokenizer: Any, *, sanitize: bool = True, vocabulary: int | None = None
+        self,
+        backend: Tokenizer,
+        template: ChatTemplate,
+        *,
+        response_template: Mapping[str, Any] | None = None,
+        vocabulary: int = 0,
+        sanitize: bool = True,
     ) -> None:
-        """`vocabulary`: ids of the model, which may have more than its tokenizer; None: as many."""
-        backend = getattr(hf_tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise GatewayConfigError(
-                f"gateway.tokenizer_path holds a {type(hf_tokenizer).__name__} without a fast "
-                "backend; convert it to a tokenizer.json"
-            )
-        if not getattr(hf_tokenizer, "chat_template", None):
-            raise GatewayConfigError(
-                "gateway.tokenizer_path holds a tokenizer without a chat template; add a "
-                "chat_template.jinja to the folder"
-            )
-        self.hf = hf_tokenizer
-        self.template_text = str(hf_tokenizer.chat_template)
-        """The chat template, or all of them."""
-        self._encoder: Tokenizer = Tokenizer.from_str(backend.to_str())
-        self._encoder.no_truncation()
-        self._encoder.no_padding()
-        spec = json.loads(backend.to_str())
-        spec.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
-        self._plain: Tokenizer = Tokenizer.from_str(json.dumps(spec))
-        added = hf_tokenizer.added_tokens_decoder
+        """
+        Args:
+            vocabulary: ids of the model, which may have more than its tokenizer.
+            sanitize: False: the text of control tokens is a control token, whoever says it.
+        """
+        backend.no_truncation()
+        backend.no_padding()
+        self.template = template
+        self.response_template = response_template
+        self._encoder = backend
+        # The same vocabulary without added tokens; a tokenizer of its own would hold it twice.
+        self._plain = Tokenizer(backend.model)
+        self._plain.normalizer = backend.normalizer
+        self._plain.pre_tokenizer = backend.pre_tokenizer
+        added = backend.get_added_tokens_decoder()
         self.special: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
         """Control tokens by their text."""
-        # Unguessable, so that no message can forge it.
         secret = secrets.token_hex(6)
         self._open, self._shut = f"\ue0f0{secret}\ue0f1", f"\ue0f2{secret}\ue0f3"
         longest_first = sorted(self.special, key=len, reverse=True)
@@ -70,36 +70,34 @@ class ChatTokenizer:
             f"{self._open}({any_special}){self._shut}|{self._open}|{self._shut}"
         )
         self._sanitize = sanitize and bool(self.special)
-        self.vocabulary = max(
-            self._encoder.get_vocab_size(with_added_tokens=True),
-            1 + max(added, default=0),
-            vocabulary or 0,
-        )
+        self.vocabulary = max(backend.get_vocab_size(), 1 + max(added, default=0), vocabulary)
         """Token ids lie in [0, this)."""
         self._added: dict[int, bytes] = {i: t.content.encode() for i, t in added.items()}
-        self._bytes = _byte_alphabet() if "ByteLevel" in json.dumps(spec["decoder"]) else None
-        self._longest = _longest_token(json.loads(backend.to_str()), backend.get_vocab())
-        self._composes = '"NFC"' in json.dumps(spec["normalizer"])
+        by_bytes = '"ByteLevel"' in json.dumps(_spec(backend.decoder))
+        self._bytes = _byte_alphabet() if by_bytes else None
+        self._longest = _longest_token(backend)
+        self._composes = '"NFC"' in json.dumps(_spec(backend.normalizer))
         self._begin = _frozen(self._find_begin())
         self._begin_text = self.decode(self._begin.tolist())
 
     @classmethod
-    def load(cls, path: str | None, *, sanitize: bool = True) -> ChatTokenizer:
-        """Load from a folder; never from the network."""
-        from transformers import AutoTokenizer
+    def load(cls, path: str | None) -> ChatTokenizer:
+        """
+        Raises:
+            GatewayConfigError: see `read_folder`.
+        """
+        folder = read_folder(path)
+        return cls(
+            folder.backend,
+            ChatTemplate(folder.template, folder.special_tokens),
+            response_template=folder.response_template,
+            vocabulary=folder.vocabulary,
+        )
 
-        if path is None:
-            raise GatewayConfigError(
-                "gateway.tokenizer_path is null; give the folder of the served model's tokenizer"
-            )
-        try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as e:
-            raise GatewayConfigError(
-                f"gateway.tokenizer_path is {path!r}, from which no tokenizer can be loaded "
-                f"({e!s:.200}); give the folder of the served model's tokenizer"
-            ) from e
-        return cls(hf_tokenizer, sanitize=sanitize, vocabulary=_model_vocabulary(path))
+    @property
+    def template_text(self) -> str:
+        """The chat template, or all of them."""
+        return self.template.text
 
     def render(
         self,
@@ -112,14 +110,9 @@ class ChatTokenizer:
         """The chat template's text. Marks control-token text in user and tool messages."""
         if self._sanitize:
             messages = [self._mark(m) for m in messages]
-        text = self.hf.apply_chat_template(
-            messages,
-            tools=list(tools) if tools else None,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **template_args,
+        return self.template.render(
+            messages, tools, template_args, add_generation_prompt=add_generation_prompt
         )
-        return str(text)
 
     def encode(self, text: str, context: int | None = None) -> TokenIds:
         """Ids of rendered text; nothing is added to it.
@@ -214,16 +207,6 @@ class ChatTokenizer:
         return {**message, "content": marked}
 
 
-def _model_vocabulary(path: str) -> int | None:
-    """`vocab_size` of the model in this folder; None: no model is there. Models pad it."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    sizes = [c.get("vocab_size") for c in (config, config.get("text_config") or {})]
-    return next((n for n in sizes if isinstance(n, int)), None)
-
-
 class TokenStream:
     """Ids → text as they arrive: characters come out when their last byte is there."""
 
@@ -251,26 +234,25 @@ class TokenStream:
         return text or ""
 
 
-def _longest_token(spec: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
+def _longest_token(backend: Tokenizer) -> int | None:
     """Characters of the longest token, if every character of a text is in some token of it.
 
     None: it may be otherwise. Normalizers and pre-tokenizers may drop characters, special tokens
     take white space beside them, and unknown characters become one token together.
     """
-    model = spec["model"]
-    normalizers = _flat(spec["normalizer"], "normalizers")
-    splitters = _flat(spec["pre_tokenizer"], "pretokenizers")
+    normalizers = _flat(_spec(backend.normalizer), "normalizers")
+    splitters = _flat(_spec(backend.pre_tokenizer), "pretokenizers")
     by_bytes = any(part["type"] == "ByteLevel" for part in (*normalizers, *splitters))
     alphabet = _byte_alphabet() if by_bytes else [f"<0x{b:02X}>" for b in range(256)]
-    knows_all = all(token in vocabulary for token in alphabet)
+    vocabulary = backend.get_vocab()
     keeps_all = (
-        model["type"] == "BPE"
-        and knows_all
-        and (by_bytes or bool(model.get("byte_fallback")))
+        isinstance(backend.model, BPE)
+        and all(token in vocabulary for token in alphabet)
+        and (by_bytes or backend.model.byte_fallback)
         and all(map(_lengthens, normalizers))
         and all(part["type"] in _SPLITTERS for part in splitters)
         and all(part.get("behavior") != "Removed" for part in splitters)
-        and not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
+        and not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
     )
     return max(map(len, vocabulary)) if keeps_all else None
 
@@ -284,6 +266,11 @@ def _lengthens(normalizer: Mapping[str, Any]) -> bool:
         pattern = normalizer["pattern"].get("String")
         return bool(pattern) and len(normalizer["content"]) >= len(pattern)
     return normalizer["type"] in ("ByteLevel", "NFC", "Prepend")
+
+
+def _spec(part: Any) -> dict[str, Any] | None:
+    """A part of a tokenizer as tokenizer.json has it."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _flat(part: Mapping[str, Any] | None, members: str) -> list[Mapping[str, Any]]:

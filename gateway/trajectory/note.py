@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from stepwell.datapool.types import Step
-from stepwell.gateway.reply.parser import ToolCall
+from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.tokens.messages import Key, Message
 from stepwell.gateway.trajectory.retries import FinishedCall

@@ -22,7 +22,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from stepwell.datapool.codec import PackedTrajectory, unpack
 from stepwell.datapool.config import PoolConfig
@@ -35,6 +34,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.listening import bind
 from stepwell.gateway.server import http_protocol
+from stepwell.gateway.tokens.template import ChatTemplate
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.wiring import ChannelSampling, Wiring
 
@@ -220,7 +220,10 @@ def make_tokenizer(family: str) -> ChatTokenizer:
     """A family's, or the quickstart's own with its `response_template`."""
     if family == "quickstart":
         return ChatTokenizer.load(str(QUICKSTART))
-    f = FAMILIES[family]
+    return ChatTokenizer(make_backend(family), make_template(family))
+
+
+def make_backend(family: str) -> Tokenizer:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -229,19 +232,44 @@ def make_tokenizer(family: str) -> ChatTokenizer:
         corpus * 20,
         trainers.BpeTrainer(
             vocab_size=400,
-            special_tokens=list(f.special),
+            special_tokens=list(FAMILIES[family].special),
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=f.eos,
-        pad_token=f.pad,
-        bos_token="<|begin_of_text|>" if family == "llama3" else None,
-    )
-    hf.chat_template = f.template
-    return ChatTokenizer(hf)
+    return bpe
+
+
+def make_template(family: str, source: str | None = None) -> ChatTemplate:
+    """A family's chat template, or another one with its special tokens."""
+    f = FAMILIES[family]
+    special = {"eos_token": f.eos, "pad_token": f.pad}
+    if family == "llama3":
+        special["bos_token"] = "<|begin_of_text|>"
+    return ChatTemplate(source or f.template, special)
+
+
+def hf_tokenizer(family: str) -> Any:
+    """A family's as transformers has it."""
+    from transformers import PreTrainedTokenizerFast
+
+    template = make_template(family)
+    hf = PreTrainedTokenizerFast(tokenizer_object=make_backend(family), **template.special_tokens)
+    hf.chat_template = template.text
+    return hf
+
+
+def eos_id(tokenizer: ChatTokenizer) -> int:
+    return tokenizer.special[tokenizer.template.special_tokens["eos_token"]]
+
+
+def save_tokenizer(folder: Path, family: str = "chatml") -> str:
+    """A family's, as a model's folder holds it."""
+    template = make_template(family)
+    make_backend(family).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(template.special_tokens))
+    (folder / "chat_template.jinja").write_text(template.text)
+    return str(folder)
 
 
 @pytest.fixture
@@ -531,7 +559,7 @@ class World:
 
     def ids(self, text: str, *, close: bool = True) -> list[int]:
         ids = self.tokenizer.encode(text).tolist()
-        return [*ids, self.tokenizer.hf.eos_token_id] if close else ids
+        return [*ids, eos_id(self.tokenizer)] if close else ids
 
     def base_url(self, uid: str = "t1", prompt_uid: str = "p1") -> str:
         return f"{self.url}/{uid}/{prompt_uid}"
@@ -596,7 +624,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             **options: Any,
         ) -> World:
             tokenizer = make_tokenizer(family)
-            eos = tokenizer.hf.eos_token_id
+            eos = eos_id(tokenizer)
             made = []
             for _ in range(engines):
                 engine = ScriptedEngine(

@@ -20,7 +20,14 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.wiring import Wiring
-from tests.gateway.conftest import Sampled, ScriptedEngine, local_pool, make_tokenizer, serving
+from tests.gateway.conftest import (
+    Sampled,
+    ScriptedEngine,
+    eos_id,
+    local_pool,
+    make_tokenizer,
+    serving,
+)
 
 MARKUP = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "<|im_end|>"),
@@ -46,7 +53,7 @@ async def fuzz(cases_per_operation: int, seed: int | None = None) -> tuple[int, 
 async def _fuzz_operations(
     tokenizer: ChatTokenizer, cases_per_operation: int, seed: int | None
 ) -> tuple[int, str]:
-    said = Sampled([*tokenizer.encode("fine").tolist(), tokenizer.hf.eos_token_id])
+    said = Sampled([*tokenizer.encode("fine").tolist(), eos_id(tokenizer)])
     engine = ScriptedEngine(default=lambda _: said)
     with tempfile.TemporaryDirectory() as folder:
         async with serving(engine.app(), graceful=False) as engine_url:
@@ -78,11 +85,11 @@ async def _fuzz_white_box(tokenizer: ChatTokenizer, n: int, draw: random.Random)
 
     def ids(least: int) -> list[int]:
         if draw.random() < 0.2:
-            return draw.choices(range(len(tokenizer.hf)), k=draw.randint(max(least, 1), 12))
+            return draw.choices(range(tokenizer.vocabulary), k=draw.randint(max(least, 1), 12))
         text = "".join(draw.choices(MARKUP, k=draw.randint(least, 8)))
         return tokenizer.encode(text).tolist()
 
-    end: int = tokenizer.hf.eos_token_id
+    end: int = eos_id(tokenizer)
     engine = ScriptedEngine(default=lambda _: Sampled([*ids(0), end]), context_length=100_000)
     failures = []
     async with serving(engine.app(), graceful=False) as engine_url:

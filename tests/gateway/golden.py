@@ -29,6 +29,7 @@ from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,
+    eos_id,
     local_pool,
     make_tokenizer,
     port_of,
@@ -81,7 +82,7 @@ class Names:
 async def play(session: dict[str, Any]) -> list[dict[str, Any]]:
     """The answers to the session's requests now."""
     tokenizer = make_tokenizer(session.get("model", "quickstart"))
-    end: int = tokenizer.hf.eos_token_id
+    end = eos_id(tokenizer)
     engine = ScriptedEngine(
         default=lambda _: Sampled([*tokenizer.encode("fine").tolist(), end]), burst=3
     )

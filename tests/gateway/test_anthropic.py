@@ -21,9 +21,10 @@ from stepwell.gateway.dialects.anthropic_messages import (
     _whole,
 )
 from stepwell.gateway.errors import RequestError
-from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta, ToolCall
+from stepwell.gateway.reply.calls import ToolCall
+from stepwell.gateway.reply.parser import ContentDelta, Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import canonical, root_key
-from tests.gateway.conftest import CHATML, World, make_tokenizer
+from tests.gateway.conftest import World, make_template
 
 Block = dict[str, Any]
 Body = dict[str, Any]
@@ -392,24 +393,22 @@ async def test_an_empty_last_assistant_message_begins_nothing(wire: Wire) -> Non
 
 
 async def test_a_prefill_comes_behind_a_thought_that_the_template_opens(worlds: Any) -> None:
-    opened = make_tokenizer("chatml").hf.chat_template
-    assert opened == CHATML
     world = await worlds(family="qwen3")
-    hf = world.tokenizer.hf
-    template = hf.chat_template
+    template = world.tokenizer.template
+    opened = template.text.replace(
+        "if add_generation_prompt %}{{- '<|im_start|>assistant\\n'",
+        "if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n'",
+    )
+    assert opened != template.text
     try:
-        hf.chat_template = template.replace(
-            "if add_generation_prompt %}{{- '<|im_start|>assistant\\n'",
-            "if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n'",
-        )
-        assert hf.chat_template != template
+        world.tokenizer.template = make_template("qwen3", opened)
         world.say(" 1}")
         async with aiohttp.ClientSession() as session:
             reply = await Wire(session, world).ask(
                 messages=[*HI, assistant("{")], thinking={"type": "adaptive"}
             )
     finally:
-        hf.chat_template = template
+        world.tokenizer.template = template
     assert sent_prompt(world).endswith("<think>\n</think>\n\n{")
     assert reply["content"] == [text(" 1}")]
 
@@ -585,7 +584,7 @@ async def test_thinking_is_for_those_who_asked(wires: Any) -> None:
 
 async def test_disabled_thinking_changes_only_templates_that_know_it(worlds: Any) -> None:
     world = await worlds(family="qwen3")
-    hf, template = world.tokenizer.hf, world.tokenizer.hf.chat_template
+    template = world.tokenizer.template
     async with aiohttp.ClientSession() as session:
         wire = Wire(session, world)
         first = await wire.ask()
@@ -594,7 +593,7 @@ async def test_disabled_thinking_changes_only_templates_that_know_it(worlds: Any
         assert [s.parent_index for s in world.stored()] == [None, 0]
     switch = "{%- if enable_thinking is defined and not enable_thinking %}no thoughts{%- endif %}"
     try:
-        hf.chat_template = template + switch
+        world.tokenizer.template = make_template("qwen3", template.text + switch)
         knowing = await worlds(family="qwen3")
         async with aiohttp.ClientSession() as session:
             wire = Wire(session, knowing)
@@ -603,7 +602,7 @@ async def test_disabled_thinking_changes_only_templates_that_know_it(worlds: Any
             await wire.ask()
             assert not sent_prompt(knowing).endswith("no thoughts")
     finally:
-        hf.chat_template = template
+        world.tokenizer.template = template
 
 
 async def test_what_agents_always_send_is_accepted(wire: Wire) -> None:

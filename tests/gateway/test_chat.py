@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from stepwell.gateway.dialects import openai_chat
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.wiring import ChannelSampling
-from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, log_prob
+from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, eos_id, log_prob
 
 THINKER = QWEN3.replace(
     "{{- '<|im_start|>assistant\\n' }}{%- endif %}\n",
@@ -261,7 +261,7 @@ async def test_a_truncated_turn_is_closed_and_extended(world: Any) -> None:
     assert len(first.response_ids) == 3
     assert second.parent_index == 0
     added = second.prompt_ids.tolist()[first.n_tokens :]
-    assert added[0] == world.tokenizer.hf.eos_token_id
+    assert added[0] == eos_id(world.tokenizer)
     world.check_exact()
 
 
@@ -1151,7 +1151,7 @@ async def test_without_parallel_calls_generation_ends_with_the_first(
     first, second = world.stored()
     assert second.parent_index == 0
     added = second.prompt_ids.tolist()[first.n_tokens :]
-    assert (added[0] == world.tokenizer.hf.eos_token_id) == ends
+    assert (added[0] == eos_id(world.tokenizer)) == ends
     world.check_exact()
 
 
@@ -1243,7 +1243,7 @@ async def test_however_a_turn_ends_the_next_one_extends_it(
     first, second = world.stored()
     assert second.parent_index == 0
     added = second.prompt_ids.tolist()[first.n_tokens :]
-    eos = world.tokenizer.hf.eos_token_id
+    eos = eos_id(world.tokenizer)
     ended = first.response_ids[-1] == eos
     assert (added[0] == eos) != ended
     assert world.tokenizer.decode(added).count("<|im_end|>") == (1 if ended else 2) + bool(

@@ -10,7 +10,7 @@ import pytest
 from openai.types import Completion
 from tokenizers.processors import TemplateProcessing
 
-from tests.gateway.conftest import Sampled, World, log_prob, make_tokenizer
+from tests.gateway.conftest import Sampled, World, log_prob
 
 
 @pytest.fixture
@@ -18,15 +18,14 @@ async def bos_world(worlds: Any, monkeypatch: pytest.MonkeyPatch) -> World:
     from stepwell.gateway.tokens.tokenizer import ChatTokenizer
     from tests.gateway import conftest
 
-    hf = make_tokenizer("llama3").hf
-    bos = hf.convert_tokens_to_ids("<|begin_of_text|>")
-    backend = type(hf.backend_tokenizer).from_str(hf.backend_tokenizer.to_str())
+    backend = conftest.make_backend("llama3")
+    bos = backend.token_to_id("<|begin_of_text|>")
     backend.post_processor = TemplateProcessing(
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", bos)]
     )
-    made = type(hf)(tokenizer_object=backend, eos_token=hf.eos_token, pad_token=hf.pad_token)
-    made.chat_template = "{{ messages[0].content }}"
-    monkeypatch.setattr(conftest, "make_tokenizer", lambda family: ChatTokenizer(made))
+    template = conftest.make_template("llama3", "{{ messages[0].content }}")
+    made = ChatTokenizer(backend, template)
+    monkeypatch.setattr(conftest, "make_tokenizer", lambda family: made)
     world: World = await worlds("llama3")
     return world
 

@@ -23,6 +23,7 @@ from tests.gateway.conftest import (
     Sampled,
     ScriptedEngine,
     WatchedPort,
+    eos_id,
     local_pool,
     log_prob,
     make_tokenizer,
@@ -91,14 +92,14 @@ class Model:
             ids += self.tokenizer.encode(stops[0]).tolist()
             finish = {"finish": "stop", "matched": stops[0]}
         else:
-            ids.append(self.tokenizer.hf.eos_token_id)
+            ids.append(eos_id(self.tokenizer))
         self.sampled.append((body["input_ids"], ids))
         return Sampled(ids, **finish)
 
     def check_extension(self, parent: Any, child: Any, new: list[Message]) -> None:
         """The prompt goes on with the parent's turn closed once, and the new messages only."""
         before = len(parent.prompt_ids) + len(parent.response_ids)
-        eos = self.tokenizer.hf.eos_token_id
+        eos = eos_id(self.tokenizer)
         added = child.prompt_ids[before:].tolist()
         if parent.response_ids[-1] != eos:
             assert added.pop(0) == eos

@@ -24,6 +24,7 @@ from stepwell.gateway.keys import KeyRing, Named, needed_by, presented
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.services import Services
 from stepwell.gateway.wiring import Wiring
+from tests.gateway.conftest import save_tokenizer
 
 ADMIN = "the-admin's-key-of-this-test"
 AGENT = "the-agents'-key-of-this-test"
@@ -427,7 +428,7 @@ async def test_no_key_is_in_a_log_or_an_error(
     monkeypatch.setattr(Services, "statistics", fail)
     caplog.set_level(logging.DEBUG)
     world = await worlds()
-    world.tokenizer.hf.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
     config = GatewayConfig(
         port=0,
         tokenizer_path=str(tmp_path),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -12,17 +11,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.reply.calls import parse_call, parse_xml_call
 from stepwell.gateway.reply.parser import (
     ContentDelta,
     MarkupParser,
     ReplyText,
     StopCutter,
     held_back,
-    parse_call,
-    parse_xml_call,
 )
 from stepwell.gateway.reply.reader import ReplyFormat
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer, TokenStream
+from tests.gateway.conftest import FAMILIES, make_backend, make_template
 
 PIECES = st.lists(
     st.one_of(
@@ -311,58 +310,62 @@ def test_bytes_that_are_no_text_do_not_end_a_stream(tokens: list[str]) -> None:
     assert letters == [token[-1] for token in tokens[: last + 1] if len(token) < 4]
 
 
-def test_the_tokenizers_own_response_template_is_used(tokenizer_of: Any) -> None:
-    hf = copy.deepcopy(tokenizer_of("qwen3").hf)
-    hf.response_template = {
+def written_otherwise() -> ReplyFormat:
+    """Of a model whose calls no style of ours reads, and whose response template says how."""
+    template = {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
             "content": {"close": "<|im_end|>", "content": "text"},
             "tool_calls": {
-                "open": "<tool_call>",
-                "close": "</tool_call>",
+                "open": "<call>",
+                "close": "</call>",
                 "content": "json",
                 "repeats": True,
                 "transform": {"type": "function", "function": "{content}"},
             },
         },
     }
-    tokenizer = ChatTokenizer(hf)
-    reply_format = ReplyFormat(tokenizer, GatewayConfig())
+    source = FAMILIES["qwen3"].template.replace("tool_call>", "call>")
+    tokenizer = ChatTokenizer(
+        make_backend("qwen3"),
+        make_template("qwen3", source),
+        response_template=template,
+    )
+    return ReplyFormat(tokenizer, GatewayConfig())
+
+
+def read_by(reply_format: ReplyFormat, prompt: str, text: str, *, at_once: bool = False) -> Any:
+    tokenizer = reply_format._tokenizer
+    ids = tokenizer.encode(text).tolist()
+    reader = reply_format.reader(tokenizer.encode(prompt), tools=None, parse_tools=True, stop=())
+    for piece in [ids] if at_once else [[i] for i in ids]:
+        reader.feed(piece)
+    reader.finish()
+    return told(reader.text)
+
+
+PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_tokenizers_own_response_template_is_used() -> None:
+    reply_format = written_otherwise()
     assert reply_format.reads_calls
-    prompt = tokenizer.encode("<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n")
-
-    def read(text: str) -> Any:
-        reader = reply_format.reader(prompt, tools=None, parse_tools=True, stop=())
-        for token in tokenizer.encode(text).tolist():
-            reader.feed([token])
-        reader.finish()
-        return told(reader.text)
-
-    good = '<think>hm</think>Look<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-    assert read(good + "<|im_end|>") == ("Look", "hm", [("f", '{"x": 1}')])
-    content, _, calls = read('Look<tool_call>"f"</tool_call><|im_end|>')
-    assert (content, calls) == ('Look<tool_call>"f"', [])
-    broken = 'Look<tool_call>{"name": "f", "arg'
-    content, reasoning, calls = read(broken)
+    good = '<think>hm</think>Look<call>{"name": "f", "arguments": {"x": 1}}</call>'
+    assert read_by(reply_format, PROMPT, good + "<|im_end|>") == ("Look", "hm", [("f", '{"x": 1}')])
+    content, _, calls = read_by(reply_format, PROMPT, 'Look<call>"f"</call><|im_end|>')
+    assert (content, calls) == ('Look<call>"f"</call>', [])
+    broken = 'Look<call>{"name": "f", "arg'
+    content, reasoning, calls = read_by(reply_format, PROMPT, broken)
     assert (reasoning, calls) == ("", [])
     assert content.startswith("Look")
     assert '{"name": "f", "arg' in content
 
 
-def test_what_a_response_template_cannot_read_is_content(tokenizer_of: Any) -> None:
-    tokenizer = tokenizer_of("quickstart")
-    reply_format = ReplyFormat(tokenizer, GatewayConfig())
-
-    def read(prompt: str, text: str) -> Any:
-        ids = tokenizer.encode(prompt)
-        reader = reply_format.reader(ids, tools=None, parse_tools=True, stop=())
-        reader.feed(tokenizer.encode(text).tolist())
-        reader.finish()
-        return told(reader.text)
-
-    for prompt in ("<tool_call></tool_call>", "<|im_start|>assistant\n<tool_call>1</tool_call>"):
-        assert read(prompt, "fine") == ("fine", "", [])
-    deep = "<tool_call>" + "[" * 5000
-    for text in (deep, deep + "</tool_call>"):
-        assert read("hi", text) == (text, "", [])
+def test_what_a_response_template_cannot_read_is_content() -> None:
+    reply_format = written_otherwise()
+    for prompt in ("<call></call>", "<|im_start|>assistant\n<call>1</call>"):
+        assert read_by(reply_format, prompt, "fine", at_once=True) == ("fine", "", [])
+    deep = "<call>" + "[" * 5000
+    for text in (deep, deep + "</call>"):
+        assert read_by(reply_format, "hi", text, at_once=True) == (text, "", [])

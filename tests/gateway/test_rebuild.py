@@ -30,7 +30,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.listening import bind
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.reply.parser import ToolCall
+from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.trajectory.retries import RetryKey

@@ -14,6 +14,7 @@ from stepwell.gateway.errors import RequestError
 from stepwell.gateway.tokens.graph import TurnGraph, join
 from stepwell.gateway.tokens.messages import root_key
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
+from tests.gateway.conftest import make_template
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -170,11 +171,10 @@ def test_a_template_that_renders_the_turn_otherwise_is_not_cut(
     tokenizer = tokenizer_of("chatml")
     renderer = ChatRenderer(tokenizer)
     turn = _first_turn(renderer)
-    plain = tokenizer.hf.chat_template
+    plain = tokenizer.template
     try:
-        tokenizer.hf.chat_template = plain.replace(
-            "{{- m.content }}", "{{- m.content + (' (old)' if not loop.last else '') }}"
-        )
+        shown = "{{- m.content + (' (old)' if not loop.last else '') }}"
+        tokenizer.template = make_template("chatml", plain.text.replace("{{- m.content }}", shown))
         with pytest.raises(CutError, match="cut_failed"):
             renderer.suffix(
                 turn,
@@ -184,7 +184,7 @@ def test_a_template_that_renders_the_turn_otherwise_is_not_cut(
                 {},
             )
     finally:
-        tokenizer.hf.chat_template = plain
+        tokenizer.template = plain
 
 
 def test_a_template_without_turn_close_is_never_cut(tokenizer_of: Callable[[str], Any]) -> None:

@@ -27,6 +27,7 @@ from stepwell.gateway.listening import bind
 from stepwell.gateway.replicas import start_replicas
 from stepwell.gateway.server import HttpServer
 from stepwell.gateway.wiring import Wiring
+from tests.gateway.conftest import save_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,15 +97,10 @@ def test_errors_survive_pickling_with_their_fields() -> None:
         assert again.param == (args[1] if len(args) > 1 else None)
 
 
-def saved(tokenizer: Any, folder: Path) -> str:
-    tokenizer.hf.save_pretrained(folder)
-    return str(folder)
-
-
 async def test_a_server_thread_serves_and_leaves_nothing_behind(
     tokenizer: Any, tmp_path: Path
 ) -> None:
-    config = GatewayConfig(port=0, tokenizer_path=saved(tokenizer, tmp_path), context_length=64)
+    config = GatewayConfig(port=0, tokenizer_path=save_tokenizer(tmp_path), context_length=64)
     server = HttpServer(config, Wiring(), pool=None)  # type: ignore[arg-type]  # /health asks no pool
     origin = await asyncio.to_thread(server.start)
     async with (
@@ -138,7 +134,7 @@ async def test_the_ray_actor_serves_agents_and_stores_steps_in_the_pool_actor(
     pool = client_of([start_data_pool(PoolConfig(), name="pool")])
     config = GatewayConfig(
         port=0,
-        tokenizer_path=saved(tokenizer, tmp_path),
+        tokenizer_path=save_tokenizer(tmp_path),
     )
     (actor,) = start_replicas(config, Wiring((world.engine.url,)), "pool")
     origin = await actor.start.remote()
@@ -161,7 +157,7 @@ async def test_stopping_aborts_what_is_being_generated(
     world = await worlds()
     gate = asyncio.Event()
     world.say("never", gate=gate)
-    config = GatewayConfig(port=0, tokenizer_path=saved(tokenizer, tmp_path))
+    config = GatewayConfig(port=0, tokenizer_path=save_tokenizer(tmp_path))
     server = HttpServer(config, Wiring((world.engine.url,)), world.pool)
     origin = await asyncio.to_thread(server.start)
     async with AsyncOpenAI(base_url=f"{origin}/t/p/v1", api_key="x", max_retries=0) as client:
@@ -186,7 +182,7 @@ async def test_a_pool_that_does_not_answer_does_not_keep_a_gateway_from_stopping
     world.port.door.clear()
     config = GatewayConfig(
         port=0,
-        tokenizer_path=saved(tokenizer, tmp_path),
+        tokenizer_path=save_tokenizer(tmp_path),
         pool_timeout_s=3.0,
         admin_keys=["an-admin-key-of-32-characters-00"],
     )

@@ -12,23 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from stepwell.gateway.errors import ContextLengthError
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from tests.gateway.conftest import CHATML, make_tokenizer
+from tests.gateway.conftest import make_backend, make_template, make_tokenizer
 
 Change = Callable[[Tokenizer], Any]
 
 
 def changed(change: Change, family: str = "qwen3") -> ChatTokenizer:
     """A family's tokenizer, but for one thing."""
-    hf = make_tokenizer(family).hf
-    backend = Tokenizer.from_str(hf.backend_tokenizer.to_str())
+    backend = make_backend(family)
     change(backend)
-    again = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=hf.eos_token)
-    again.chat_template = hf.chat_template
-    return ChatTokenizer(again)
+    return ChatTokenizer(backend, make_template(family))
 
 
 def pieces(merges: int = 3) -> Tokenizer:
@@ -49,9 +45,7 @@ def pieces(merges: int = 3) -> Tokenizer:
 
 @cache
 def sentence_pieces() -> ChatTokenizer:
-    hf = PreTrainedTokenizerFast(tokenizer_object=pieces(), eos_token="<|im_end|>")
-    hf.chat_template = CHATML
-    return ChatTokenizer(hf)
+    return ChatTokenizer(pieces(), make_template("chatml"))
 
 
 @cache

@@ -30,7 +30,7 @@ from stepwell.trainer.masks import (
     mask_generator,
     to_steps,
 )
-from tests.gateway.conftest import make_tokenizer
+from tests.gateway.conftest import hf_tokenizer, make_backend, make_template
 
 Message = dict[str, Any]
 
@@ -70,7 +70,7 @@ CLOSE = {
 @lru_cache
 def tokenizer(family: str) -> Any:
     if family not in ("deepseek", "generation"):
-        return make_tokenizer(family).hf
+        return hf_tokenizer(family)
     special = {
         "deepseek": [
             "<｜begin▁of▁sentence｜>",
@@ -308,7 +308,7 @@ def test_a_row_is_what_the_gateway_would_have_built_in_a_rollout(
     if family == "chatml":
         messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
     # The gateway renders control tokens in users' texts as text; here they are what they are.
-    chat_tokenizer = ChatTokenizer(tokenizer(family), sanitize=False)
+    chat_tokenizer = ChatTokenizer(make_backend(family), make_template(family), sanitize=False)
     renderer = ChatRenderer(chat_tokenizer)
     row = mask_generator("qwen", tokenizer(family))(messages, TOOLS)
     ids: list[int] = []
