@@ -36,6 +36,7 @@ from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import error_response, make_dialects
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
+from stepwell.gateway.functions import Function, load_function
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.limits import CallLimits
@@ -43,12 +44,11 @@ from stepwell.gateway.openapi import install_openapi
 from stepwell.gateway.prompt import Prompts
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.reply.reader import ReplyFormat
-from stepwell.gateway.rewards import RewardFunction, load_reward_function
 from stepwell.gateway.routes import router
 from stepwell.gateway.serve import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
 from stepwell.gateway.services import Services
 from stepwell.gateway.shortcut import Shortcut
-from stepwell.gateway.slime_buffer.buffer import Generator, RolloutBuffer, load_generator
+from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
 from stepwell.gateway.slime_buffer.router import router as rollout_router
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -77,8 +77,8 @@ class _Loaded:
     pool: DataPoolClient
     tokenizer: ChatTokenizer
     turn_messages: TurnMessages
-    reward: RewardFunction | None
-    generator: Generator | None
+    reward: Function | None
+    generator: Function | None
     keys: KeyRing
     hosts: Hosts
 
@@ -191,8 +191,8 @@ def create_app(
         pool=pool,
         tokenizer=tokenizer or ChatTokenizer.load(config.tokenizer_path),
         turn_messages=TurnMessages(config),
-        reward=load_reward_function(config.reward_fn) if config.reward_fn else None,
-        generator=load_generator(config),
+        reward=load_function(config, "reward_fn"),
+        generator=load_function(config, "rollout_generator"),
         keys=KeyRing(config),
         hosts=Hosts(config, wiring.replica_urls),
     )

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
-from stepwell.datapool.dotted import resolve
 from stepwell.datapool.types import MAX_REWARD, is_reward
-from stepwell.gateway.errors import GatewayConfigError, GatewayError, RequestError
-
-RewardFunction: TypeAlias = Callable[..., Any]
+from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.functions import Function
 
 
 class RewardError(GatewayError, RuntimeError):
@@ -26,26 +24,7 @@ class RewardError(GatewayError, RuntimeError):
     code = "reward_failed"
 
 
-def load_reward_function(path: str) -> RewardFunction:
-    """The function at `package.module:name` (or `package.module.name`).
-
-    Raises:
-        GatewayConfigError
-    """
-    try:
-        function = resolve(path)
-    except ImportError as e:
-        raise GatewayConfigError(
-            f"gateway.reward_fn is {path!r}, which cannot be imported ({e}); "
-            "name a function as package.module:function"
-        ) from e
-    if not callable(function):
-        raise GatewayConfigError(f"gateway.reward_fn is {path!r}, which cannot be called")
-    loaded: RewardFunction = function
-    return loaded
-
-
-async def compute_reward(function: RewardFunction, fields: Mapping[str, Any]) -> dict[str, Any]:
+async def compute_reward(function: Function, fields: Mapping[str, Any]) -> dict[str, Any]:
     """`{"reward": number | None, "details": {…}}`.
 
     Raises:

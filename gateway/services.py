@@ -25,9 +25,9 @@ from stepwell.gateway.dialects.base import Dialect
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError
+from stepwell.gateway.functions import Function
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.keys import KeyRing
-from stepwell.gateway.rewards import RewardFunction
 from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.groups import Groups
@@ -59,7 +59,7 @@ class Services:
     responses: OpenAIResponses
     """One of `dialects`: its answers can be read again."""
     rollout_buffer: RolloutBuffer
-    reward: RewardFunction | None
+    reward: Function | None
     started_at: float = field(default_factory=time.monotonic)
 
     async def start(self) -> None:

@@ -10,11 +10,7 @@ What its `rollout_buffer_example.py` sends and reads (THUDM/slime, slime_plugins
                             own, {tokens, response_length, loss_mask, rollout_log_probs,
                             weight_versions, branches}: fields of its `Sample`
 
-One item is one trajectory, `num_repeat_per_sample` items of one `instance_id` are one group. The
-ids are what the engine was sent and what it sampled. `messages` are decoded from them (or those
-that were written), for consumers that tokenise text again; they are a view and not the truth. An
-item is the branch that ends in the trajectory's last call; tokens that were sampled on others are
-in its `branches`, each exactly once.
+One item is one trajectory, `num_repeat_per_sample` items of one `instance_id` are one group.
 
 A delivery::
 
@@ -29,7 +25,7 @@ in the round trip between ack and last bytes; HTTP cannot tell. A consumer that 
 that sends `{"hold": true}` and acks itself (`POST /ack_rollout_data`), after its checkpoint.
 
 Owns: these routes, and the order of lease, bytes and ack. Does not own: what is served
-(`buffer.py`), the shape of items (`items.py`).
+(`buffer.py`).
 """
 
 from __future__ import annotations
@@ -69,13 +65,8 @@ async def start_rollout(request: Request) -> Response:
 async def write(request: Request) -> Response:
     item = await _body(request)
     await services_of(request).rollout_buffer.write(item)
-    return OrjsonResponse(
-        {
-            "success": True,
-            "message": "Data has been successfully written to buffer",
-            "data": {"data": [item], "meta_info": "write to buffer"},
-        }
-    )
+    data = {"data": [item], "meta_info": "write to buffer"}
+    return _answer("Data has been successfully written to buffer", data)
 
 
 @router.post("/get_rollout_data")
@@ -85,13 +76,7 @@ async def get_rollout_data(request: Request) -> Response:
     hold = field(await _body(request), "hold", bool, "true or false") or False
     taken = await buffer.take()
     if taken is None:
-        return OrjsonResponse(
-            {
-                "success": False,
-                "message": "No data available to read",
-                "data": {"data": [], "meta_info": {}},
-            }
-        )
+        return _answer("No data available to read", {"data": [], "meta_info": {}}, success=False)
     return _Delivery(buffer, *taken, hold=hold)
 
 
@@ -102,7 +87,11 @@ async def ack_rollout_data(request: Request) -> Response:
     if not lease_id:
         raise RequestError("lease_id is missing; send meta_info.lease_id of the answer", "lease_id")
     await services_of(request).rollout_buffer.ack_held(lease_id)
-    return OrjsonResponse({"success": True, "message": "acked", "data": None})
+    return _answer("acked", None)
+
+
+def _answer(message: str, data: Any, *, success: bool = True) -> Response:
+    return OrjsonResponse({"success": success, "message": message, "data": data})
 
 
 class _Delivery(Response):
@@ -119,16 +108,14 @@ class _Delivery(Response):
         self._hold = hold
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(body: bytes, *, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
         gone = asyncio.create_task(_gone(receive))
         settled = False
         try:
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": self.status_code,
-                    "headers": self.raw_headers,
-                }
-            )
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
             separator = self._head()
             for served in self._groups:
                 encoded = asyncio.ensure_future(self._buffer.encode(served))
@@ -136,10 +123,10 @@ class _Delivery(Response):
                 if gone.done():
                     encoded.cancel()
                     return
-                await _send(send, separator + await encoded)
+                await write(separator + await encoded)
                 separator = b","
             # Waits until what was written before has left for the network.
-            await _send(send, b"]")
+            await write(b"]")
             await asyncio.sleep(0)
             if gone.done():
                 return
@@ -147,12 +134,12 @@ class _Delivery(Response):
                 return
             settled = True
             self._buffer.count_delivered(self._groups)
-            await send({"type": "http.response.body", "body": b"}}"})
+            await write(b"}}", more=False)
         finally:
             gone.cancel()
             if not settled:
                 # Without its end the body is no JSON, and the connection is cut.
-                self._buffer.give_back(self._lease, "the client went away")
+                self._buffer.give_back(self._lease)
 
     def _head(self) -> bytes:
         meta = self._buffer.meta_info(self._groups)
@@ -161,10 +148,6 @@ class _Delivery(Response):
         message = f"Successfully read {meta['total_samples']} items"
         head = {"success": True, "message": message, "data": {"meta_info": meta, "data": []}}
         return orjson.dumps(head, option=JSON_OPTIONS).removesuffix(b"]}}")
-
-
-async def _send(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _gone(receive: Receive) -> None:

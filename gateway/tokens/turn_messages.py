@@ -10,19 +10,16 @@ redaction. Does not own: which messages are new (`tokens/graph.py`). Training re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias, cast
+from collections.abc import Sequence
+from typing import Final
 
 import orjson
 
-from stepwell.datapool.dotted import resolve
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.errors import GatewayConfigError
+from stepwell.gateway.functions import load_function
 from stepwell.gateway.tokens.messages import Message
 
 log = logging.getLogger(__name__)
-
-Redaction: TypeAlias = Callable[[list[Message]], list[Message]]
 
 MESSAGES: Final = "messages"
 """Key of a Step's metadata."""
@@ -37,7 +34,7 @@ class TurnMessages:
             GatewayConfigError: `gateway.redact_messages` names no function.
         """
         self._limit = config.max_message_bytes if config.keep_messages else 0
-        self._redact = None if config.redact_messages is None else _load(config.redact_messages)
+        self._redact = load_function(config, "redact_messages")
 
     def of(self, new: Sequence[Message], reply: Message) -> list[Message] | None:
         """The turn's messages as its Step keeps them; None: it keeps none."""
@@ -55,16 +52,3 @@ class TurnMessages:
             log.exception("gateway.redact_messages failed; the turn's messages are not kept")
             return None
         return said if len(text) <= self._limit else None
-
-
-def _load(path: str) -> Redaction:
-    try:
-        found = resolve(path)
-    except ImportError as e:
-        raise GatewayConfigError(
-            f"gateway.redact_messages is {path!r}, which cannot be imported ({e}); "
-            "name a function as package.module:function"
-        ) from e
-    if not callable(found):
-        raise GatewayConfigError(f"gateway.redact_messages is {path!r}, which cannot be called")
-    return cast("Redaction", found)

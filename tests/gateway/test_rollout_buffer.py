@@ -7,11 +7,11 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import numpy as np
 import pytest
 import ray
 from hypothesis import given
@@ -23,8 +23,8 @@ from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError
-from stepwell.gateway.slime_buffer.items import make_item, rows, steps_of
-from stepwell.gateway.slime_buffer.transcript import Transcript
+from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
+from stepwell.gateway.slime_buffer.writes import Item, parse
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import serving
 
@@ -407,14 +407,35 @@ async def test_what_was_sampled_beside_the_main_branch_comes_as_branches(
     assert item["messages"][-1]["content"] == "right"
 
 
-def test_text_that_no_template_mark_fits_is_one_user_message(tokenizer_of: Callable[..., Any]):
+@pytest.mark.parametrize("kept", [{}, {"messages": "odd"}, {"messages": [{"content": "x"}]}])
+def test_a_step_that_keeps_no_messages_shows_its_text(
+    tokenizer_of: Callable[..., Any], kept: dict[str, Any]
+):
     tokenizer = tokenizer_of("chatml")
-    transcript = Transcript(tokenizer)
-    prompt, reply = tokenizer.encode("bare <|im_start|> text"), tokenizer.encode("yes")
-    assert transcript.messages([prompt, reply]) == [
+    step = Step(
+        prompt_ids=tokenizer.encode("bare <|im_start|> text"),
+        response_ids=tokenizer.encode("yes"),
+        trajectory_uid="t",
+        prompt_uid="p",
+        step_index=0,
+        policy_version=0,
+        metadata=kept,
+    )
+    assert messages_of([step], tokenizer) == [
         {"role": "user", "content": "bare <|im_start|> text"},
         {"role": "assistant", "content": "yes"},
     ]
+
+
+async def test_messages_that_are_not_kept_are_the_text_of_the_prompt(worlds: Callable[..., Any]):
+    world = await worlds(keep_messages=False)
+    consumer = Consumer(world.url, n_samples_per_prompt=1)
+    await consumer.start()
+    await rollout(world, "p", "t", question="what is it")
+    (item,) = await consumer.items()
+    assert [m["role"] for m in item["messages"]] == ["user", "assistant"]
+    assert "what is it" in item["messages"][0]["content"]
+    assert item["messages"][1]["content"] == "fine"
 
 
 # -- who gets what --------------------------------------------------------------------------------
@@ -953,7 +974,11 @@ def test_each_sampled_token_is_trained_in_exactly_one_row(steps: list[Step]):
             for t, lp, m in zip(response, row.log_probs, row.loss_mask, strict=True)
             if m
         ]
-        assert np.array_equal(np.concatenate(row.pieces()), row.tokens)
+        for before, after in pairwise(row.steps):
+            n = before.n_tokens
+            assert after.prompt_ids[:n].tolist() == [*before.prompt_ids, *before.response_ids]
+        last = row.steps[-1]
+        assert row.tokens.tolist() == [*last.prompt_ids, *last.response_ids]
     assert sorted(trained) == sorted(
         (int(t), float(lp))
         for s in steps
@@ -971,13 +996,15 @@ def test_each_sampled_token_is_trained_in_exactly_one_row(steps: list[Step]):
 def test_a_written_sample_comes_back_as_it_was(prompt: list[int], response: list[Any]):
     mask = [int(sampled) for _, sampled in response]
     item = {
+        "instance_id": 1,
+        "reward": 0.0,
         "tokens": [*prompt, *(t for t, _ in response)],
         "response_length": len(response),
         "loss_mask": mask,
         "rollout_log_probs": [-0.5 * m for m in mask],
         "weight_versions": ["2"],
     }
-    steps = tuple(steps_of(item))
+    steps = tuple(parse(Item, item).steps())
     trajectory = Trajectory("t", "p", steps)
     (row,) = rows(trajectory.steps)
     # Leading zeros are prompt, and behind the last sampled token nothing is kept.
@@ -1008,4 +1035,4 @@ def test_metadata_that_is_no_json_does_not_keep_a_group_from_being_served(
     group_ = Group("p", (trajectory,))
     item = json.loads(buffer._encode(Served(group_, "p", (trajectory,))))
     assert item["tokens"] == [1, 2]
-    assert make_item(trajectory, group_, "p", buffer._transcript)["reward"] == 1.0
+    assert make_item(trajectory, group_, "p", buffer._tokenizer)["reward"] == 1.0
