@@ -35,10 +35,9 @@ from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.types import MAX_REWARD, Step, VersionSpan
 from stepwell.gateway.config import MOST_OF_A_GROUP
 from stepwell.gateway.dialects import openai_chat
-from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages
+from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import PATHS, error_response
-from stepwell.gateway.dialects.response_items import StoredResponse
 from stepwell.gateway.errors import (
     GatewayError,
     PermissionDeniedError,
@@ -349,7 +348,7 @@ async def delete_trajectory(request: Request, trajectory_uid: Uid) -> Response:
         )
     if (trajectory := services.trajectories.known(trajectory_uid)) is not None:
         trajectory.forget()
-    services.responses.forget(trajectory_uid)
+    services.responses.store.forget(trajectory_uid)
     services.calls.renderer.forget()
     deleted = await ask(services.pool.delete(trajectory_uid), services.config.pool_timeout_s)
     return OrjsonResponse({"deleted": deleted.trajectories, "leased": deleted.leased})
@@ -383,7 +382,7 @@ async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
     services = services_of(request)
     body = parse_object(await read_body(request))
-    parsed = AnthropicMessages().parse_count(body)
+    parsed = AnthropicMessages().parse(body, CountParams)
     refuse_builtin_tools(services, parsed)
     call = services.calls.prompts.normalised(parsed.call)
     uid = _uid(request)
@@ -401,19 +400,14 @@ async def stored_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream") == "true":
         raise RequestError("stream is true; a stored response comes whole, leave it out", "stream")
     _, stored = _stored(request, response_id)
-    return OrjsonResponse(stored.response)
+    return OrjsonResponse(stored)
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(request: Request, response_id: str) -> Response:
-    responses, stored = _stored(request, response_id)
-    return OrjsonResponse(responses.delete(stored))
-
-
-@router.get("/v1/responses/{response_id}/input_items")
-async def response_input_items(request: Request, response_id: str) -> Response:
-    responses, stored = _stored(request, response_id)
-    return OrjsonResponse(responses.input_items(stored, request.query_params))
+    responses, _ = _stored(request, response_id)
+    responses.store.delete(response_id)
+    return OrjsonResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.get(f"{_UNDER}/responses/{{response_id}}")
@@ -430,14 +424,7 @@ async def trajectory_delete_response(
     return await delete_response(request, response_id)
 
 
-@router.get(f"{_UNDER}/responses/{{response_id}}/input_items")
-async def trajectory_response_input_items(
-    request: Request, trajectory_uid: Uid, prompt_uid: Uid, response_id: str
-) -> Response:
-    return await response_input_items(request, response_id)
-
-
-def _stored(request: Request, response_id: str) -> tuple[OpenAIResponses, StoredResponse]:
+def _stored(request: Request, response_id: str) -> tuple[OpenAIResponses, dict[str, Any]]:
     """A remembered answer; below a trajectory's URL, or with its key, one of its own."""
     responses = services_of(request).responses
     uid = _uid(request)
@@ -518,13 +505,14 @@ def _white_box(body: dict[str, Any]) -> ChatRequest:
     ids = other_ids if ids is None else ids
     asked = {k: v for k, v in body.items() if k not in ("trajectory_uid", "prompt_uid")}
     if ids is None:
-        chat, options = openai_chat.parse(asked)
+        parsed = openai_chat.OpenAIChat().parse(asked)
     else:
         if "messages" in asked:
             raise RequestError("messages and prompt_ids exclude each other; send one", "messages")
         # The messages stand in for what the parser requires; the prompt is the ids.
         asked["messages"] = [{"role": "user", "content": ""}]
-        chat, options = openai_chat.parse(asked)
+        parsed = openai_chat.OpenAIChat().parse(asked)
+    chat, options = parsed.call, parsed.options
     if options.stream:
         raise RequestError("/generate does not stream; leave stream out", "stream")
     if options.n > 1:

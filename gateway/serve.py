@@ -61,7 +61,7 @@ async def serve(
     body = await read_body(request)
     began_at = time.perf_counter()
     retry = retry_key(request.headers, body, dialect.name)
-    parsed = dialect.parse(parse_object(body), request.headers)
+    parsed = dialect.parse(parse_object(body))
     del body  # as large as all that is parsed of it, and the call may take minutes
     refuse_builtin_tools(services, parsed)
     _refuse_others_response(request, parsed)

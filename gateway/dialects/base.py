@@ -11,12 +11,12 @@ not own calls, prompts, ids or tool-call parsing. A field it cannot honour is re
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple
 
 import orjson
-from starlette.datastructures import Headers
 
 from stepwell.gateway.call import Call, Listener, Reply
 from stepwell.gateway.errors import GatewayError
@@ -24,6 +24,7 @@ from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
+from stepwell.gateway.web import error_body
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,6 @@ class Event(NamedTuple):
     """How many of the sample's tokens are told with it and before; see `Listener.n_told`."""
 
 
-EventOrPause: TypeAlias = Event | None
-"""None: nothing came for `keepalive_s`; send whatever keeps the connection alive."""
-
-
 class Exchange:
     """A request and its calls, one per sample. Dialects answer from it."""
 
@@ -79,11 +76,10 @@ class Exchange:
         self.tokenizer = tokenizer
         self._listeners = tuple(listeners)
         self._keepalive_s = keepalive_s
-        self._first: EventOrPause = None
-        self._begun = False
+        self._first: Event | None = None
         self._closed = False
-        self._queue: asyncio.Queue[Event | GatewayError] | None = None
-        self._pumps: list[asyncio.Task[None]] = []
+        self._coming: dict[asyncio.Future[Delta | Reply], int] = {}
+        """The next event of each of several samples."""
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -121,16 +117,14 @@ class Exchange:
             GatewayError: a call failed.
         """
         self._first = await self._next()
-        self._begun = True
 
-    async def events(self) -> AsyncIterator[EventOrPause]:
-        """All events, from the first on; ends behind the last sample's reply.
+    async def events(self) -> AsyncIterator[Event | None]:
+        """All events, from the one of `begin` on; ends behind the last sample's reply. None:
+        nothing came for `keepalive_s`; send whatever keeps the connection alive.
 
         Raises:
             GatewayError: a call failed.
         """
-        if not self._begun:
-            await self.begin()
         left = len(self._listeners)
         event = self._first
         while True:
@@ -150,69 +144,65 @@ class Exchange:
     def close(self) -> None:
         """The client is gone or served; calls nobody else listens to are aborted."""
         self._closed = True
-        for pump in self._pumps:
-            pump.cancel()
+        for coming in self._coming:
+            coming.cancel()
         for listener in self._listeners:
             listener.close()
 
-    async def _next(self) -> EventOrPause:
+    async def _next(self) -> Event | None:
+        if len(self._listeners) > 1:
+            return await self._next_of_several()
+        listener = self._listeners[0]
         try:
-            async with asyncio.timeout(self._keepalive_s):
-                if len(self._listeners) == 1:
-                    item = await self._listeners[0].next()
-                    return Event(0, item, self._listeners[0].n_told)
-                return await self._merged()
-        except GatewayError:  # of which one is a TimeoutError, too
-            raise
-        except TimeoutError:
+            async with asyncio.timeout(self._keepalive_s) as patience:
+                return Event(0, await listener.next(), listener.n_told)
+        except TimeoutError:  # a call that took too long is one, too
+            if not patience.expired():
+                raise
             return None
 
-    async def _merged(self) -> Event:
-        if self._queue is None:
-            self._queue = asyncio.Queue()
-            self._pumps = [
-                asyncio.create_task(self._pump(i, listener, self._queue))
-                for i, listener in enumerate(self._listeners)
-            ]
-        event = await self._queue.get()
-        if isinstance(event, GatewayError):
-            raise event
+    async def _next_of_several(self) -> Event | None:
+        if not self._coming:
+            self._coming = {
+                asyncio.ensure_future(each.next()): i for i, each in enumerate(self._listeners)
+            }
+        await asyncio.wait(
+            self._coming, timeout=self._keepalive_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        come = next((coming for coming in self._coming if coming.done()), None)
+        if come is None:
+            return None
+        sample = self._coming.pop(come)
+        listener, item = self._listeners[sample], come.result()
+        event = Event(sample, item, listener.n_told)
+        if not isinstance(item, Reply):
+            self._coming[asyncio.ensure_future(listener.next())] = sample
         return event
 
-    @staticmethod
-    async def _pump(
-        index: int, listener: Listener, queue: asyncio.Queue[Event | GatewayError]
-    ) -> None:
-        try:
-            while True:
-                item = await listener.next()
-                queue.put_nowait(Event(index, item, listener.n_told))
-                if isinstance(item, Reply):
-                    return
-        except GatewayError as e:
-            queue.put_nowait(e)
 
+class Dialect(ABC):
+    name: ClassVar[str]
+    """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
 
-class Dialect(Protocol):
-    @property
-    def name(self) -> str:
-        """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
-
-    def parse(self, body: dict[str, Any], headers: Headers) -> Parsed:
+    @abstractmethod
+    def parse(self, body: dict[str, Any]) -> Parsed:
         """
         Raises:
             RequestError: names the field, its value and the remedy.
         """
 
+    @abstractmethod
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """The JSON answer; `replies` are the exchange's samples, their Steps stored."""
 
+    @abstractmethod
     def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """The server-sent events, terminal event included. Read `exchange.events()`; a failure of
         the call comes out of it as a GatewayError and becomes the dialect's error event."""
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """The body of an error answer; its status is `e.status`."""
+        return error_body(e)
 
 
 def sse(payload: Mapping[str, Any], event: str | None = None) -> bytes:

@@ -13,84 +13,60 @@ thought. Owns this wire format; what it shares with chat completions is in `open
 from __future__ import annotations
 
 import codecs
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
 
 import numpy as np
-from starlette.datastructures import Headers
 
 from stepwell.datapool.types import TokenIds
 from stepwell.gateway.call import Reply, SampledToken
-from stepwell.gateway.dialects.base import Event, Exchange, Parsed
+from stepwell.gateway.dialects.base import Dialect, Event, Exchange, Parsed
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
-    MAX_TOP_LOGPROBS,
-    NEUTRAL,
+    CompletionParams,
     NewTokens,
-    Options,
     completion_frames,
-    options,
-    refuse_unsupported,
-    sampling_fields,
     usage,
 )
+from stepwell.gateway.dialects.params import TopLogprobs, wrong
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.web import error_body, number
+from stepwell.gateway.web import error_body
 
-_KNOWN = frozenset(
-    {
-        "logprobs",
-        "max_tokens",
-        "min_p",
-        "model",
-        "n",
-        "prompt",
-        "seed",
-        "stop",
-        "stream",
-        "stream_options",
-        "temperature",
-        "top_k",
-        "top_p",
-    }
-)
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **NEUTRAL,
-    "add_special_tokens": (True,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-}
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, and so vLLM's and SGLang's."""
 
 
-class OpenAICompletions:
+class CompletionsParams(CompletionParams):
+    prompt: Any
+    logprobs: TopLogprobs | None = None
+    add_special_tokens: Literal[True] = True
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+    suffix: Literal[""] = ""
+
+
+class OpenAICompletions(Dialect):
     """`POST /v1/completions`."""
 
     name = "openai_completions"
 
-    def parse(self, body: dict[str, Any], headers: Headers) -> Parsed:
-        """See `Dialect.parse`."""
-        refuse_unsupported(body, _KNOWN, _NEUTRAL)
-        n_logprobs = number(body, "logprobs", 0, MAX_TOP_LOGPROBS, integral=True)
-        text, ids = _prompt(body.get("prompt"))
-        limit = number(body, "max_tokens", 1, 2**31 - 1, integral=True)
+    def parse(self, body: dict[str, Any]) -> Parsed:
+        params = CompletionsParams.read(body)
+        text, ids = _prompt(params.prompt)
         call = ChatRequest(
             messages=[],
             prompt_text=text,
             prompt_ids=ids,
             is_completion=True,
             parse_tools=False,
-            max_tokens=limit or DEFAULT_MAX_TOKENS,
-            n_logprobs=n_logprobs,
-            **sampling_fields(body),
+            max_tokens=params.max_tokens or DEFAULT_MAX_TOKENS,
+            n_logprobs=params.logprobs,
+            **params.sampling(),
         )
-        shape = options(body, n_logprobs is not None)
-        return Parsed(call, shape, n=shape.n)
+        return Parsed(call, params, n=params.n)
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `Completion`."""
@@ -125,8 +101,7 @@ class _Logprobs:
     """The legacy object of a reply's tokens, in one piece or several."""
 
     def __init__(self, exchange: Exchange) -> None:
-        options: Options = exchange.parsed.options
-        self._wanted = options.logprobs
+        self._wanted = exchange.parsed.options.logprobs is not None
         self._tokenizer: ChatTokenizer = exchange.tokenizer
         self._special = frozenset(exchange.tokenizer.special.values())
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -175,17 +150,26 @@ def _choice(
 
 def _prompt(prompt: Any) -> tuple[str | None, TokenIds | None]:
     """The prompt as text or as ids, whichever it is."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return prompt, None
-    if not isinstance(prompt, list) or not prompt or not all(type(i) is int for i in prompt):
-        if isinstance(prompt, list) and all(isinstance(p, str | list) for p in prompt[:2]):
-            remedy = "send one request for each prompt" if prompt else "send one"
+    match prompt:
+        case str(text) | [str(text)]:
+            return text, None
+        case [list(ids)] | list(ids) if ids and not isinstance(ids[0], str | list):
+            return None, token_ids("prompt", ids)
+        case [str() | list(), *_]:
+            remedy = "send one request for each prompt"
             raise RequestError(f"prompt holds {len(prompt)} prompts; {remedy}", "prompt")
-        raise RequestError(f"prompt is {prompt!r:.80}; send text or a list of token ids", "prompt")
-    if min(prompt) < 0 or max(prompt) >= 2**31:
-        raise RequestError("prompt holds ids outside [0, 2**31)", "prompt")
-    ids = np.asarray(prompt, np.int32)
-    ids.flags.writeable = False
-    return None, ids
+    raise wrong("prompt", prompt, "send text or a list of token ids")
+
+
+def token_ids(name: str, ids: Any) -> TokenIds:
+    """
+    Raises:
+        RequestError: it is no list of ids.
+    """
+    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+        raise wrong(name, ids, "send a list of token ids")
+    if min(ids) < 0 or max(ids) >= 2**31:
+        raise RequestError(f"{name} holds ids outside [0, 2**31)", name)
+    array = np.asarray(ids, np.int32)
+    array.flags.writeable = False
+    return array

@@ -4,32 +4,46 @@
     deltas ──► Answer (`response_answer.py`) ──► server-sent events
                   └──► the whole Response, remembered for `previous_response_id`
 
-Owns the wire format, its validation and its error wording. What the model cannot have and agents
-always send (hosted tools, `truncation: auto`) is left aside and told in `x-stepwell-ignored`; any
-other field that cannot be honoured is refused by name. Does not own: what items mean, calls,
-prompts.
+Owns the wire format, its validation and its error wording, and the bounded memory of answers. What
+the model cannot have and agents always send (hosted tools, `truncation: auto`) is left aside and
+told in `x-stepwell-ignored`; any other field that cannot be honoured is refused by name. Does not
+own: what items mean, calls, prompts.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import orjson
-from starlette.datastructures import Headers
+from pydantic import Field
 
 from stepwell.gateway.call import Reply
-from stepwell.gateway.dialects.base import KEEP_ALIVE, Exchange, Parsed, sse
+from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
+from stepwell.gateway.dialects.params import (
+    Effort,
+    MaxTokens,
+    Params,
+    Part,
+    Temperature,
+    TopLogprobs,
+    TopP,
+    effort_args,
+    may_call,
+    must_call,
+    need,
+    optional,
+    wrong,
+)
 from stepwell.gateway.dialects.response_answer import Answer, Event, Options
 from stepwell.gateway.dialects.response_items import (
     Conversation,
     Item,
-    ResponseStore,
-    StoredResponse,
     Toolbox,
     additional_tools,
-    listed,
 )
 from stepwell.gateway.errors import (
     ContextLengthError,
@@ -40,72 +54,125 @@ from stepwell.gateway.errors import (
 )
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
-from stepwell.gateway.web import error_body, field, number, top_p
+from stepwell.gateway.web import error_body
 
-_ECHOED = ("prompt_cache_key", "safety_identifier", "user")
-_IGNORED = frozenset(
-    {
-        "client_metadata",
-        "max_tool_calls",  # of hosted tools, of which there are none
-        "model",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "service_tier",
-    }
-)
-_KNOWN = frozenset(
-    {
-        *_ECHOED,
-        "include",
-        "input",
-        "instructions",
-        "max_output_tokens",
-        "metadata",
-        "parallel_tool_calls",
-        "previous_response_id",
-        "reasoning",
-        "store",
-        "stream",
-        "stream_options",
-        "temperature",
-        "text",
-        "tool_choice",
-        "tools",
-        "top_logprobs",
-        "top_p",
-        "truncation",
-    }
-)
-_REMEDIES: Mapping[str, str] = {
-    "background": "send false, and stream for long answers",
-    "conversation": "send the whole input, or previous_response_id",
-    "prompt": "send instructions and input",
-}
 _SEALED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDABLE = frozenset(
-    {
-        _SEALED,
-        _LOGPROBS,
-        # Of items that this gateway never makes.
-        "code_interpreter_call.outputs",
-        "computer_call_output.output.image_url",
-        "file_search_call.results",
-        "message.input_image.image_url",
-        "web_search_call.action.sources",
-        "web_search_call.results",
-    }
-)
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_NO_THINKING = ("none", "minimal")
-_SUMMARIES = ("auto", "concise", "detailed")
-_PAGE_SIZES = frozenset(map(str, range(1, 101)))
-MAX_TOP_LOGPROBS = 20
+Includable = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    # Of items that this gateway never makes.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+Summary = Literal["auto", "concise", "detailed"]
 STORED_CHARS = 2**28
 """Default of `gateway.stored_response_chars`."""
 
 
-class OpenAIResponses:
+class Reasoning(Params):
+    effort: Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+    context: Any = None
+    mode: Any = None
+
+    def told(self) -> list[str]:
+        neutral = {"context": "auto", "mode": "standard"}
+        return [
+            f"reasoning.{name}"
+            for name, value in neutral.items()
+            if getattr(self, name) not in (None, value)
+        ]
+
+
+class TextFormat(Part):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class Text(Params):
+    format: TextFormat = TextFormat()
+    verbosity: Any = None
+
+    def constraint(self) -> tuple[str, str] | None:
+        """What the engine is to constrain the reply to."""
+        if self.format.type == "text":
+            return None
+        if self.format.type == "json_object":
+            return "json_schema", '{"type": "object"}'
+        if self.format.json_schema is None:
+            raise wrong("text.format.schema", None, "send a JSON schema")
+        return "json_schema", orjson.dumps(self.format.json_schema).decode()
+
+
+class StreamOptions(Params):
+    include_obfuscation: Any = None
+
+
+class ResponsesParams(Params):
+    ignored = frozenset(
+        (
+            *("client_metadata", "max_tool_calls", "model", "prompt_cache_options"),
+            *("prompt_cache_retention", "service_tier"),
+        )
+    )
+    remedies: ClassVar = {
+        "background": "send false, and stream for long answers",
+        "conversation": "send the whole input, or previous_response_id",
+        "prompt": "send instructions and input",
+    }
+    input: Any = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[Any] = Field(default=[])
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+    max_output_tokens: MaxTokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_logprobs: TopLogprobs | None = None
+    include: list[Includable] = Field(default=[])
+    reasoning: Reasoning = Reasoning()
+    text: Text = Text()
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    store: bool = True
+    background: Literal[False] = False
+    truncation: Literal["auto", "disabled"] = "disabled"
+    context_management: Any = None
+
+    # Echoed.
+    metadata: dict[str, str] = Field(default={})
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    user: str | None = None
+
+    def told(self) -> list[str]:
+        """Fields that agents send for long conversations. Nothing is ever dropped here: what does
+        not fit fails with `context_length_exceeded`."""
+        told = [] if self.context_management is None else ["context_management"]
+        return [*told, "truncation=auto"] if self.truncation == "auto" else told
+
+    def items(self) -> list[Item]:
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        if not isinstance(self.input, list | None):
+            raise wrong("input", self.input, "send text or a list of items")
+        return self.input or []
+
+    @property
+    def n_logprobs(self) -> int | None:
+        if self.top_logprobs or _LOGPROBS in self.include:
+            return self.top_logprobs or 0
+        return None
+
+
+class OpenAIResponses(Dialect):
     """`POST /v1/responses`. Remembers its answers."""
 
     name = "openai_responses"
@@ -116,99 +183,95 @@ class OpenAIResponses:
             stored_chars: text of all remembered answers together.
             chat_template: looked through for the switches that `reasoning.effort` can turn.
         """
-        self._store = ResponseStore(stored_chars)
+        self.store = ResponseStore(stored_chars)
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any], headers: Headers) -> Parsed:
+    def parse(self, body: dict[str, Any]) -> Parsed:
         """See `Dialect.parse`.
 
         Raises:
             PreviousResponseError, UnknownItemError: what is referred to is not stored.
         """
-        _refuse_unsupported(body)
-        ignored = _left_aside(body)
-        previous = self._previous(body)
-        items = _input(body, optional=previous is not None)
+        params = ResponsesParams.read(body)
+        ignored, items = params.told(), params.items()
+        previous = self._previous(params.previous_response_id)
         toolbox = Toolbox()
-        toolbox.add(field(body, "tools", list, "a list") or [], "tools")
+        toolbox.add(params.tools, "tools")
         for where, tools in additional_tools(items):
             toolbox.add(tools, where)
         reads: set[str] = set()
 
         def find(item_id: str) -> Item | None:
-            item, uid = self._store.item(item_id) or (None, None)
+            item, uid = self.store.item(item_id) or (None, None)
             if uid is not None:
                 reads.add(uid)
             return item
 
-        conversation = Conversation(
-            previous.messages if previous is not None else (), toolbox, find
-        )
+        conversation = Conversation(previous.messages if previous else (), toolbox, find)
         for i, item in enumerate(items):
             conversation.add(item, f"input[{i}]")
         messages = conversation.messages()
-        instructions = field(body, "instructions", str, "text")
-        if instructions:
-            begin: list[Message] = [{"role": "system", "content": instructions}]
-        else:
-            begin = []
         if not messages:
-            raise RequestError("input is empty; send text or a list of items", "input")
-        shown, forced_tool = _tool_choice(body, toolbox)
-        include = _include(body)
-        n_logprobs = number(body, "top_logprobs", 0, MAX_TOP_LOGPROBS, integral=True)
-        if n_logprobs is None and _LOGPROBS in include:
-            n_logprobs = 0
-        elif not n_logprobs and _LOGPROBS not in include:
-            n_logprobs = None
-        constraint, text = _text_format(body)
-        may_call = bool(shown) and body.get("tool_choice") != "none"
-        if constraint is not None and may_call:
+            raise RequestError("input is missing; send text or a list of items", "input")
+        instructions = params.instructions
+        begin: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+        shown, forced_tool = _choice(params.tool_choice, toolbox)
+        constraint = params.text.constraint()
+        parse_tools = bool(shown) and params.tool_choice != "none"
+        if constraint is not None and parse_tools:
             # Constrained from its first token on, the reply could not call a tool.
-            ignored.append(f"text.format={text['format']['type']} (beside tools)")
+            ignored.append(f"text.format={params.text.format.type} (beside tools)")
             constraint = None
-        template_args, reasoning = self._reasoning(body, ignored)
+        ignored += params.reasoning.told()
+        effort = params.reasoning.effort
+        # Codex sends one with every request.
+        told = ignored if effort in ("none", "minimal") else []
         call = ChatRequest(
             messages=[*begin, *messages],
             tools=shown or None,
-            template_args=template_args,
-            max_tokens=number(body, "max_output_tokens", 1, 2**31 - 1, integral=True),
-            temperature=number(body, "temperature", 0, 2),
-            top_p=top_p(body),
-            n_logprobs=n_logprobs,
+            template_args=effort_args(effort, self._chat_template, "reasoning.effort", told),
+            max_tokens=params.max_output_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            n_logprobs=params.n_logprobs,
             constraint=constraint,
             constraint_field="text.format",
             forced_tool=forced_tool,
-            parallel_tool_calls=_parallel(body),
-            stream=bool(field(body, "stream", bool, "true or false")),
-            parse_tools=may_call,
+            parallel_tool_calls=params.parallel_tool_calls,
+            stream=params.stream,
+            parse_tools=parse_tools,
         )
-        store = field(body, "store", bool, "true or false") is not False
+        summary = params.reasoning.summary or params.reasoning.generate_summary
+        text = body.get("text") or {}
         echo = {
             "instructions": instructions,
-            "max_output_tokens": call.max_tokens,
-            "metadata": _metadata(body),
-            "parallel_tool_calls": call.parallel_tool_calls,
-            "previous_response_id": body.get("previous_response_id"),
-            "reasoning": reasoning,
-            "store": store,
-            "temperature": call.temperature,
-            "text": text,
-            "tool_choice": body.get("tool_choice") or "auto",
+            "max_output_tokens": params.max_output_tokens,
+            "metadata": params.metadata,
+            "parallel_tool_calls": params.parallel_tool_calls,
+            "previous_response_id": params.previous_response_id,
+            "reasoning": {"effort": effort, "summary": summary},
+            "store": params.store,
+            "temperature": params.temperature,
+            "text": {
+                "verbosity": params.text.verbosity,
+                "format": text.get("format") or {"type": "text"},
+            },
+            "tool_choice": params.tool_choice or "auto",
             "tools": toolbox.echo,
-            "top_logprobs": n_logprobs or 0,
-            "top_p": call.top_p,
-            **{name: field(body, name, str, "text") for name in _ECHOED},
+            "top_logprobs": params.n_logprobs or 0,
+            "top_p": params.top_p,
+            "prompt_cache_key": params.prompt_cache_key,
+            "safety_identifier": params.safety_identifier,
+            "user": params.user,
         }
         options = Options(
             echo,
             toolbox,
-            tuple(items),
             messages,
-            store,
-            seals_reasoning=_SEALED in include,
-            summarises=reasoning["summary"] is not None,
-            logprobs=n_logprobs is not None,
+            params.store,
+            seals_reasoning=_SEALED in params.include,
+            summarises=summary is not None,
+            logprobs=params.n_logprobs is not None,
         )
         return Parsed(
             call,
@@ -267,7 +330,7 @@ class OpenAIResponses:
             body["error"]["param"] = "input"
         return body
 
-    def stored(self, response_id: str, trajectory_uid: str | None = None) -> StoredResponse:
+    def stored(self, response_id: str, trajectory_uid: str | None = None) -> dict[str, Any]:
         """A remembered answer.
 
         Args:
@@ -276,53 +339,14 @@ class OpenAIResponses:
         Raises:
             UnknownItemError
         """
-        stored = self._store.get(response_id)
+        stored = self.store.get(response_id)
         if stored is None or trajectory_uid not in (None, stored.trajectory_uid):
             raise UnknownItemError(
                 f"Response with id {response_id!r:.80} not found; it was answered with "
                 "`store: false`, deleted, or is too old (gateway.stored_response_chars)",
                 None,
             )
-        return stored
-
-    def input_items(self, stored: StoredResponse, query: Mapping[str, str]) -> dict[str, Any]:
-        """A page of its input items, the latest first.
-
-        Raises:
-            RequestError: limit, order or after is malformed.
-        """
-        items = listed(stored)
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise RequestError(f"order is {order!r:.80}; send 'asc' or 'desc'", "order")
-        if order == "desc":
-            items.reverse()
-        limit = query.get("limit", "20")
-        if limit not in _PAGE_SIZES:
-            raise RequestError(f"limit is {limit!r:.80}; send an integer in [1, 100]", "limit")
-        if (after := query.get("after")) is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise RequestError(f"after is {after!r:.80}; send the id of an item", "after")
-            items = items[ids.index(after) + 1 :]
-        page = items[: int(limit)]
-        return {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > len(page),
-        }
-
-    def delete(self, stored: StoredResponse) -> dict[str, Any]:
-        """Forget an answer."""
-        response_id = stored.response["id"]
-        self._store.delete(response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
-
-    def forget(self, trajectory_uid: str) -> None:
-        """Forget the answers of a trajectory."""
-        self._store.forget(trajectory_uid)
+        return stored.response
 
     def _finished(
         self, exchange: Exchange, answer: Answer, reply: Reply
@@ -334,15 +358,13 @@ class OpenAIResponses:
         options: Options = exchange.parsed.options
         if options.store and exchange.calls[0].request.is_kept:
             messages = (*options.conversation, reply.text.message())
-            uid = exchange.trajectory.uid
-            self._store.put(StoredResponse(response, options.input, messages, uid))
+            self.store.put(StoredResponse(response, messages, exchange.trajectory.uid))
         return events, response
 
-    def _previous(self, body: Mapping[str, Any]) -> StoredResponse | None:
-        previous_id = field(body, "previous_response_id", str, "the id of a response")
+    def _previous(self, previous_id: str | None) -> StoredResponse | None:
         if previous_id is None:
             return None
-        previous = self._store.get(previous_id)
+        previous = self.store.get(previous_id)
         if previous is None:
             raise PreviousResponseError(
                 f"Previous response with id {previous_id!r:.80} not found; send the whole input "
@@ -351,192 +373,37 @@ class OpenAIResponses:
             )
         return previous
 
-    def _reasoning(
-        self, body: Mapping[str, Any], ignored: list[str]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arguments for the chat template, and the echo."""
-        reasoning = field(body, "reasoning", dict, "an object") or {}
-        for name in reasoning:
-            if name not in ("effort", "summary", "generate_summary", "context", "mode"):
-                raise RequestError(f"reasoning.{name} is not supported", f"reasoning.{name}")
-        effort = reasoning.get("effort")
-        summary = reasoning.get("summary") or reasoning.get("generate_summary")
-        for name, value, known in (
-            ("effort", effort, _EFFORTS),
-            ("summary", summary, _SUMMARIES),
-        ):
-            if value is not None and value not in known:
-                raise RequestError(
-                    f"reasoning.{name} is {value!r:.80}; send one of {', '.join(known)}",
-                    f"reasoning.{name}",
-                )
-        for name, neutral in (("context", "auto"), ("mode", "standard")):
-            if reasoning.get(name) not in (None, neutral):
-                ignored.append(f"reasoning.{name}")
-        args: dict[str, Any] = {}
-        if effort is not None and "reasoning_effort" in self._chat_template:
-            args["reasoning_effort"] = effort
-        elif effort in _NO_THINKING and "enable_thinking" in self._chat_template:
-            args["enable_thinking"] = False
-        elif effort in _NO_THINKING:
-            ignored.append(f"reasoning.effort={effort}")
-        return args, {"effort": effort, "summary": summary}
 
-
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for name, value in body.items():
-        if name in _KNOWN or name in _IGNORED or value is None:
-            continue
-        if name == "background" and value is False:
-            continue
-        if name in ("context_management", "truncation"):
-            continue
-        remedy = _REMEDIES.get(name, "leave it out")
-        raise RequestError(f"{name} is not supported by this gateway; {remedy}", name)
-    stream_options = field(body, "stream_options", dict, "an object") or {}
-    for name in stream_options:
-        if name != "include_obfuscation":
-            raise RequestError(f"stream_options.{name} is not supported", f"stream_options.{name}")
-
-
-def _left_aside(body: Mapping[str, Any]) -> list[str]:
-    """Fields that agents send for long conversations. Nothing is ever dropped here: what does not
-    fit fails with `context_length_exceeded`."""
-    ignored = []
-    if body.get("context_management"):
-        ignored.append("context_management")
-    truncation = body.get("truncation")
-    if truncation == "auto":
-        ignored.append("truncation=auto")
-    elif truncation not in (None, "disabled"):
-        raise RequestError(f"truncation is {truncation!r:.80}; send 'disabled'", "truncation")
-    return ignored
-
-
-def _input(body: Mapping[str, Any], *, optional: bool) -> list[Item]:
-    given = field(body, "input", (str, list), "text or a list of items")
-    if given is None:
-        if not optional:
-            raise RequestError("input is missing; send text or a list of items", "input")
-        return []
-    if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": given}]
-    return list(given)
-
-
-def _include(body: Mapping[str, Any]) -> frozenset[str]:
-    include = field(body, "include", list, "a list") or []
-    for i, name in enumerate(include):
-        if not isinstance(name, str) or name not in _INCLUDABLE:
-            raise RequestError(
-                f"include[{i}] is {name!r:.80}; this gateway supports {_SEALED} and {_LOGPROBS}",
-                "include",
-            )
-    return frozenset(include)
-
-
-def _tool_choice(body: Mapping[str, Any], toolbox: Toolbox) -> tuple[list[Tool], str | None]:
+def _choice(choice: Any, toolbox: Toolbox) -> tuple[list[Tool], str | None]:
     """The tools shown to the model, and the one that it has to call ("" is any)."""
-    choice = body.get("tool_choice")
-    if choice is None or choice in ("auto", "none"):
-        # With "none", too, they stay in the prompt: so it goes on from the turns before.
-        return toolbox.shown, None
-    if choice == "required":
-        return _required(toolbox.shown)
-    kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind in ("function", "custom"):
-        return toolbox.shown, _chosen(choice, toolbox, "tool_choice")
-    if kind == "allowed_tools":
-        return _allowed(choice, toolbox)
-    raise RequestError(
-        f"tool_choice is {choice!r:.80}; this gateway supports 'auto', 'none', 'required', a "
-        "function or custom tool, and allowed_tools",
+
+    def name_of(tool: Any, where: str) -> str:
+        if not isinstance(tool, dict):
+            raise wrong(where, tool, "send an object")
+        name, namespace = need(tool, "name", str, where), optional(tool, "namespace", where)
+        return toolbox.flat_name(name, namespace)
+
+    match choice:
+        case None | "auto" | "none":
+            # With "none", too, they stay in the prompt: so it goes on from the turns before.
+            return toolbox.shown, None
+        case "required":
+            return must_call(toolbox.shown)
+        case {"type": "function" | "custom"}:
+            return must_call(toolbox.shown, name_of(choice, "tool_choice"), "tool_choice.name")
+        case {"type": "allowed_tools", "tools": [*only]}:
+            names = {
+                name_of(tool, at := f"tool_choice.tools[{i}]"): f"{at}.name"
+                for i, tool in enumerate(only)
+                if not isinstance(tool, dict) or tool.get("type") in ("function", "custom")
+            }
+            return may_call(toolbox.shown, names, choice.get("mode"))
+    raise wrong(
         "tool_choice",
+        choice,
+        "this gateway supports 'auto', 'none', 'required', a function or custom tool, and "
+        "allowed_tools",
     )
-
-
-def _required(shown: list[Tool]) -> tuple[list[Tool], str]:
-    if not shown:
-        raise RequestError(
-            "tool_choice asks for a call, but there is no tool that this gateway supports; send "
-            "function tools, or 'auto'",
-            "tool_choice",
-        )
-    return shown, ""
-
-
-def _chosen(choice: Mapping[str, Any], toolbox: Toolbox, where: str) -> str:
-    name, namespace = choice.get("name"), choice.get("namespace")
-    flat = None
-    if isinstance(name, str) and isinstance(namespace, str | None):
-        flat = toolbox.flat_name(name, namespace)
-    if flat is None or flat not in toolbox.names:
-        raise RequestError(
-            f"{where}.name is {name!r:.80}; send the name of one of the tools", f"{where}.name"
-        )
-    return flat
-
-
-def _allowed(choice: Mapping[str, Any], toolbox: Toolbox) -> tuple[list[Tool], str | None]:
-    """Only the allowed tools are shown: nothing else would keep the model from the others."""
-    mode, tools = choice.get("mode"), choice.get("tools")
-    if mode not in ("auto", "required"):
-        raise RequestError(
-            f"tool_choice.mode is {mode!r:.80}; send 'auto' or 'required'", "tool_choice.mode"
-        )
-    if not isinstance(tools, list) or not all(isinstance(t, dict) for t in tools):
-        raise RequestError(
-            f"tool_choice.tools is {tools!r:.80}; send a list of tools", "tool_choice.tools"
-        )
-    allowed = {
-        _chosen(tool, toolbox, f"tool_choice.tools[{i}]")
-        for i, tool in enumerate(tools)
-        if tool.get("type") in ("function", "custom")
-    }
-    shown = [tool for tool in toolbox.shown if tool["function"]["name"] in allowed]
-    return _required(shown) if mode == "required" else (shown, None)
-
-
-def _parallel(body: Mapping[str, Any]) -> bool:
-    return field(body, "parallel_tool_calls", bool, "true or false") is not False
-
-
-def _metadata(body: Mapping[str, Any]) -> dict[str, str]:
-    metadata: dict[str, Any] = field(body, "metadata", dict, "an object of texts") or {}
-    for name, value in metadata.items():
-        if not isinstance(value, str):
-            raise RequestError(
-                f"metadata.{name} is {value!r:.80}; send text", f"metadata.{name:.80}"
-            )
-    return metadata
-
-
-def _text_format(body: Mapping[str, Any]) -> tuple[tuple[str, str] | None, dict[str, Any]]:
-    """What the engine is to constrain the reply to, and the echo."""
-    text = field(body, "text", dict, "an object") or {}
-    for name in text:
-        if name not in ("format", "verbosity"):
-            raise RequestError(f"text.{name} is not supported", f"text.{name:.80}")
-    echo = {"verbosity": text.get("verbosity"), "format": text.get("format") or {"type": "text"}}
-    form = echo["format"]
-    if not isinstance(form, dict):
-        raise RequestError(f"text.format is {form!r:.80}; send an object", "text.format")
-    kind = form.get("type")
-    if kind == "text":
-        return None, echo
-    if kind == "json_object":
-        return ("json_schema", '{"type": "object"}'), echo
-    if kind != "json_schema":
-        raise RequestError(
-            f"text.format.type is {kind!r:.80}; send 'text', 'json_object' or 'json_schema'",
-            "text.format.type",
-        )
-    schema = form.get("schema")
-    if not isinstance(schema, dict):
-        raise RequestError(
-            f"text.format.schema is {schema!r:.80}; send a JSON schema", "text.format.schema"
-        )
-    return ("json_schema", orjson.dumps(schema).decode()), echo
 
 
 def _failure_code(e: GatewayError) -> str:
@@ -546,3 +413,68 @@ def _failure_code(e: GatewayError) -> str:
     if isinstance(e, RequestError):
         return "invalid_prompt"
     return "rate_limit_exceeded" if e.status == 429 else "server_error"
+
+
+# -- what was answered -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """An answer that a client may refer to."""
+
+    response: dict[str, Any]
+    """As it was sent."""
+    messages: tuple[Message, ...]
+    """The conversation up to and with the answer; instructions are not carried over."""
+    trajectory_uid: str
+
+    def n_chars(self) -> int:
+        # What an answer takes besides its texts; it repeats the tools.
+        n = 2_000 + len(str(self.response))
+        for message in self.messages:
+            n += len(message["content"]) + len(message.get("reasoning_content") or "")
+            n += len(str(message.get("tool_calls") or ""))
+        return n
+
+
+class ResponseStore:
+    """Answers up to a number of characters; the least recently used go first."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._n_chars = 0
+        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def put(self, stored: StoredResponse) -> None:
+        response_id, n_chars = stored.response["id"], stored.n_chars()
+        self.delete(response_id)
+        self._stored[response_id] = stored, n_chars
+        self._n_chars += n_chars
+        while self._n_chars > self._max_chars:
+            self.delete(next(iter(self._stored)))
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        if response_id not in self._stored:
+            return None
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id][0]
+
+    def item(self, item_id: str) -> tuple[Item, str] | None:
+        """An item of a stored answer, whose id its own begins with, and its trajectory."""
+        stored = self.get(f"resp_{item_id.partition('_')[2][:32]}")
+        output = stored.response["output"] if stored is not None else ()
+        item = next((item for item in output if item["id"] == item_id), None)
+        return None if item is None or stored is None else (item, stored.trajectory_uid)
+
+    def delete(self, response_id: str) -> None:
+        _, n_chars = self._stored.pop(response_id, (None, 0))
+        self._n_chars -= n_chars
+
+    def forget(self, trajectory_uid: str) -> None:
+        """Delete the answers of a trajectory."""
+        for response_id, (stored, _) in list(self._stored.items()):
+            if stored.trajectory_uid == trajectory_uid:
+                self.delete(response_id)

@@ -15,12 +15,13 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import Exchange
+from stepwell.gateway.dialects.openai_chat import token_entry
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta, ReasoningDelta
@@ -37,7 +38,6 @@ class Options:
     echo: dict[str, Any]
     """Fields of the request that the answer repeats."""
     toolbox: Toolbox
-    input: tuple[Item, ...]
     conversation: list[Message]
     """What a response that continues this one begins with, without the answer."""
     store: bool
@@ -45,6 +45,25 @@ class Options:
     summarises: bool
     """Reasoning goes out as summary, where clients that ask for one look."""
     logprobs: bool
+
+
+class _Form(NamedTuple):
+    """How the text of an open item goes out."""
+
+    part: str
+    event: str
+    part_event: str
+    parts: str
+    """Key of the item under which its parts are."""
+    place: str
+
+
+_MESSAGE = _Form("output_text", "output_text", "content_part", "content", "content_index")
+_THOUGHT = _Form("reasoning_text", "reasoning_text", "content_part", "content", "content_index")
+_SUMMARY = _Form(
+    *("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary"),
+    "summary_index",
+)
 
 
 class Answer:
@@ -60,8 +79,10 @@ class Answer:
         self._options: Options = exchange.parsed.options
         self._output: list[Item] = []
         """Finished items."""
-        self._item: Item | None = None
+        self._item: Item = {}
         """The open one, reasoning or message; its text is in `_texts`."""
+        self._form: _Form | None = None
+        """None: no item is open."""
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._blank = ""
@@ -71,35 +92,27 @@ class Answer:
     def feed(self, delta: Delta, n_told: int) -> list[Event]:
         """Events of a delta; `n_told` as of `exchange.Event`."""
         self._n_told = n_told
-        events: list[Event] = []
         if isinstance(delta, ToolCall):
             self._blank = ""
-            events += self._close()
-            events += self._call(delta)
-        elif isinstance(delta, ReasoningDelta):
-            if self._kind != "reasoning":
-                events += self._close()
-                events += self._begin_reasoning()
-            events += self._add(delta.text)
-        elif self._kind == "message":
-            events += self._add(delta.text)
-        else:
-            self._blank += delta.text
-            if self._blank.strip():
-                events += self._close()
-                events += self._begin_message()
-                events += self._add(self._blank)
-                self._blank = ""
-        return events
+            return [*self._close(), *self._call(delta)]
+        if isinstance(delta, ReasoningDelta):
+            form = _SUMMARY if self._options.summarises else _THOUGHT
+            return [*self._begin(form), self._add(delta.text)]
+        if self._form is _MESSAGE:
+            return [self._add(delta.text)]
+        self._blank += delta.text
+        if not self._blank.strip():
+            return []
+        text, self._blank = self._blank, ""
+        return [*self._begin(_MESSAGE), self._add(text)]
 
     def finish(self, reply: Reply) -> Iterator[Event]:
         """Events that end the output."""
-        kinds = [item["type"] for item in self._output]
-        if self._kind != "message" and not any(kind != "reasoning" for kind in kinds):
-            yield from self._close()
-            yield from self._begin_message()
+        said = any(item["type"] != "reasoning" for item in self._output)
+        if self._form is not _MESSAGE and not said:
+            yield from self._begin(_MESSAGE)
             if self._blank:
-                yield from self._add(self._blank)
+                yield self._add(self._blank)
         yield from self._close("incomplete" if reply.finish_reason == "length" else "completed")
 
     def response(
@@ -107,6 +120,7 @@ class Answer:
     ) -> dict[str, Any]:
         """The whole `Response` as it is now."""
         exchange = self._exchange
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = {
             "id": f"resp_{exchange.uid}",
             "object": "response",
@@ -115,9 +129,7 @@ class Answer:
             "background": False,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": error,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
+            "incomplete_details": cut,
             "model": exchange.model,
             "output": list(self._output),
             "service_tier": "default",
@@ -131,12 +143,8 @@ class Answer:
             response["usage"] = _usage(reply, exchange.tokenizer)
         return response
 
-    @property
-    def _kind(self) -> str | None:
-        return self._item["type"] if self._item is not None else None
-
-    def _place(self, item: Item) -> Event:
-        return {"item_id": item["id"], "output_index": len(self._output)}
+    def _place(self) -> Event:
+        return {"item_id": self._item["id"], "output_index": len(self._output)}
 
     def _new_id(self, prefix: str) -> str:
         return f"{prefix}_{self._exchange.uid}{len(self._output):02x}"
@@ -150,118 +158,70 @@ class Answer:
         self._output.append(item)
         return {"type": "response.output_item.done", "output_index": index, "item": item}
 
-    def _begin_reasoning(self) -> Iterator[Event]:
-        item = {"type": "reasoning", "id": self._new_id("rs"), "summary": []}
-        self._item = item
-        yield self._added(dict(item))
-        if self._options.summarises:
-            yield {
-                "type": "response.reasoning_summary_part.added",
-                **self._place(item),
-                "summary_index": 0,
-                "part": {"type": "summary_text", "text": ""},
-            }
+    def _begin(self, form: _Form) -> Iterator[Event]:
+        """Open an item of this form, unless it is the open one."""
+        if form is self._form:
+            return
+        yield from self._close()
+        self._form = form
+        if form is _MESSAGE:
+            role = {"role": "assistant", "status": "in_progress", "content": []}
+            self._item = {"type": "message", "id": self._new_id("msg"), **role}
         else:
-            yield self._part("added", {"type": "reasoning_text", "text": ""})
+            self._item = {"type": "reasoning", "id": self._new_id("rs"), "summary": []}
+        yield self._added(dict(self._item))
+        yield self._part(form, "added", "", [])
 
-    def _begin_message(self) -> Iterator[Event]:
-        self._item = {
-            "type": "message",
-            "id": self._new_id("msg"),
-            "role": "assistant",
-            "status": "in_progress",
-            "content": [],
-        }
-        yield self._added({**self._item, "content": []})
-        yield self._part("added", _text_part("", []))
+    def _part(self, form: _Form, what: str, text: str, logprobs: list[Any]) -> Event:
+        part: Item = {"type": form.part, "text": text}
+        if form is _MESSAGE:
+            part |= {"annotations": [], "logprobs": logprobs}
+        name = f"response.{form.part_event}.{what}"
+        return {"type": name, **self._place(), form.place: 0, "part": part}
 
-    def _part(self, what: str, part: Item) -> Event:
-        if self._item is None:
-            raise RuntimeError("a part belongs to an open item")
-        return {
-            "type": f"response.content_part.{what}",
-            **self._place(self._item),
-            "content_index": 0,
-            "part": part,
-        }
+    def _text_event(self, form: _Form, what: str, logprobs: list[Any], **text: str) -> Event:
+        place = {"type": f"response.{form.event}.{what}", **self._place(), form.place: 0}
+        return {**place, **({"logprobs": logprobs} if form is _MESSAGE else {}), **text}
 
-    def _text_event(self, what: str, **text: Any) -> Event:
-        """A delta of the open item, or its end."""
-        if self._item is None:
-            raise RuntimeError("text belongs to an open item")
-        place = self._place(self._item)
-        if self._kind == "message":
-            return {
-                "type": f"response.output_text.{what}",
-                **place,
-                "content_index": 0,
-                "logprobs": [],
-                **text,
-            }
-        text.pop("logprobs", None)
-        if self._options.summarises:
-            kind, index = "reasoning_summary_text", "summary_index"
-        else:
-            kind, index = "reasoning_text", "content_index"
-        return {"type": f"response.{kind}.{what}", **place, index: 0, **text}
-
-    def _add(self, text: str) -> Iterator[Event]:
+    def _add(self, text: str) -> Event:
         self._texts.append(text)
-        logprobs: list[dict[str, Any]] = []
+        form, logprobs = self._form or _MESSAGE, []
         if self._options.logprobs:
             tokens = self._tokens.take(self._exchange.calls[0].tokens[: self._n_told], text)
-            if self._kind == "message":
-                logprobs = [_logprob(t, self._exchange.tokenizer) for t in tokens]
+            if form is _MESSAGE:
+                logprobs = [token_entry(token, self._exchange.tokenizer) for token in tokens]
                 self._logprobs += logprobs
-        yield self._text_event("delta", delta=text, logprobs=logprobs)
+        return self._text_event(form, "delta", logprobs, delta=text)
 
     def _close(self, status: str = "completed") -> Iterator[Event]:
         """End the open item, if one is."""
-        item = self._item
-        if item is None:
+        item, form = self._item, self._form
+        if form is None:
             return
         text, logprobs = "".join(self._texts), self._logprobs
         self._texts, self._logprobs = [], []
-        yield self._text_event("done", text=text, logprobs=logprobs)
-        if item["type"] == "message":
-            part = _text_part(text, logprobs)
-            yield self._part("done", part)
-            item["content"] = [part]
-        else:
-            yield from self._close_reasoning(item, text)
-        self._item = None
+        yield self._text_event(form, "done", logprobs, text=text)
+        done = self._part(form, "done", text, logprobs)
+        yield done
+        item[form.parts] = [done["part"]]
+        if form is not _MESSAGE and self._options.seals_reasoning:
+            item["encrypted_content"] = seal(text)
+        self._form = None
         item["status"] = status
         yield self._done(item)
-
-    def _close_reasoning(self, item: Item, text: str) -> Iterator[Event]:
-        if self._options.summarises:
-            part = {"type": "summary_text", "text": text}
-            yield {
-                "type": "response.reasoning_summary_part.done",
-                **self._place(item),
-                "summary_index": 0,
-                "part": part,
-            }
-            item["summary"] = [part]
-        else:
-            part = {"type": "reasoning_text", "text": text}
-            yield self._part("done", part)
-            item["content"] = [part]
-        if self._options.seals_reasoning:
-            item["encrypted_content"] = seal(text)
 
     def _call(self, call: ToolCall) -> Iterator[Event]:
         """A call is known when it is whole."""
         tool = self._options.toolbox.client_name(call.name)
         if tool.is_custom:
             kind, name, text = "custom_tool_call", "input", custom_input(call.arguments)
-            events = "response.custom_tool_call_input"
+            events, prefix = "response.custom_tool_call_input", "ctc"
         else:
             kind, name, text = "function_call", "arguments", call.arguments
-            events = "response.function_call_arguments"
-        item = {
+            events, prefix = "response.function_call_arguments", "fc"
+        self._item = item = {
             "type": kind,
-            "id": self._new_id("ctc" if tool.is_custom else "fc"),
+            "id": self._new_id(prefix),
             "call_id": call.id,
             "name": tool.name,
             name: text,
@@ -270,8 +230,8 @@ class Answer:
         if tool.namespace is not None:
             item["namespace"] = tool.namespace
         yield self._added({**item, name: "", "status": "in_progress"})
-        yield {"type": f"{events}.delta", **self._place(item), "delta": text}
-        end = {"type": f"{events}.done", **self._place(item), name: text}
+        yield {"type": f"{events}.delta", **self._place(), "delta": text}
+        end = {"type": f"{events}.done", **self._place(), name: text}
         yield end if tool.is_custom else {**end, "name": tool.name}
         yield self._done(item)
 
@@ -316,24 +276,6 @@ class TokenReader:
         self._taken = max(first, bisect_left(self._ends, end) + 1)
         self._at = end
         return list(tokens[first : self._taken])
-
-
-def _text_part(text: str, logprobs: list[dict[str, Any]]) -> Item:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _logprob(token: SampledToken, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    def entry(token_id: int, log_prob: float) -> dict[str, Any]:
-        return {
-            "token": tokenizer.token_text(token_id),
-            "logprob": log_prob,
-            "bytes": list(tokenizer.token_bytes(token_id)),
-        }
-
-    return {
-        **entry(token.token_id, token.log_prob),
-        "top_logprobs": [entry(*alternative) for alternative in token.alternatives],
-    }
 
 
 def _usage(reply: Reply, tokenizer: ChatTokenizer) -> dict[str, Any]:

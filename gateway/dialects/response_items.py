@@ -1,12 +1,11 @@
-"""Items and tools of the Responses API as messages and tools of the gateway, and what was answered.
+"""Items and tools of the Responses API as messages and tools of the gateway.
 
     input items ──► Conversation ──► messages        reasoning, message and call items that stand
     tools       ──► Toolbox      ──► tools           together are one assistant message
-    answers     ──► ResponseStore ──► `previous_response_id`, `item_reference`, GET
 
 Owns: the meaning of items, the flat names under which the model sees tools of a namespace, sealed
-reasoning, the bounded memory of answers. Does not own: a request's other fields, answers and events
-(`openai_responses.py`).
+reasoning. Does not own: a request's other fields and stored answers (`openai_responses.py`), new
+answers and events (`response_answer.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
+from stepwell.gateway.dialects.params import need, optional, wrong
 from stepwell.gateway.errors import RequestError, UnknownItemError
 from stepwell.gateway.tokens.messages import Message, Tool
 
@@ -26,34 +25,17 @@ Item: TypeAlias = dict[str, Any]
 FindItem: TypeAlias = Callable[[str], Item | None]
 """An item of a stored answer by its id."""
 
-_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "refusal"})
 _ROLES = {"user": "user", "system": "system", "developer": "system"}
-_SUPPORTED_ITEMS = (
-    "message, reasoning, function_call, function_call_output, custom_tool_call, "
-    "custom_tool_call_output and item_reference"
-)
 
 # -- tools -----------------------------------------------------------------------------------
 
 _HOSTED = frozenset(
-    {
-        "apply_patch",
-        "code_interpreter",
-        "computer",
-        "computer_use",
-        "computer_use_preview",
-        "file_search",
-        "image_generation",
-        "local_shell",
-        "mcp",
-        "programmatic_tool_calling",
-        "shell",
-        "tool_search",
-        "web_search",
-        "web_search_2025_08_26",
-        "web_search_preview",
-        "web_search_preview_2025_03_11",
-    }
+    (
+        *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview"),
+        *("file_search", "image_generation", "local_shell", "mcp", "programmatic_tool_calling"),
+        *("shell", "tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"),
+        *("web_search_preview_2025_03_11",),
+    )
 )
 """Tools that OpenAI runs, or trained its models to use: this model cannot call them."""
 _FREEFORM: Mapping[str, Any] = {
@@ -93,76 +75,60 @@ class Toolbox:
             RequestError: a tool is malformed, of an unknown type, or named as another one.
         """
         for i, tool in enumerate(tools):
-            self._add(tool, f"{where}[{i}]")
+            at = f"{where}[{i}]"
+            match tool:
+                case {"type": "function" | "custom"}:
+                    self.echo.append(self._callable(tool, at))
+                case {"type": "namespace"}:
+                    self.echo.append(self._namespace(tool, at))
+                case {"type": str(kind)} if kind in _HOSTED:
+                    self.hosted.append(f"{at}={kind}")
+                case _:
+                    other = tool.get("type") if isinstance(tool, dict) else tool
+                    remedy = "this gateway supports function, custom and namespace tools"
+                    raise wrong(f"{at}.type", other, remedy)
 
     def flat_name(self, name: str, namespace: str | None) -> str:
         """The name that the model knows; clients may drop the namespace when they replay a call."""
         if namespace is not None:
             return _flat(namespace, name)
-        if name in self.names:
-            return name
         known = [flat for flat, tool in self.names.items() if tool.name == name]
-        return known[0] if len(known) == 1 else name
+        return known[0] if name not in self.names and len(known) == 1 else name
 
     def client_name(self, flat: str) -> ToolName:
         """What the client calls the tool that the model called; any other name stays."""
         return self.names.get(flat) or ToolName(flat)
 
-    def _add(self, tool: Any, where: str) -> None:
-        kind = tool.get("type") if isinstance(tool, dict) else tool
-        if not isinstance(tool, dict) or not isinstance(kind, str):
-            raise RequestError(f"{where}.type is {kind!r:.80}; send 'function'", f"{where}.type")
-        if kind in ("function", "custom"):
-            self._add_callable(tool, where, None)
-            return
-        if kind == "namespace":
-            self._add_namespace(tool, where)
-            return
-        if kind not in _HOSTED:
-            raise RequestError(
-                f"{where}.type is {kind!r:.80}; this gateway supports function, custom and "
-                "namespace tools",
-                f"{where}.type",
-            )
-        self.hosted.append(f"{where}={kind}")
-
-    def _add_namespace(self, tool: dict[str, Any], where: str) -> None:
-        namespace = _name(tool, where)
-        about = _description(tool, where)
-        tools = tool.get("tools")
-        if not isinstance(tools, list):
-            raise RequestError(f"{where}.tools is {tools!r:.80}; send a list", f"{where}.tools")
+    def _namespace(self, tool: dict[str, Any], where: str) -> dict[str, Any]:
+        namespace, about = _name(tool, where), optional(tool, "description", where) or ""
         echo = []
-        for i, each in enumerate(tools):
+        for i, each in enumerate(need(tool, "tools", list, where, "send a list")):
             at = f"{where}.tools[{i}]"
-            if not isinstance(each, dict) or each.get("type") not in ("function", "custom"):
-                kind = each.get("type") if isinstance(each, dict) else each
-                raise RequestError(
-                    f"{at}.type is {kind!r:.80}; a namespace holds function and custom tools",
-                    f"{at}.type",
-                )
-            # The namespace has no place in a chat template; its first tool introduces it.
-            echo.append(self._add_callable(each, at, namespace, about if i == 0 else ""))
-        self.echo.append({**tool, "description": about, "tools": echo})
+            match each:
+                case {"type": "function" | "custom"}:
+                    # It has no place in a chat template; its first tool introduces it.
+                    echo.append(self._callable(each, at, namespace, about if i == 0 else ""))
+                case _:
+                    kind = each.get("type") if isinstance(each, dict) else each
+                    remedy = "a namespace holds function and custom tools"
+                    raise wrong(f"{at}.type", kind, remedy)
+        return {**tool, "description": about, "tools": echo}
 
-    def _add_callable(
-        self, tool: dict[str, Any], where: str, namespace: str | None, about: str = ""
+    def _callable(
+        self, tool: dict[str, Any], where: str, namespace: str | None = None, about: str = ""
     ) -> dict[str, Any]:
         name = _name(tool, where)
         flat = name if namespace is None else _flat(namespace, name)
-        description = "\n\n".join(filter(None, (about, _description(tool, where))))
-        is_custom = tool["type"] == "custom"
-        if is_custom:
-            parameters: Any = _FREEFORM
+        own = optional(tool, "description", where) or ""
+        description = f"{about}\n\n{own}".strip() if about else own
+        parameters: Mapping[str, Any] | None
+        if is_custom := tool["type"] == "custom":
+            parameters, echo = _FREEFORM, tool
             description = self._with_format(tool, where, description)
-            echo = tool
         else:
             parameters = tool.get("parameters")
-            if parameters is not None and not isinstance(parameters, dict):
-                raise RequestError(
-                    f"{where}.parameters is {parameters!r:.80}; send a JSON schema",
-                    f"{where}.parameters",
-                )
+            if not isinstance(parameters, dict | None):
+                raise wrong(f"{where}.parameters", parameters, "send a JSON schema")
             echo = {"description": None, "parameters": None, "strict": None, **tool}
         function: dict[str, Any] = {"name": flat}
         if description:
@@ -173,29 +139,19 @@ class Toolbox:
             self.names[flat] = ToolName(name, namespace, is_custom)
             self.shown.append(shown)
         elif shown not in self.shown:
-            raise RequestError(
-                f"{where}.name is {name!r:.80}, and another tool is called {flat!r:.80} too; "
-                "rename one",
-                f"{where}.name",
-            )
-        if namespace is None:
-            self.echo.append(echo)
+            raise wrong(f"{where}.name", name, f"another tool is called {flat!r:.80} too")
         return echo
 
     def _with_format(self, tool: dict[str, Any], where: str, description: str) -> str:
         """A grammar is told to the model, not enforced."""
-        form = tool.get("format")
-        kind = form.get("type") if isinstance(form, dict) else None
-        if form is None or kind == "text":
-            return description
-        grammar = form.get("definition") if isinstance(form, dict) else None
-        if kind != "grammar" or not isinstance(grammar, str):
-            raise RequestError(
-                f"{where}.format is {form!r:.80}; send type 'text' or 'grammar' with a definition",
-                f"{where}.format",
-            )
-        self.ignored.append(f"{where}.format=grammar")
-        return f"{description}\n\nThe input follows this grammar:\n{grammar}".strip()
+        match tool.get("format"):
+            case None | {"type": "text"}:
+                return description
+            case {"type": "grammar", "definition": str(grammar)}:
+                self.ignored.append(f"{where}.format=grammar")
+                return f"{description}\n\nThe input follows this grammar:\n{grammar}".strip()
+        remedy = "send type 'text' or 'grammar' with a definition"
+        raise wrong(f"{where}.format", tool["format"], remedy)
 
 
 def _flat(namespace: str, name: str) -> str:
@@ -203,24 +159,23 @@ def _flat(namespace: str, name: str) -> str:
 
 
 def _name(tool: Mapping[str, Any], where: str) -> str:
-    name = tool.get("name")
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where}.name is {name!r:.80}; send a name", f"{where}.name")
-    return name
+    if name := need(tool, "name", str, where, "send a name"):
+        return name
+    raise wrong(f"{where}.name", name, "send a name")
 
 
-def _description(tool: Mapping[str, Any], where: str) -> str:
-    description = tool.get("description")
-    if description is not None and not isinstance(description, str):
-        raise RequestError(
-            f"{where}.description is {description!r:.80}; send text", f"{where}.description"
-        )
-    return description or ""
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool, out of the call's arguments; other arguments as they are."""
+    match json.loads(arguments):
+        case {"input": str(text), **rest} if not rest:
+            return text
+    return arguments
 
 
 # -- reasoning -------------------------------------------------------------------------------
 
 _SEAL = "stepwell1."
+_MARK_BYTES = 12
 
 
 def seal(reasoning: str) -> str:
@@ -238,17 +193,11 @@ def unseal(sealed: str) -> str | None:
     """
     if not sealed.startswith(_SEAL):
         return None
-    try:
-        raw = base64.b64decode(sealed[len(_SEAL) :], altchars=b"-_", validate=True)
-    except ValueError as e:
-        raise ValueError("it is no base64") from e
+    raw = base64.b64decode(sealed[len(_SEAL) :], altchars=b"-_", validate=True)
     mark, data = raw[:_MARK_BYTES], raw[_MARK_BYTES:]
     if mark != _mark(data):
         raise ValueError("its mark does not fit its text")
     return data.decode()
-
-
-_MARK_BYTES = 12
 
 
 def _mark(data: bytes) -> bytes:
@@ -287,43 +236,51 @@ class Conversation:
             UnknownItemError: a reference to an item that is not stored.
         """
         if not isinstance(item, dict):
-            raise RequestError(f"{where} is {item!r:.80}; send an object", where)
-        kind = item.get("type")
+            raise wrong(where, item, "send an object")
+        kind, role = item.get("type"), item.get("role")
         if kind is None:
             kind = "message" if "role" in item else "item_reference" if "id" in item else None
-        read = self._READERS.get(kind) if isinstance(kind, str) else None
-        if read is None:
-            raise RequestError(
-                f"{where}.type is {kind!r:.80}; this gateway supports {_SUPPORTED_ITEMS}",
-                f"{where}.type",
-            )
-        read(self, item, where)
+        match kind:
+            case "message" if role == "assistant":
+                self._open()["content"] += _text(item, "content", where, "")
+            case "message":
+                if not isinstance(role, str) or role not in _ROLES:
+                    remedy = "send user, assistant, system or developer"
+                    raise wrong(f"{where}.role", role, remedy)
+                content = _text(item, "content", where, "\n")
+                self._append({"role": _ROLES[role], "content": content})
+            case "reasoning":
+                thought, message = self._reasoning(item, where), self._open()
+                if thought:
+                    message["reasoning_content"] = message.get("reasoning_content", "") + thought
+            case "function_call":
+                arguments = item.get("arguments")
+                if not isinstance(arguments, str | dict | None):
+                    raise wrong(f"{where}.arguments", arguments, "send JSON text")
+                self._call(item, {} if arguments is None else arguments, where)
+            case "custom_tool_call":
+                self._call(item, {"input": need(item, "input", str, where)}, where)
+            case "function_call_output" | "custom_tool_call_output":
+                call_id = _call_id(item, where)
+                absent = item.get("output") is None
+                text = "" if absent else _text(item, "output", where, "\n")
+                self._append({"role": "tool", "content": text, "tool_call_id": call_id})
+            case "item_reference":
+                self._reference(item.get("id"), where)
+            case "additional_tools":
+                pass  # read before the conversation
+            case _:
+                remedy = (
+                    "this gateway supports message, reasoning, function_call, custom_tool_call, "
+                    "their outputs, and item_reference"
+                )
+                raise wrong(f"{where}.type", kind, remedy)
 
     def messages(self) -> list[Message]:
         """The whole conversation."""
         return _in_call_order(self._messages)
 
-    def _message(self, item: Item, where: str) -> None:
-        role = item.get("role")
-        if role == "assistant":
-            text = _text(item.get("content"), f"{where}.content", "")
-            self._open()["content"] += text
-            return
-        if not isinstance(role, str) or role not in _ROLES:
-            raise RequestError(
-                f"{where}.role is {role!r:.80}; send user, assistant, system or developer",
-                f"{where}.role",
-            )
-        text = _text(item.get("content"), f"{where}.content", "\n")
-        self._append({"role": _ROLES[role], "content": text})
-
-    def _reasoning(self, item: Item, where: str) -> None:
-        text = self._reasoning_text(item, where)
-        message = self._open()
-        if text:
-            message["reasoning_content"] = message.get("reasoning_content", "") + text
-
-    def _reasoning_text(self, item: Item, where: str) -> str:
+    def _reasoning(self, item: Item, where: str) -> str:
         sealed = item.get("encrypted_content")
         if isinstance(sealed, str) and sealed:
             try:
@@ -337,62 +294,22 @@ class Conversation:
             if text is not None:
                 return text
             self.ignored.append(f"{where}.encrypted_content=foreign")
-        for name, kind, joint in (
-            ("content", "reasoning_text", ""),
-            ("summary", "summary_text", "\n\n"),
-        ):
-            parts = item.get(name)
-            if parts is None:
-                continue
-            if not isinstance(parts, list):
-                raise RequestError(
-                    f"{where}.{name} is {parts!r:.80}; send a list of {kind} parts",
-                    f"{where}.{name}",
-                )
-            texts = [_reasoning_part(p, kind, f"{where}.{name}[{i}]") for i, p in enumerate(parts)]
-            if any(texts):
-                return joint.join(texts)
+        for name, joint in (("content", ""), ("summary", "\n\n")):
+            if item.get(name) is not None and (text := _text(item, name, where, joint)):
+                return text
         stored = self._find(item["id"]) if isinstance(item.get("id"), str) else None
         if stored is not None and stored is not item and stored["type"] == "reasoning":
-            return self._reasoning_text({**stored, "id": None}, where)
+            return self._reasoning({**stored, "id": None}, where)
         return ""
 
-    def _function_call(self, item: Item, where: str) -> None:
-        arguments = item.get("arguments")
-        if arguments is None:
-            arguments = {}
-        if not isinstance(arguments, str | dict):
-            raise RequestError(
-                f"{where}.arguments is {arguments!r:.80}; send JSON text", f"{where}.arguments"
-            )
-        self._call(item, arguments, where)
-
-    def _custom_call(self, item: Item, where: str) -> None:
-        text = item.get("input")
-        if not isinstance(text, str):
-            raise RequestError(f"{where}.input is {text!r:.80}; send text", f"{where}.input")
-        self._call(item, {"input": text}, where)
-
     def _call(self, item: Item, arguments: str | dict[str, Any], where: str) -> None:
-        call_id = _call_id(item, where)
-        namespace = item.get("namespace")
-        if namespace is not None and not isinstance(namespace, str):
-            raise RequestError(
-                f"{where}.namespace is {namespace!r:.80}; send a name", f"{where}.namespace"
-            )
+        call_id, namespace = _call_id(item, where), optional(item, "namespace", where)
         name = self._toolbox.flat_name(_name(item, where), namespace)
         function = {"name": name, "arguments": arguments}
         calls = self._open().setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": function})
 
-    def _output(self, item: Item, where: str) -> None:
-        call_id = _call_id(item, where)
-        output = item.get("output")
-        text = "" if output is None else _text(output, f"{where}.output", "\n")
-        self._append({"role": "tool", "content": text, "tool_call_id": call_id})
-
-    def _reference(self, item: Item, where: str) -> None:
-        item_id = item.get("id")
+    def _reference(self, item_id: Any, where: str) -> None:
         stored = self._find(item_id) if isinstance(item_id, str) else None
         if stored is None:
             raise UnknownItemError(
@@ -401,9 +318,6 @@ class Conversation:
                 "input",
             )
         self.add(stored, where)
-
-    def _more_tools(self, item: Item, where: str) -> None:
-        """Read before the conversation; see `additional_tools`."""
 
     def _open(self) -> Message:
         if self._assistant is None:
@@ -415,29 +329,14 @@ class Conversation:
         self._assistant = None
         self._messages.append(message)
 
-    _READERS: ClassVar[Mapping[str, Callable[[Conversation, Item, str], None]]] = {
-        "message": _message,
-        "reasoning": _reasoning,
-        "function_call": _function_call,
-        "function_call_output": _output,
-        "custom_tool_call": _custom_call,
-        "custom_tool_call_output": _output,
-        "item_reference": _reference,
-        "additional_tools": _more_tools,
-    }
-
 
 def additional_tools(items: Sequence[Any]) -> list[tuple[str, list[Any]]]:
     """Tools that come as items of the input, each list with its path."""
-    found = []
-    for i, item in enumerate(items):
-        if isinstance(item, dict) and item.get("type") == "additional_tools":
-            where = f"input[{i}].tools"
-            tools = item.get("tools")
-            if not isinstance(tools, list):
-                raise RequestError(f"{where} is {tools!r:.80}; send a list", where)
-            found.append((where, tools))
-    return found
+    return [
+        (f"input[{i}].tools", need(item, "tools", list, f"input[{i}]", "send a list"))
+        for i, item in enumerate(items)
+        if isinstance(item, dict) and item.get("type") == "additional_tools"
+    ]
 
 
 def _in_call_order(messages: list[Message]) -> list[Message]:
@@ -456,136 +355,24 @@ def _in_call_order(messages: list[Message]) -> list[Message]:
 
 
 def _call_id(item: Item, where: str) -> str:
-    call_id = item.get("call_id")
-    if not isinstance(call_id, str) or not call_id:
-        raise RequestError(
-            f"{where}.call_id is {call_id!r:.80}; send the id of the call", f"{where}.call_id"
-        )
-    return call_id
+    return need(item, "call_id", str, where, "send the id of the call")
 
 
-def _reasoning_part(part: Any, kind: str, where: str) -> str:
-    text = part.get("text") if isinstance(part, dict) else None
-    if not isinstance(text, str):
-        raise RequestError(f"{where} is {part!r:.80}; send a {kind} part", where)
-    return text
-
-
-def _text(content: Any, where: str, joint: str) -> str:
-    """Text of a message or tool output."""
+def _text(holder: Mapping[str, Any], name: str, where: str, joint: str) -> str:
+    """Text of a message, tool output or thought."""
+    content, where = holder.get(name), f"{where}.{name}"
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(f"{where} is {content!r:.80}; send text or a list of parts", where)
+        raise wrong(where, content, "send text or a list of parts")
     texts = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else part
-        text = None
-        if isinstance(kind, str) and kind in _TEXT_PARTS and isinstance(part, dict):
-            text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise RequestError(
-                f"{where}[{i}].type is {kind!r:.80}; this gateway serves a model of text: send "
-                "input_text or output_text parts",
-                f"{where}[{i}]",
-            )
-        texts.append(text)
+        match part:
+            case {"type": "refusal", "refusal": str(text)} | {"text": str(text)}:
+                texts.append(text)
+            case _:
+                remedy = (
+                    "send parts with text: input_text, output_text, reasoning_text, summary_text"
+                )
+                raise wrong(f"{where}[{i}]", part, remedy)
     return joint.join(texts)
-
-
-# -- what was answered -----------------------------------------------------------------------
-
-_ENTRY_CHARS = 2_000
-"""What an answer takes besides its texts."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """An answer that a client may refer to."""
-
-    response: dict[str, Any]
-    """As it was sent."""
-    input: tuple[Item, ...]
-    """The request's own items."""
-    messages: tuple[Message, ...]
-    """The conversation up to and with the answer; instructions are not carried over."""
-    trajectory_uid: str
-
-    def n_chars(self) -> int:
-        n = _ENTRY_CHARS + len(str(self.response))  # it repeats the tools
-        for message in self.messages:
-            n += len(message["content"]) + len(message.get("reasoning_content") or "")
-            n += len(str(message.get("tool_calls") or ""))
-        return n
-
-
-class ResponseStore:
-    """Answers up to a number of characters; the least recently used go first."""
-
-    def __init__(self, max_chars: int) -> None:
-        self._max_chars = max_chars
-        self._n_chars = 0
-        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
-        self._items: dict[str, tuple[Item, str]] = {}
-        """Each with its trajectory."""
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def put(self, stored: StoredResponse) -> None:
-        n_chars = stored.n_chars()
-        self.delete(stored.response["id"])
-        self._stored[stored.response["id"]] = stored, n_chars
-        self._n_chars += n_chars
-        uid = stored.trajectory_uid
-        self._items.update((item["id"], (item, uid)) for item in stored.response["output"])
-        while self._n_chars > self._max_chars:
-            self.delete(next(iter(self._stored)))
-
-    def get(self, response_id: str) -> StoredResponse | None:
-        stored = self._stored.get(response_id)
-        if stored is None:
-            return None
-        self._stored.move_to_end(response_id)
-        return stored[0]
-
-    def item(self, item_id: str) -> tuple[Item, str] | None:
-        """An item of a stored answer, and the trajectory that it belongs to."""
-        return self._items.get(item_id)
-
-    def forget(self, trajectory_uid: str) -> None:
-        """Delete the answers of a trajectory."""
-        stored = [each for each, _ in self._stored.values()]
-        for each in stored:
-            if each.trajectory_uid == trajectory_uid:
-                self.delete(each.response["id"])
-
-    def delete(self, response_id: str) -> None:
-        stored, n_chars = self._stored.pop(response_id, (None, 0))
-        self._n_chars -= n_chars
-        for item in stored.response["output"] if stored is not None else ():
-            self._items.pop(item["id"], None)
-
-
-def listed(stored: StoredResponse) -> list[Item]:
-    """The input items of a stored answer as the API lists them: with ids, content in parts."""
-    uid = stored.response["id"].partition("_")[2]
-    items = []
-    for i, item in enumerate(stored.input):
-        shown = {**item, "id": item.get("id") or f"in_{uid}_{i}"}
-        shown["type"] = item.get("type") or ("message" if "role" in item else "item_reference")
-        if isinstance(item.get("content"), str):
-            kind = "output_text" if item.get("role") == "assistant" else "input_text"
-            part: dict[str, Any] = {"type": kind, "text": item["content"]}
-            shown["content"] = [{**part, "annotations": []} if kind == "output_text" else part]
-        if shown["type"] not in ("reasoning", "additional_tools"):
-            shown.setdefault("status", "completed")
-        items.append(shown)
-    return items
-
-
-def custom_input(arguments: str) -> str:
-    """The input of a custom tool, out of the call's arguments; other arguments as they are."""
-    value = json.loads(arguments)
-    text = value.get("input") if isinstance(value, dict) and len(value) == 1 else None
-    return text if isinstance(text, str) else arguments

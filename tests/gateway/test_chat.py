@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from stepwell.gateway.dialects import openai_chat
+from stepwell.gateway.dialects.openai_chat import ChatParams, OpenAIChat
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.wiring import ChannelSampling
 from tests.gateway.conftest import FAMILIES, QWEN3, Family, Sampled, World, eos_id, log_prob
@@ -677,7 +677,7 @@ MESSAGES = st.lists(
 
 @given(
     st.dictionaries(
-        st.sampled_from(sorted(openai_chat._KNOWN | openai_chat._HINTS | {*openai_chat._NEUTRAL})),
+        st.sampled_from(sorted(ChatParams.model_fields)),
         JSON,
         max_size=4,
     ),
@@ -685,12 +685,12 @@ MESSAGES = st.lists(
 )
 def test_any_body_is_understood_or_refused_by_a_field(body: dict[str, Any], messages: Any) -> None:
     try:
-        request, options = openai_chat.parse({"messages": messages, **body}, "reasoning_effort")
+        parsed = OpenAIChat("reasoning_effort").parse({"messages": messages, **body})
     except RequestError as e:
         named = e.param
     else:
-        assert 1 <= options.n <= openai_chat.MAX_SAMPLES
-        named = "messages" if request.messages else None
+        assert 1 <= parsed.n <= 16
+        named = "messages" if parsed.call.messages else None
     assert named is not None
 
 

@@ -13,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from starlette.datastructures import Headers
 
-from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.dialects.openai_responses import (
+    OpenAIResponses,
+    ResponseStore,
+    StoredResponse,
+)
 from stepwell.gateway.dialects.response_answer import TokenReader
-from stepwell.gateway.dialects.response_items import ResponseStore, StoredResponse, seal, unseal
+from stepwell.gateway.dialects.response_items import seal, unseal
 from stepwell.gateway.errors import GatewayError, RequestError
 from tests.gateway.conftest import Sampled, log_prob, make_tokenizer
 
@@ -443,7 +446,7 @@ async def test_what_is_not_stored_is_refused_by_name(worlds: Any) -> None:
     error = await http.refused(404, input=[reference])
     assert "msg_nowhere" in error["message"]
     assert error["param"] == "input"
-    assert len(world.gateway.responses._store) == 2
+    assert len(world.gateway.responses.store) == 2
 
 
 async def test_item_references_are_resolved(worlds: Any) -> None:
@@ -466,12 +469,6 @@ async def test_stored_responses_can_be_read_and_deleted(http: Http) -> None:
     got = await http.create([{"role": "user", "content": "hi"}, {"role": "user", "content": "ho"}])
     path = f"responses/{got['id']}"
     assert await http.send("GET", path) == got
-    page = await http.send("GET", f"{path}/input_items?limit=1&order=asc")
-    assert page["data"][0]["content"] == [{"type": "input_text", "text": "hi"}]
-    assert page["has_more"] is True
-    rest = await http.send("GET", f"{path}/input_items?order=asc&after={page['last_id']}")
-    assert [i["content"][0]["text"] for i in rest["data"]] == ["ho"]
-    assert rest["has_more"] is False
     other = await connect(http.world, http.world.base_url("t2"))
     await other.send("GET", path, status=404)
     plain = await connect(http.world, http.world.url)
@@ -485,16 +482,6 @@ async def test_stored_responses_can_be_read_and_deleted(http: Http) -> None:
         error = (await http.send(method, path, status=404))["error"]
         assert got["id"] in error["message"]
     await http.refused(input="x", previous_response_id=got["id"])
-
-
-@pytest.mark.parametrize(
-    "query", ["limit=0", "limit=x", "limit=²", "limit=0001000", "order=up", "after=nobody"]
-)
-async def test_malformed_pages_are_refused(http: Http, query: str) -> None:
-    got = await http.create("hi")
-    path = f"responses/{got['id']}/input_items?{query}"
-    error = (await http.send("GET", path, status=400))["error"]
-    assert error["param"] == query.partition("=")[0]
 
 
 async def test_a_retry_is_answered_with_the_same_response(http: Http) -> None:
@@ -518,7 +505,7 @@ async def test_a_retry_is_answered_with_the_same_response(http: Http) -> None:
 
 
 def parsed(input: Any, **body: Any) -> Any:
-    return OpenAIResponses().parse({"input": input, **body}, Headers())
+    return OpenAIResponses().parse({"input": input, **body})
 
 
 def test_what_stands_together_is_one_assistant_message() -> None:
@@ -731,7 +718,7 @@ async def test_tool_choice_is_honoured(http: Http) -> None:
     assert '"beta"' in prompt(http.world)
     assert '"calc"' not in prompt(http.world)
     allowed["mode"] = "required"
-    http.world.say('beta", "arguments": {}}\n</tool_call>')
+    http.world.say("{}}\n</tool_call>")
     got = await http.create("e", tools=both, tool_choice=allowed)
     assert got["output"][0]["name"] == "beta"
     await http.create("f", tools=[CALC], parallel_tool_calls=False)
@@ -758,7 +745,7 @@ def test_impossible_tool_choices_are_refused(choice: Any, words: str) -> None:
 
 
 def test_a_call_cannot_be_required_of_tools_that_were_left_out() -> None:
-    with pytest.raises(RequestError, match="no tool that this gateway supports"):
+    with pytest.raises(RequestError, match="no tool that the model can call"):
         parsed("x", tools=[{"type": "web_search"}], tool_choice="required")
 
 
@@ -801,7 +788,7 @@ def test_malformed_tools_are_refused_by_name(tools: Any, param: str) -> None:
         ({"top_p": 0}, "top_p"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"include": ["everything"]}, "include"),
+        ({"include": ["everything"]}, "include[0]"),
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
@@ -855,9 +842,7 @@ def test_nothing_is_ignored_in_silence() -> None:
 def test_effort_turns_the_switch_that_the_template_has() -> None:
     def args(template: str, effort: str) -> Any:
         dialect = OpenAIResponses(chat_template=template)
-        return dialect.parse(
-            {"input": "x", "reasoning": {"effort": effort}}, Headers()
-        ).call.template_args
+        return dialect.parse({"input": "x", "reasoning": {"effort": effort}}).call.template_args
 
     switch = "{% if enable_thinking is defined %}"
     assert args(switch, "none") == args(switch, "minimal") == {"enable_thinking": False}
@@ -897,7 +882,7 @@ JSON = st.recursive(
 def test_any_body_is_understood_or_refused_in_words(body: Any) -> None:
     dialect = OpenAIResponses()
     try:
-        got = dialect.parse(body, Headers())
+        got = dialect.parse(body)
     except GatewayError as refused:
         status, error = refused.status, dialect.error(refused)["error"]
     else:
@@ -974,26 +959,26 @@ async def test_deltas_arrive_while_the_engine_still_samples(http: Http) -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9_000)), max_size=30))
 def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int]]) -> None:
     store = ResponseStore(20_000)
-    for name, n_chars in answers:
-        item = {"id": f"msg_{name}", "type": "message"}
+    for number, n_chars in answers:
+        name = f"{number:032x}"
+        item = {"id": f"msg_{name}00", "type": "message"}
         response = {"id": f"resp_{name}", "output": [item]}
         message = {"role": "user", "content": "x" * n_chars}
-        store.put(StoredResponse(response, (), (message,), "t"))
+        store.put(StoredResponse(response, (message,), "t"))
         assert store.get(f"resp_{name}") is not None
-        assert store.item(f"msg_{name}") == (item, "t")
-        kept = [store.get(f"resp_{i}") for i in range(6)]
+        assert store.item(f"msg_{name}00") == (item, "t")
+        kept = [store.get(f"resp_{i:032x}") for i in range(6)]
         assert sum(s.n_chars() for s in kept if s is not None) <= 20_000
-        assert len(store._items) == len(store)
     for i in range(6):
-        store.delete(f"resp_{i}")
-    assert (len(store), len(store._items), store._n_chars) == (0, 0, 0)
+        store.delete(f"resp_{i:032x}")
+    assert (len(store), store._n_chars) == (0, 0)
 
 
 def test_what_an_answer_repeats_of_its_request_takes_memory_too() -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": "y" * 700}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
     response = {"id": "resp_1", "output": [], "tools": [{"description": "x" * 5_000}]}
-    assert StoredResponse(response, (), (message,), "t").n_chars() > 5_700
+    assert StoredResponse(response, (message,), "t").n_chars() > 5_700
 
 
 async def test_no_memory_at_all_is_possible(worlds: Any) -> None:

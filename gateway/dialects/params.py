@@ -1,0 +1,173 @@
+"""This module reads the fields of request bodies, so that what is wrong with one is told with its
+name, its value and the remedy.
+
+A dialect's fields are a `Params` model. Conversations and tools are JSON as it was sent, read by
+hand (`need`): their unknown keys reach the chat template. Does not own: which fields there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from stepwell.gateway.errors import RequestError
+from stepwell.gateway.tokens.messages import Tool
+
+T = TypeVar("T")
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Temperature: TypeAlias = Annotated[float, Field(ge=0, le=2)]
+TopP: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+MaxTokens: TypeAlias = Annotated[int, Field(ge=1, lt=2**31)]
+TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=20)]
+Texts: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(lambda v: tuple(v) if type(v) is list else (v,) if v else ()),
+]
+"""A text or a list of them; an empty one is none."""
+
+
+class Part(BaseModel):
+    """An object within a body. Of keys that are not its own nothing is known, or asked."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Params(BaseModel):
+    """The fields of a body. Null asks for nothing; an unknown field is refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Fields that say nothing about the reply."""
+    remedies: ClassVar[Mapping[str, str]] = {}
+    """For fields that are refused, in place of "leave it out"."""
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Self:
+        """
+        Raises:
+            RequestError: names the first field that is wrong.
+        """
+        skipped = cls.ignored
+        asked = {k: v for k, v in body.items() if v is not None and k not in skipped}
+        try:
+            return cls.model_validate(asked)
+        except ValidationError as e:
+            raise refusal(e.errors(include_url=False), cls.remedies) from e
+
+
+_KINDS = {
+    "dict_type": "it should be an object",
+    "model_type": "it should be an object",
+    "model_attributes_type": "it should be an object",
+    "list_type": "it should be a list",
+    "tuple_type": "it should be a list",
+    "bool_type": "it should be true or false",
+    "string_type": "it should be text",
+}
+"""pydantic's words are Python's for these."""
+
+
+def refusal(
+    errors: Sequence[Mapping[str, Any]], remedies: Mapping[str, str] | None = None
+) -> RequestError:
+    """What pydantic found wrong with a body, in one line."""
+    first = errors[0]
+    name = ""
+    for part in first["loc"]:
+        if part != "body":  # FastAPI's own
+            name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    remedy = (remedies or {}).get(name)
+    shown = f"{first.get('input')!r:.80}"
+    if first["type"] == "extra_forbidden":
+        remedy = remedy or "leave it out"
+        problem = f"{name:.80} is {shown}, which this gateway does not support; {remedy}"
+    elif first["type"] == "missing":
+        problem = f"{name} is missing; {remedy or 'send it'}"
+    else:
+        said = str(first["msg"]).removeprefix("Value error, ").replace("Input", "it", 1)
+        said = _KINDS.get(first["type"]) or said[:1].lower() + said[1:]
+        problem = f"{name or 'the body'} is {shown}; {said}" + (f": {remedy}" if remedy else "")
+    return RequestError(problem, name[:80] or None)
+
+
+def need(
+    holder: Mapping[str, Any], name: str, kind: type[T], where: str, wanted: str = "send text"
+) -> T:
+    """`holder[name]`, which has to be there.
+
+    Args:
+        where: the path of `holder`.
+
+    Raises:
+        RequestError
+    """
+    value = holder.get(name)
+    if not isinstance(value, kind):
+        raise wrong(f"{where}.{name}", value, wanted)
+    return value
+
+
+def optional(holder: Mapping[str, Any], name: str, where: str) -> str | None:
+    """The text `holder[name]`, if there is any."""
+    return None if holder.get(name) is None else need(holder, name, str, where)
+
+
+def wrong(where: str, value: Any, remedy: str) -> RequestError:
+    return RequestError(f"{where} is {value!r:.80}; {remedy}", where)
+
+
+def must_call(
+    tools: list[Tool], name: str = "", where: str = "tool_choice"
+) -> tuple[list[Tool], str]:
+    """The tools shown, and the one that the reply has to call ("" is any).
+
+    Args:
+        where: the path of `name`.
+
+    Raises:
+        RequestError: it is none of them.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if name and name not in names:
+        raise wrong(where, name, f"name one of the tools that the model can call: {names!s:.300}")
+    if not names:
+        raise RequestError(
+            f"{where} asks for a call, but there is no tool that the model can call; send some",
+            where,
+        )
+    return tools, name
+
+
+def may_call(
+    tools: list[Tool], names: Mapping[str, str], mode: Any
+) -> tuple[list[Tool], str | None]:
+    """Of `tool_choice: allowed_tools`: only those are shown, since nothing else would keep the
+    model from the others.
+
+    Args:
+        names: with the path of each.
+    """
+    if mode not in ("auto", "required"):
+        raise wrong("tool_choice.mode", mode, "send 'auto' or 'required'")
+    for name, where in names.items():
+        must_call(tools, name, where)
+    shown = [tool for tool in tools if tool["function"]["name"] in names]
+    if mode == "auto":
+        return shown, None
+    return must_call(shown, next(iter(names)) if len(shown) == 1 else "")
+
+
+def effort_args(
+    effort: str | None, chat_template: str, field: str, ignored: list[str]
+) -> dict[str, Any]:
+    """What an effort says to the chat template, if that listens; if not, `ignored` tells."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in chat_template:
+        return {"reasoning_effort": effort}
+    if effort in ("none", "minimal") and "enable_thinking" in chat_template:
+        return {"enable_thinking": False}
+    ignored.append(f"{field}={effort}")
+    return {}
