@@ -101,8 +101,8 @@ class MessagesParams(Params):
     stop_sequences: Annotated[Texts, Field(max_length=64)] = ()
     stream: bool = False
     thinking: ThinkingConfig | None = None
-    tools: list[Any] = Field(default=[])
-    mcp_servers: list[Any] = Field(default=[], max_length=0)
+    tools: list[Any] | None = None
+    mcp_servers: list[Any] | None = Field(default=None, max_length=0)
     tool_choice: ToolChoice = ToolChoice()
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
@@ -149,7 +149,7 @@ class AnthropicMessages(Dialect):
         """`kind`: `CountParams` for `POST /v1/messages/count_tokens`."""
         params = kind.read(body)
         ignored = params.told()
-        tools, builtin = _tools(params.tools, ignored)
+        tools, builtin = _tools(params.tools or [], ignored)
         choice, forced_tool = params.tool_choice, None
         if choice.type in ("any", "tool"):
             name = str(choice.name) if choice.type == "tool" else ""

@@ -89,16 +89,20 @@ class CompletionParams(Params):
     stop: Annotated[Texts, Field(max_length=16)] = ()
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1, le=16)
 
     # Not supported, but these values ask for nothing.
     frequency_penalty: Literal[0] = 0
     ignore_eos: Literal[False] = False
-    logit_bias: dict[str, Any] = Field(default={}, max_length=0)
+    logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
     min_tokens: Literal[0] = 0
     presence_penalty: Literal[0] = 0
     repetition_penalty: Literal[1] = 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self) -> dict[str, Any]:
         """Those that are fields of a `ChatRequest` under the same names."""
@@ -143,7 +147,7 @@ class ChatParams(CompletionParams):
         "web_search_options": "define a function tool that searches",
     }
     messages: list[Any] = Field(min_length=1)
-    tools: list[Any] = Field(default=[])
+    tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
@@ -151,14 +155,12 @@ class ChatParams(CompletionParams):
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
     reasoning_effort: Effort | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] = Field(
-        default={}
-    )
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_not_reserved)] | None = None
     prediction: Any = None
     verbosity: Any = None
     function_call: Literal["none"] = "none"
-    functions: list[Any] = Field(default=[], max_length=0)
-    modalities: list[Literal["text"]] = Field(default=["text"])
+    functions: list[Any] | None = Field(default=None, max_length=0)
+    modalities: list[Literal["text"]] | None = None
 
 
 class OpenAIChat(Dialect):
@@ -176,7 +178,7 @@ class OpenAIChat(Dialect):
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")
         ignored = [hint for hint in ("prediction", "verbosity") if body.get(hint) is not None]
         tools, forced_tool = _choice(
-            params.tool_choice, [_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools)]
+            params.tool_choice, [_tool(t, f"tools[{i}]") for i, t in enumerate(params.tools or ())]
         )
         constraint = params.response_format.constraint() if params.response_format else None
         parse_tools = bool(tools) and params.tool_choice != "none"
@@ -189,7 +191,7 @@ class OpenAIChat(Dialect):
         call = ChatRequest(
             messages=[_message(m, i) for i, m in enumerate(params.messages)],
             tools=tools or None,
-            template_args=template_args | params.chat_template_kwargs,
+            template_args=template_args | (params.chat_template_kwargs or {}),
             max_tokens=params.max_completion_tokens or params.max_tokens,
             n_logprobs=params.top_logprobs or 0 if params.logprobs else None,
             constraint=constraint,
@@ -264,7 +266,7 @@ async def completion_frames(
 ) -> AsyncIterator[bytes]:
     """`head` around each choice of `first` and of every event, then the usage if it was asked for,
     and `[DONE]`."""
-    include_usage = exchange.parsed.options.stream_options.include_usage
+    include_usage = exchange.parsed.options.include_usage
     no_usage = {"usage": None} if include_usage else {}
     replies: dict[int, Reply] = {}
     for opening in first:

@@ -129,14 +129,14 @@ class ResponsesParams(Params):
     input: Any = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[Any] = Field(default=[])
+    tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool = True
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_logprobs: TopLogprobs | None = None
-    include: list[Includable] = Field(default=[])
+    include: list[Includable] | None = None
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
     stream: bool = False
@@ -147,7 +147,7 @@ class ResponsesParams(Params):
     context_management: Any = None
 
     # Echoed.
-    metadata: dict[str, str] = Field(default={})
+    metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
@@ -167,7 +167,7 @@ class ResponsesParams(Params):
 
     @property
     def n_logprobs(self) -> int | None:
-        if self.top_logprobs or _LOGPROBS in self.include:
+        if self.top_logprobs or _LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         return None
 
@@ -196,7 +196,7 @@ class OpenAIResponses(Dialect):
         ignored, items = params.told(), params.items()
         previous = self._previous(params.previous_response_id)
         toolbox = Toolbox()
-        toolbox.add(params.tools, "tools")
+        toolbox.add(params.tools or (), "tools")
         for where, tools in additional_tools(items):
             toolbox.add(tools, where)
         reads: set[str] = set()
@@ -246,7 +246,7 @@ class OpenAIResponses(Dialect):
         echo = {
             "instructions": instructions,
             "max_output_tokens": params.max_output_tokens,
-            "metadata": params.metadata,
+            "metadata": params.metadata or {},
             "parallel_tool_calls": params.parallel_tool_calls,
             "previous_response_id": params.previous_response_id,
             "reasoning": {"effort": effort, "summary": summary},
@@ -269,7 +269,7 @@ class OpenAIResponses(Dialect):
             toolbox,
             messages,
             params.store,
-            seals_reasoning=_SEALED in params.include,
+            seals_reasoning=_SEALED in (params.include or ()),
             summarises=summary is not None,
             logprobs=params.n_logprobs is not None,
         )

@@ -31,13 +31,14 @@ Texts: TypeAlias = Annotated[
 class Part(BaseModel):
     """An object within a body. Of keys that are not its own nothing is known, or asked."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, frozen=True)
 
 
 class Params(BaseModel):
-    """The fields of a body. Null asks for nothing; an unknown field is refused."""
+    """The fields of a body. Null asks for nothing; an unknown field is refused. Defaults are
+    immutable: pydantic copies others for each body."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields that say nothing about the reply."""
     remedies: ClassVar[Mapping[str, str]] = {}
