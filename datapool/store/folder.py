@@ -19,27 +19,27 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 from zlib import crc32
 
 from stepwell.datapool.errors import JournalError, JournalLockedError, JournalVersionError
+from stepwell.datapool.process import boot_id
 
 logger = logging.getLogger(__name__)
 
 ACKED_NAME = "pool.acked"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Raised with every change that a journal of before would not survive; that one is refused."""
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _MAGIC = b"swpool-%d" % SCHEMA_VERSION
-_FORMAT = struct.Struct("<8s16sqqqqqqI16s??q")
-_CRC = struct.Struct("<I")
+_FORMAT = struct.Struct("<8s16sqqqqqI16s")
+_OWNER_BYTES = 32
+"""Up to `opening`."""
 _BEFORE = "pool.sqlite3"
 """The file of version 3 and before."""
-
-_T = TypeVar("_T")
+SYNCED = bytes(16)
 
 
 class Acked(NamedTuple):
@@ -49,32 +49,31 @@ class Acked(NamedTuple):
     """16 random bytes, made with the journal."""
     opening: int
     """How often the journal was opened."""
+    pid: int = 0
+    """Who has, or had, the journal open."""
     sequence: int = 0
-    """Number of the transaction; 0: none yet, and no segment."""
+    """Number of the transaction; 0: none yet."""
     next_row: int = 0
     rows: int = 0
     """Live ones."""
-    segment: int = 0
-    end: int = 0
-    """Length of this segment."""
     crc: int = 0
-    """Of its last block, which stands for all before it."""
-    boot: bytes = bytes(16)
-    """`process.boot_id` when it was written; zeros where there is none."""
-    power: bool = False
-    """Durability `power`."""
-    closed: bool = False
-    """The journal was closed and synced; nothing can be missing, whatever the machine did."""
-    pid: int = 0
-    """Who has, or had, the journal open."""
+    """Of its block, which stands for all before it."""
+    boot: bytes = SYNCED
+    """`process.boot_id` of the machine that must go on running lest the end of the log be lost.
+    SYNCED: nothing of it can be missing, whatever the machine did."""
 
     def pack(self) -> bytes:
         body = _FORMAT.pack(_MAGIC, *self)
-        return body + _CRC.pack(crc32(body))
+        return body + crc32(body).to_bytes(4, "little")
 
     def owns(self, file: int) -> bool:
         """Whether the record in `file` was written by the same opening of the journal."""
-        return os.pread(file, 32, 0) == _FORMAT.pack(_MAGIC, *self)[:32]
+        return os.pread(file, _OWNER_BYTES, 0) == self.pack()[:_OWNER_BYTES]
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether the machine has done nothing that may cost the end of the log."""
+        return self.boot in (SYNCED, boot_id())
 
 
 def read_acked(folder: Path) -> Acked | None:
@@ -84,21 +83,28 @@ def read_acked(folder: Path) -> Acked | None:
         ValueError: it is damaged.
         JournalVersionError: a journal of another version is there.
     """
-    try:
-        with (folder / _BEFORE).open("rb") as file:
-            raise _of_version(folder, int.from_bytes(file.read(100)[60:64], "big"))
-    except FileNotFoundError:
-        pass  # as it should be
+    with contextlib.suppress(FileNotFoundError), (folder / _BEFORE).open("rb") as file:
+        raise _of_version(folder, int.from_bytes(file.read(100)[60:64], "big"))
     try:
         data = (folder / ACKED_NAME).read_bytes()
     except FileNotFoundError:
         return None
-    body, crc = data[: -_CRC.size], data[-_CRC.size :]
-    if crc != _CRC.pack(crc32(body)) or body[:7] != _MAGIC[:7]:
+    body, crc = data[:-4], data[-4:]
+    if crc != crc32(body).to_bytes(4, "little") or body[:7] != _MAGIC[:7]:
         raise ValueError(f"{folder / ACKED_NAME} is damaged")
     if body[7:8] != _MAGIC[7:8]:
         raise _of_version(folder, int(body[7:8], 36))
     return Acked._make(_FORMAT.unpack(body)[1:])
+
+
+def write_acked(folder: Path, acked: Acked) -> None:
+    """Begins a journal in `folder`."""
+    draft = folder / f"{ACKED_NAME}.new"
+    with open(draft, "wb", opener=private) as file:
+        file.write(acked.pack())
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(folder / ACKED_NAME)
 
 
 def _of_version(folder: Path, version: int) -> JournalVersionError:
@@ -138,51 +144,51 @@ def make_folder(folder: Path) -> list[Path]:
     return [path.parent for path in missing]
 
 
+# --- locks ---
+
+
 def holder(folder: Path) -> str | None:
     """The process that has the journal in `folder` open; None if nobody has."""
     try:
-        os.close(_take(folder))
+        fd = _open(folder)
     except FileNotFoundError:
         return None
-    except BlockingIOError:
-        return pid_of_holder(folder)
-    return None
+    try:
+        return None if lock(fd) else pid_of_holder(folder)
+    finally:
+        os.close(fd)
 
 
-def lock_folder(folder: Path, timeout_s: float) -> int:
-    """Takes the folder for this process. The lock is on the folder, not on a file in it, which
-    somebody might remove.
+def take_folder(folder: Path, timeout_s: float, take_over: int | None = None) -> tuple[int, bool]:
+    """A descriptor of the folder, and whether the folder is locked by it; not, if that is still
+    with the process `take_over`. The lock is on the folder, not on a file in it, which somebody
+    might remove.
 
     Raises:
         JournalLockedError: another process has it.
     """
+    deadline = time.monotonic() + timeout_s
     try:
-        return _patiently(lambda: _take(folder), timeout_s)
-    except BlockingIOError:
-        raise JournalLockedError(
-            f"{folder} is in use by process {pid_of_holder(folder)} (waited {timeout_s} s); "
-            "stop that process, or set pool.journal_dir to another folder"
-        ) from None
+        # Opened each time: `salvage` puts another folder in its place.
+        while not lock(fd := _open(folder)):
+            if time.monotonic() >= deadline:
+                break
+            os.close(fd)
+            time.sleep(0.02)
+        else:
+            return fd, True
     except OSError as e:
         raise JournalError(
             f"{folder} cannot be locked ({e}); set pool.journal_dir to a local disk"
         ) from e
-
-
-def take_folder(folder: Path, timeout_s: float, take_over: int | None) -> tuple[int, bool]:
-    """A descriptor of the folder, and whether the folder is locked by it; not, if that is still
-    with the process `take_over`.
-
-    Raises:
-        JournalLockedError: as `lock_folder`.
-    """
-    try:
-        return lock_folder(folder, timeout_s), True
-    except JournalLockedError as e:
-        if pid_of_holder(folder) != str(take_over):
-            raise
-        logger.warning("%s; it was declared dead and can write nothing more from now on", e)
-        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), False
+    used = f"{folder} is in use by process {pid_of_holder(folder)} (waited {timeout_s} s)"
+    if pid_of_holder(folder) == str(take_over):
+        logger.warning("%s; it was declared dead and can write nothing more from now on", used)
+        return fd, False
+    os.close(fd)
+    raise JournalLockedError(
+        f"{used}; stop that process, or set pool.journal_dir to another folder"
+    )
 
 
 def lock_acked(file: int, folder: Path, timeout_s: float) -> None:
@@ -191,12 +197,22 @@ def lock_acked(file: int, folder: Path, timeout_s: float) -> None:
     Raises:
         JournalLockedError: it stands still in the middle of one.
     """
+    deadline = time.monotonic() + timeout_s
+    while not lock(file):
+        if time.monotonic() >= deadline:
+            raise JournalLockedError(
+                f"{folder}: process {pid_of_holder(folder)} is in the middle of a write; stop it"
+            )
+        time.sleep(0.02)
+
+
+def lock(file: int) -> bool:
+    """Locks a file or folder until it is closed; False: somebody else has it."""
     try:
-        _patiently(lambda: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB), timeout_s)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise JournalLockedError(
-            f"{folder}: process {pid_of_holder(folder)} is in the middle of a write; stop it"
-        ) from None
+        return False
+    return True
 
 
 def pid_of_holder(folder: Path) -> str:
@@ -208,7 +224,10 @@ def pid_of_holder(folder: Path) -> str:
     return "unknown"
 
 
-def private(path: str, flags: int) -> int:
+# --- files ---
+
+
+def private(path: str | Path, flags: int) -> int:
     """Opens a file; a new one is its owner's only."""
     return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
@@ -228,22 +247,5 @@ def fsync(path: Path) -> None:
         ) from e
 
 
-def _take(folder: Path) -> int:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:  # whatever stops it, the descriptor is not kept
-        os.close(fd)
-        raise
-    return fd
-
-
-def _patiently(action: Callable[[], _T], timeout_s: float) -> _T:
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return action()
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(0.02)
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

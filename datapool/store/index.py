@@ -2,30 +2,31 @@
 segment whose rows are dead can go.
 
     read_log(folder) ──► Found: the index, the states, the last transaction
-    Index.put, delete ──► what each transaction changes
+    Index.apply      ──► what each transaction changes
 
-A deletion must be on disk as long as the row is. `Segment.graves` says of each dead row which
-segment has its deletion; if that one goes first, the deletion is written anew (`deletions_in`).
+A row is dead once it was deleted, or a newer copy of it was written elsewhere. What says so must be
+on disk as long as the dead row is: `Segment.graves` has the segment that says it for each dead row,
+and if that one goes first, it is said anew (`deletions_in`).
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from stepwell.datapool.store.segments import (
-    Block,
-    Meta,
+    Placed,
     journal_of,
     runs,
     segment_path,
     segments_in,
     sound_blocks,
+    unpack_ids,
 )
 
 _OFFSET_BITS = 36
@@ -42,17 +43,19 @@ class Segment:
     """Its length in bytes."""
     crc: int = 0
     """Of its last block."""
+    ids: list[range] = field(default_factory=list)
+    """Of its records, dead ones included."""
     rows: int = 0
-    """Records in it, those of dead rows and older copies included."""
+    """How many these are."""
     live_rows: int = 0
     live_bytes: int = 0
     graves: dict[int, array[int]] = field(default_factory=dict)
-    """Its deleted rows, by the segment that has the deletion."""
+    """Its dead rows, by the segment that says so."""
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether rows of it were moved elsewhere."""
-        return self.rows > self.live_rows + sum(map(len, self.graves.values()))
+    def bury(self, row: int, said_in: int) -> None:
+        if said_in not in self.graves:
+            self.graves[said_in] = array("q")
+        self.graves[said_in].append(row)
 
 
 class _Chunk(NamedTuple):
@@ -63,6 +66,10 @@ class _Chunk(NamedTuple):
     """Segment and offset."""
     sizes: array[int]
 
+    def find(self, row: int) -> int | None:
+        i = bisect_left(self.rows, row)
+        return i if i < len(self.rows) and self.rows[i] == row else None
+
 
 class Index:
     """Where the newest copy of each live row is."""
@@ -72,144 +79,120 @@ class Index:
         self.n_rows = self.live_bytes = 0
         self.n_bytes = 0
         """Of all segments."""
-        self.empty: set[int] = set()
-        """Segments without a live row."""
         self._chunks: dict[int, _Chunk] = {}
-
-    def grow(self, number: int, end: int, crc: int) -> None:
-        """The segment ends there now, with a block of this CRC."""
-        segment = self.segments.get(number)
-        if segment is None:
-            segment = self.segments[number] = Segment(number)
-            self.empty.add(number)
-        self.n_bytes += end - segment.end
-        segment.end, segment.crc = end, crc
 
     def find(self, row: int) -> tuple[int, int, int] | None:
         """Segment, offset and size; None: not stored."""
         chunk = self._chunks.get(row >> _CHUNK_BITS)
-        if chunk is None:
-            return None
-        i = bisect_left(chunk.rows, row)
-        if i == len(chunk.rows) or chunk.rows[i] != row:
+        if chunk is None or (i := chunk.find(row)) is None:
             return None
         place = chunk.places[i]
         return place >> _OFFSET_BITS, place & _OFFSET_MASK, chunk.sizes[i]
 
-    def put(self, number: int, row: int, offset: int, size: int) -> None:
-        """A copy of the row was written into this segment, which counts from now on."""
-        chunk = self._chunks.get(row >> _CHUNK_BITS)
-        if chunk is None:
-            chunk = self._chunks[row >> _CHUNK_BITS] = _Chunk(array("q"), array("q"), array("I"))
-        rows, places, sizes = chunk
-        place = number << _OFFSET_BITS | offset
-        if not rows or rows[-1] < row:
-            rows.append(row)
-            places.append(place)
-            sizes.append(size)
-        else:
-            i = bisect_left(rows, row)
-            if rows[i] == row:
-                self._leave(places[i] >> _OFFSET_BITS, sizes[i])
-                places[i], sizes[i] = place, size
-            else:
-                rows.insert(i, row)
-                places.insert(i, place)
-                sizes.insert(i, size)
-        self._enter(number, 1, size)
-
-    def delete(self, row: int, said_in: int) -> None:
-        """The row is dead, says the segment `said_in`. Unknown rows are passed over."""
-        chunk = self._chunks.get(row >> _CHUNK_BITS)
-        if chunk is None:
-            return
-        rows, places, sizes = chunk
-        i = bisect_left(rows, row)
-        if i == len(rows) or rows[i] != row:
-            return
-        number = places[i] >> _OFFSET_BITS
-        self._leave(number, sizes[i])
-        graves = self.segments[number].graves
-        if said_in not in graves:
-            graves[said_in] = array("q")
-        graves[said_in].append(row)
-        for column in chunk:
-            del column[i]
-        if not rows:
-            del self._chunks[row >> _CHUNK_BITS]
-
-    def deletions_in(self, number: int) -> list[int]:
-        """Dead rows that other segments still have, and whose deletion only this one has."""
-        return [
-            row
-            for segment in self.segments.values()
-            if segment.number != number
-            for row in segment.graves.get(number, ())
-        ]
-
-    def drop(self, number: int, into: int) -> None:
-        """The segment is gone; its deletions were written anew in the segment `into`."""
-        self.n_bytes -= self.segments.pop(number).end
-        self.empty.discard(number)
-        for segment in self.segments.values():
-            if (rows := segment.graves.pop(number, None)) is not None:
-                segment.graves.setdefault(into, array("q")).extend(rows)
-
-    def places(self) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    def places(self) -> Iterator[tuple[int, Iterator[tuple[int, int]]]]:
         """All live rows in order of their ids: the segment and (id, offset) of some that follow
         each other in it."""
         for key in sorted(self._chunks):
             chunk = self._chunks[key]
             each = zip(chunk.rows[:], chunk.places[:], strict=True)
             for number, found in groupby(each, lambda row: row[1] >> _OFFSET_BITS):
-                yield number, [(row, place & _OFFSET_MASK) for row, place in found]
+                yield number, ((row, place & _OFFSET_MASK) for row, place in found)
 
-    def apply(self, number: int, block: Block, meta: Meta) -> None:
+    def deletions_in(self, gone: Collection[int]) -> dict[int, list[int]]:
+        """Dead rows of other segments of which only these segments say that they are."""
+        others = [s for s in self.segments.values() if s.number not in gone]
+        found = {s.number: sorted(r for n in gone for r in s.graves.get(n, ())) for s in others}
+        return {number: rows for number, rows in found.items() if rows}
+
+    # --- changes ---
+
+    def apply(self, number: int, placed: Placed) -> None:
         """What a transaction in this segment changes."""
-        self.grow(number, block.end, block.crc)
-        at, i = block.at, 0
-        for first, n in runs(meta.rows):
-            sizes = meta.sizes[i : i + n]
-            self._put(number, first, sizes, at)
+        block = placed.block
+        segment = self.segments.get(number)
+        if segment is None:
+            segment = self.segments[number] = Segment(number)
+        self.n_bytes += placed.end - segment.end
+        segment.end, segment.crc = placed.end, placed.crc
+        for other, packed in block.deleted.items():
+            for row in unpack_ids(packed):
+                self._delete(row, other, number)
+        at, i = placed.records_at, 0
+        for run in runs(block.rows):
+            if segment.ids and segment.ids[-1].stop == run.start:
+                segment.ids[-1] = range(segment.ids[-1].start, run.stop)
+            else:
+                segment.ids.append(run)
+            segment.rows += len(run)
+            sizes = block.sizes[i : i + len(run)]
+            self._put_run(segment, run, sizes, at)
             at += sum(sizes)
-            i += n
-        for first, n in runs(meta.deleted):
-            for row in range(first, first + n):
-                self.delete(row, number)
+            i += len(sizes)
+        if block.segments is not None:
+            for gone in [n for n in self.segments if n < number and n not in block.segments]:
+                self.n_bytes -= self.segments.pop(gone).end
+                for other_segment in self.segments.values():
+                    other_segment.graves.pop(gone, None)
 
-    def _put(self, number: int, first: int, sizes: list[int], at: int) -> None:
+    def put(self, segment: Segment, row: int, offset: int, size: int) -> None:
+        """A copy of the row was written into this segment, which counts from now on."""
+        chunk = self._chunks.get(row >> _CHUNK_BITS)
+        if chunk is None:
+            chunk = self._chunks[row >> _CHUNK_BITS] = _Chunk(array("q"), array("q"), array("I"))
+        elif (i := chunk.find(row)) is not None:
+            self._leave(row, chunk, i, segment.number)
+        i = bisect_left(chunk.rows, row)
+        chunk.rows.insert(i, row)
+        chunk.places.insert(i, segment.number << _OFFSET_BITS | offset)
+        chunk.sizes.insert(i, size)
+        self._enter(segment, 1, size)
+
+    def _put_run(self, segment: Segment, run: range, sizes: list[int], at: int) -> None:
         """Rows that follow each other, also in the segment."""
-        last = first + len(sizes) - 1
-        chunk = self._chunks.get(first >> _CHUNK_BITS)
-        is_last = chunk is None or chunk.rows[-1] < first
-        if chunk is None or not is_last or last >> _CHUNK_BITS != first >> _CHUNK_BITS:
-            for row, size in enumerate(sizes, first):
-                self.put(number, row, at, size)
+        chunk = self._chunks.get(run[0] >> _CHUNK_BITS)
+        if (
+            chunk is None
+            or chunk.rows[-1] >= run[0]
+            or run[-1] >> _CHUNK_BITS != run[0] >> _CHUNK_BITS
+        ):
+            for row, size in zip(run, sizes, strict=True):
+                self.put(segment, row, at, size)
                 at += size
             return
-        chunk.rows.extend(range(first, last + 1))
-        chunk.sizes.extend(sizes)
-        *places, end = accumulate(sizes, initial=number << _OFFSET_BITS | at)
+        *places, end = accumulate(sizes, initial=segment.number << _OFFSET_BITS | at)
+        chunk.rows.extend(run)
         chunk.places.extend(places)
-        self._enter(number, len(sizes), end - places[0])
+        chunk.sizes.extend(sizes)
+        self._enter(segment, len(sizes), end - places[0])
 
-    def _enter(self, number: int, n_rows: int, n_bytes: int) -> None:
-        segment = self.segments[number]
-        segment.rows += n_rows
+    def _delete(self, row: int, number: int, said_in: int) -> None:
+        """The copy of the row in the segment `number` is dead."""
+        if (segment := self.segments.get(number)) is None:
+            return  # gone, and so is the row
+        chunk = self._chunks.get(row >> _CHUNK_BITS)
+        i = None if chunk is None else chunk.find(row)
+        if chunk is None or i is None or chunk.places[i] >> _OFFSET_BITS != number:
+            segment.bury(row, said_in)  # an older copy; the live one is elsewhere
+            return
+        self._leave(row, chunk, i, said_in)
+        if not chunk.rows:
+            del self._chunks[row >> _CHUNK_BITS]
+
+    def _enter(self, segment: Segment, n_rows: int, n_bytes: int) -> None:
         segment.live_rows += n_rows
         segment.live_bytes += n_bytes
-        self.empty.discard(number)
         self.n_rows += n_rows
         self.live_bytes += n_bytes
 
-    def _leave(self, number: int, size: int) -> None:
-        segment = self.segments[number]
+    def _leave(self, row: int, chunk: _Chunk, i: int, said_in: int) -> None:
+        segment, size = self.segments[chunk.places[i] >> _OFFSET_BITS], chunk.sizes[i]
+        segment.bury(row, said_in)
         segment.live_rows -= 1
         segment.live_bytes -= size
-        if not segment.live_rows:
-            self.empty.add(number)
         self.n_rows -= 1
         self.live_bytes -= size
+        for column in chunk:
+            del column[i]
 
 
 # --- reading a log ---
@@ -221,21 +204,21 @@ class Found:
 
     index: Index = field(default_factory=Index)
     states: dict[str, bytes] = field(default_factory=dict)
+    newest: int = 0
+    """The last segment …"""
     sequence: int = 0
-    """Of its last transaction …"""
+    """… its last transaction …"""
     next_row: int = 0
-    segment: int = 0
-    end: int = 0
     crc: int = 0
-    """… and of its block."""
-    crcs: dict[int, int] = field(default_factory=dict)
-    """Of the blocks of the newest two segments, by transaction."""
+    """… the CRC of that one's block, and of the block before it."""
+    before: int = 0
 
-    def apply(self, number: int, block: Block, meta: Meta) -> None:
-        self.index.apply(number, block, meta)
-        self.states |= meta.states
+    def apply(self, number: int, placed: Placed) -> None:
+        block = placed.block
+        self.index.apply(number, placed)
+        self.states |= block.states
+        self.newest, self.crc, self.before = number, placed.crc, block.before
         self.sequence, self.next_row = block.sequence, block.next_row
-        self.segment, self.end, self.crc = number, block.end, block.crc
 
 
 def read_log(folder: Path, journal: bytes, newest: int | None = None) -> Found:
@@ -249,8 +232,7 @@ def read_log(folder: Path, journal: bytes, newest: int | None = None) -> Found:
         ValueError: an older segment is missing or damaged, or is of another journal.
     """
     present = [n for n in segments_in(folder) if newest is None or n <= newest]
-    tail: list[tuple[Block, Meta]] = []
-    number, data = 0, b""
+    number, tail = 0, list[Placed]()
     for number in reversed(present):
         data = segment_path(folder, number).read_bytes()
         if journal_of(data) not in (None, journal):
@@ -258,30 +240,17 @@ def read_log(folder: Path, journal: bytes, newest: int | None = None) -> Found:
         if tail := list(sound_blocks(data, journal)):
             break  # else its process was killed when it began this one, or its beginning is damaged
     found = Found()
-    others = expected(tail)
-    for other, (end, crc) in sorted(others.items()):
+    others = tail[0].block.segments or {} if tail else {}
+    for other, end in sorted(others.items()):
         name = segment_path(folder, other).name
         if other not in present:
             raise ValueError(f"{name} is missing")
-        sealed = segment_path(folder, other).read_bytes()
-        for block, meta in sound_blocks(sealed, journal):
-            found.apply(other, block, meta)
-        if (found.segment, found.end, found.crc) != (other, end, crc):
-            at = found.end if found.segment == other else 0
+        at = crc = 0
+        for placed in sound_blocks(segment_path(folder, other).read_bytes(), journal):
+            found.apply(other, placed)
+            at, crc = placed.end, placed.crc
+        if (at, crc) != end:
             raise ValueError(f"{name} is damaged at byte {at}")
-        found.crcs = {found.sequence: found.crc}
-    for block, meta in tail:
-        found.apply(number, block, meta)
-        found.crcs[block.sequence] = block.crc
+    for placed in tail:
+        found.apply(number, placed)
     return found
-
-
-def expected(tail: Iterable[tuple[Block, Meta]]) -> dict[int, tuple[int, int]]:
-    """Which segments there are beside the newest, whose blocks these are: number -> length and CRC
-    of the last block."""
-    segments: dict[int, tuple[int, int]] = {}
-    for _, meta in tail:
-        segments |= {number: (end, crc) for number, end, crc in meta.segments}
-        for number in meta.dropped:
-            segments.pop(number, None)
-    return segments

@@ -20,7 +20,7 @@ What a finished transaction survives (`durability`):
   meanwhile further rows gather, and the next one takes them all.
 
 A worked example: of 64 producers that append in one iteration of the loop and await `committed()`,
-the first schedules a transaction behind what is ready to run, so that one takes all 64.
+the first makes a task that is run behind what is ready to run, so that one transaction has all 64.
 
 Damage is found when the journal is opened, and nothing on disk is changed then: every byte of a
 segment is under a CRC, every transaction names the one before it, every segment lists the others
@@ -39,20 +39,17 @@ One thread (or loop) uses a Journal; one process uses a folder (`folder.py`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from stepwell.datapool.errors import JournalError
-from stepwell.datapool.store.folder import Acked
+from stepwell.datapool.errors import JournalError, JournalFencedError
 from stepwell.datapool.store.log import Batch, Durability, Log, Transaction
-from stepwell.datapool.store.segments import Row, encode_record
+from stepwell.datapool.store.segments import Row, encode_record, row_at
 
 MAX_ROW_BYTES = 1 << 30
 ERASE_S = 3000.0
@@ -63,7 +60,6 @@ PAUSE_S = 0.005
 """Between two slices when nothing else is written; others go on."""
 RETRY_S = 1.0
 """… while the disk takes nothing."""
-_Waiters: TypeAlias = list["asyncio.Future[JournalError | None]"]
 
 
 @dataclass(slots=True)
@@ -72,7 +68,8 @@ class _Flight:
 
     transaction: Transaction
     done: Future[None]
-    waiters: _Waiters
+    error: JournalError | None = None
+    """Once it has landed."""
 
 
 class Journal:
@@ -112,15 +109,14 @@ class Journal:
         self._closed = False
         self._commits = self._failed_commits = self._rows_written = self._rows_deleted = 0
         self._last_error: str | None = None
-        # Group commit: who waits for the next transaction, and the loop that will run it.
+        # Group commit: the transaction under way, and the task that makes the next one.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._flight: _Flight | None = None
-        self._waiters: _Waiters = []
-        self._scheduled = False
+        self._group: asyncio.Task[JournalError | None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Erasing: `scrub` was called; when it is due; it begins with the next transaction.
-        self._is_asked = self._begins = False
-        self._due = time.monotonic() + SCRUB_S if self._log.cleaner.has_dead else None
+        # Erasing: what died is erased with the first transaction after this time.
+        self._erase_at = time.monotonic() + SCRUB_S if self._log.has_dead else None
+        self._is_asked = False
         self._timer: asyncio.TimerHandle | None = None
 
     # --- writing ---
@@ -138,16 +134,18 @@ class Journal:
                 "can be stored, split it"
             )
         row = self._next_row
-        self._buffer.rows[row] = encode_record(row, channel, kind, head, payload), head, payload
+        self.put(Row(row, channel, kind, head, payload))
         self._next_row = row + 1
         return row
 
+    def put(self, row: Row) -> None:
+        """Buffers a row of another journal under the id that it had there."""
+        self._buffer.rows[row.row] = encode_record(row)
+
     def delete(self, rows: Iterable[int]) -> None:
         """Buffers the deletion of these rows; ids that are not stored are passed over."""
-        buffered, deletes = self._buffer.rows, self._buffer.deletes
         for row in rows:
-            if buffered.pop(row, None) is None:
-                deletes.add(row)
+            self._buffer.delete(row)
 
     def put_state(self, key: str, value: bytes) -> None:
         """Buffers `value` under `key`, in place of what was there."""
@@ -158,9 +156,8 @@ class Journal:
         """Some seconds from now no file has a byte of a row that was deleted by now; at the latest
         when `close` returns."""
         self._is_asked = True
-        due = time.monotonic() + SCRUB_S
-        self._due = due if self._due is None else min(due, self._due)
-        self._tidy_later()
+        self._erase_in(SCRUB_S)
+        self._go_on()
 
     @property
     def pending(self) -> bool:
@@ -177,7 +174,7 @@ class Journal:
         self._land()
         if self.pending:
             self._commit_or_raise()
-        self._tidy_later()
+        self._go_on()
 
     def check(self) -> None:
         """Call before a new change: after a failed transaction, tries it again.
@@ -196,25 +193,16 @@ class Journal:
         """
         if not self.pending:
             return
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._move_to(loop)
-        waiter: asyncio.Future[JournalError | None] = loop.create_future()
         if self._flight is not None and not self._buffer:
-            self._flight.waiters.append(waiter)
+            error = await self._landed(self._flight)
         else:
-            self._waiters.append(waiter)
-            if self._flight is None and not self._scheduled:
-                # Behind everything that is ready to run now, so that its rows come along.
-                loop.call_soon(self._group_commit, loop)
-                self._scheduled = True
-        error = await waiter
+            error = await asyncio.shield(self._next_group())
         if error is not None:
             raise type(error)(str(error)) from error  # each waiter its own traceback
 
     # --- reading ---
 
-    def rows(self, payloads: bool = True) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
         """The stored rows in order of their ids; what is only buffered is not among them. Nothing
         may be written before the last one was taken.
 
@@ -222,7 +210,7 @@ class Journal:
             JournalCorruptError: a row is damaged or missing.
         """
         self._land()
-        return self._log.rows(payloads)
+        return self._log.rows()
 
     def states(self) -> dict[str, bytes]:
         """The stored states; what is only buffered is not among them."""
@@ -236,11 +224,14 @@ class Journal:
         Raises:
             JournalCorruptError: a payload is damaged, or its row is not there.
         """
-        entries = self._buffer.rows
+        records = self._buffer.rows
         if self._flight is not None:
-            entries = self._flight.transaction.batch.rows | entries
-        stored = self._log.payloads([row for row in rows if row not in entries])
-        return [entries[row][2] or b"" if row in entries else stored[row] for row in rows]
+            records = self._flight.transaction.batch.rows | records
+        stored = self._log.payloads([row for row in rows if row not in records])
+        return [
+            row_at(records[row], row, 0).payload or b"" if row in records else stored[row]
+            for row in rows
+        ]
 
     @property
     def identity(self) -> str:
@@ -249,8 +240,8 @@ class Journal:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes on disk."""
-        return self._log.index.n_bytes + len(self._log.last.pack())
+        """Bytes of the segments."""
+        return self._log.index.n_bytes
 
     def statistics(self) -> dict[str, Any]:
         """Counts since the journal was opened, and what it holds now."""
@@ -281,38 +272,14 @@ class Journal:
         try:
             if self.pending:
                 self.flush()
-            if self._is_asked or self._begins or self._log.cleaner.is_erasing:
-                self._erase_now()
+            if self._is_asked or self._log.cleaner.is_erasing:
+                self.erase()
         finally:
             self._closed = True
             if self._timer is not None:
                 self._timer.cancel()
             self._worker.shutdown()
             self._log.close()
-
-    def refill(
-        self,
-        last: Acked,
-        rows: Iterable[Row],
-        states: Mapping[str, bytes],
-        flush_rows: int = 256,
-    ) -> None:
-        """Makes this empty journal the successor of another one: its identity, its numbers, these
-        rows under their ids, these states.
-
-        Raises:
-            JournalError: it cannot be written.
-        """
-        self._log.begin_as(last)
-        self._next_row = last.next_row
-        for row, channel, kind, head, payload, _ in rows:
-            prefix = encode_record(row, channel, kind, head, payload)
-            self._buffer.rows[row] = prefix, head, payload
-            if len(self._buffer.rows) >= flush_rows:
-                self.flush()
-        for key, value in states.items():
-            self.put_state(key, value)
-        self._commit_or_raise()
 
     # --- transactions ---
 
@@ -351,11 +318,10 @@ class Journal:
         self._commits += 1
         self._rows_written += len(transaction.batch.rows)
         self._rows_deleted += transaction.n_deleted
-        if transaction.n_deleted and self._due is None:
-            self._due = time.monotonic() + ERASE_S
-        if self._begins:
-            self._begins = False
-            self._log.erase()
+        if transaction.n_deleted:
+            self._erase_in(ERASE_S)
+        if self._erase_at is not None and self._erase_at <= time.monotonic():
+            self._begin_to_erase()
 
     def _failed(self, batch: Batch, cause: BaseException) -> JournalError:
         """Buffers the rows again, before what came meanwhile."""
@@ -370,125 +336,123 @@ class Journal:
 
     # --- group commit ---
 
-    def _group_commit(self, loop: asyncio.AbstractEventLoop, always: bool = False) -> None:
-        """One transaction for all that is buffered; answers, or with `power` will answer, all
-        that wait."""
-        self._scheduled = False
-        waiters, self._waiters = self._waiters, []
-        if not self.pending and not always:  # a flush was faster
-            _answer(waiters, None)
-        elif self.durability == "process":
-            _answer(waiters, self._commit_inline())
-        else:
-            batch = self._cut()
-            try:
-                transaction = self._build(batch)
-                done = self._worker.submit(self._log.write, transaction)
-            except BaseException as e:  # as above; and its waiters must hear of it
-                _answer(waiters, self._failed(batch, e))
-                if not isinstance(e, Exception):
-                    raise
-                return
-            self._flight = flight = _Flight(transaction, done, waiters)
-            done.add_done_callback(partial(self._wake, loop, flight))
-            return
-        self._go_on(loop)
+    def _next_group(self) -> asyncio.Task[JournalError | None]:
+        """What makes a transaction of all that is buffered by then, and tells how it ended."""
+        if (loop := self._running_loop()) is None:
+            raise RuntimeError("await Journal.committed in an event loop; elsewhere use flush()")
+        if self._group is None or self._group.done():
+            # A task is run behind everything that is ready to run now: its rows come along.
+            self._group = loop.create_task(self._commit_group())
+        return self._group
 
-    def _wake(self, loop: asyncio.AbstractEventLoop, flight: _Flight, _: Future[None]) -> None:
-        """In the worker: the loop takes over."""
-        with contextlib.suppress(RuntimeError):  # a closed loop; flush() or close() will land it
-            loop.call_soon_threadsafe(self._landed, loop, flight)
+    def _running_loop(self) -> asyncio.AbstractEventLoop | None:
+        """If it is not the one of before, that one is gone, with its tasks and timers."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return None
+        if loop is not self._loop:
+            self._loop, self._group, self._timer = loop, None, None
+        return loop
 
-    def _landed(self, loop: asyncio.AbstractEventLoop, flight: _Flight) -> None:
+    async def _commit_group(self) -> JournalError | None:
+        while self._flight is not None:
+            await self._landed(self._flight)
+        self._group = None
+        error = None
+        if self._is_due():
+            error = self._commit_inline() if self.durability == "process" else await self._fly()
+        self._go_on()
+        return error
+
+    async def _fly(self) -> JournalError | None:
+        batch = self._cut()
+        try:
+            transaction = self._build(batch)
+            done = self._worker.submit(self._log.write, transaction)
+        except BaseException as e:  # as above
+            error = self._failed(batch, e)
+            if not isinstance(e, Exception):
+                raise
+            return error
+        self._flight = _Flight(transaction, done)
+        return await self._landed(self._flight)
+
+    async def _landed(self, flight: _Flight) -> JournalError | None:
+        await asyncio.wait([asyncio.wrap_future(flight.done)])
         if self._flight is flight:  # else flush() was faster
             self._land()
-        if self._loop is not loop:
-            return
-        if self._waiters and self._flight is None and not self._scheduled:
-            self._group_commit(loop)
-        else:
-            self._go_on(loop)
+        return flight.error
 
     def _land(self) -> None:
         """Waits for the transaction in the worker, if there is one, and draws the conclusions."""
-        flight = self._flight
+        flight, self._flight = self._flight, None
         if flight is None:
             return
         wait_for([flight.done])
-        self._flight = None
         cause = flight.done.exception()
         if cause is None:
             self._succeeded(flight.transaction)
-            _answer(flight.waiters, None)
         else:
-            _answer(flight.waiters, self._failed(flight.transaction.batch, cause))
-
-    def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The loop before this one is gone, and its waiters with it."""
-        if self._flight is not None:
-            self._flight.waiters.clear()
-            self._land()
-        self._waiters.clear()
-        self._scheduled = False
-        self._timer = None
-        self._loop = loop
+            flight.error = self._failed(flight.transaction.batch, cause)
 
     # --- erasing ---
 
-    def _tidy_later(self) -> None:
-        """On the loop, if there is one; without, `close` does it."""
-        if self._loop is not None and self._loop.is_running():
-            self._go_on(self._loop)
-        else:
-            self._sweep()
+    def erase(self) -> None:
+        """Takes every dead row out of the files, on this thread.
 
-    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Removes what was dropped, and sees to it that what is left to be cleaned is, also when
-        nothing more is written."""
-        if self._closed:
-            return
-        if (remove := self._log.dropped()) is not None:
-            self._worker.submit(remove)
-        self._log.outlive()
-        if self._begins or self._log.is_cleaning:
-            when = loop.time() + (PAUSE_S if self._error is None else RETRY_S)
-        elif self._due is not None:
-            when = loop.time() + max(0.0, self._due - time.monotonic())
-        else:
-            return
-        if self._timer is not None:
-            if self._timer.when() <= when:
-                return
-            self._timer.cancel()
-        self._timer = loop.call_at(when, self._tidy, loop)
-
-    def _tidy(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = None
-        if self._flight is not None or self._scheduled or self._closed or self._log.is_fenced:
-            return  # what is under way goes on from here
-        if self._error is not None:
-            self._go_on(loop)
-            return
-        if self._due is not None and self._due <= time.monotonic():
-            self._due, self._is_asked, self._begins = None, False, True
-        self._group_commit(loop, always=True)
-
-    def _erase_now(self) -> None:
-        """Cleans every segment that has a dead row, on this thread."""
-        self._due, self._is_asked, self._begins = None, False, True
-        self._commit_or_raise()
-        while self._log.is_cleaning:
+        Raises:
+            JournalCorruptError: a segment cannot be read.
+            JournalError: nothing can be written.
+        """
+        self._land()
+        if self.pending:
             self._commit_or_raise()
-        if self._log.cleaner.is_stopped:
+        self._begin_to_erase()
+        while self._log.cleaner.is_erasing:
+            self._commit_or_raise()
+        if self._log.cleaner.unreadable:
             raise self._log.corrupt("a segment cannot be read, so what was deleted is still there")
-        self._sweep()
-
-    def _sweep(self) -> None:
-        if (remove := self._log.dropped()) is not None:
+        if (remove := self._log.removal()) is not None:
             remove()
 
+    def _begin_to_erase(self) -> None:
+        self._erase_at, self._is_asked = None, False
+        self._log.erase()
 
-def _answer(waiters: _Waiters, error: JournalError | None) -> None:
-    for waiter in waiters:
-        if not waiter.done():  # a cancelled caller
-            waiter.set_result(error)
+    def _erase_in(self, seconds: float) -> None:
+        at = time.monotonic() + seconds
+        self._erase_at = at if self._erase_at is None else min(at, self._erase_at)
+
+    def _is_due(self) -> bool:
+        """Whether there is something to be written: a flush may have been faster."""
+        is_erasing = self._erase_at is not None and self._erase_at <= time.monotonic()
+        return self.pending or is_erasing or self._log.is_cleaning
+
+    def _go_on(self) -> None:
+        """Removes what counts no longer, and sees to it that what is left to be cleaned is, also
+        when nothing more is written: on the loop, if there is one; without, `close` does it."""
+        remove, loop = self._log.removal(), self._running_loop()
+        if loop is None:
+            if remove is not None:
+                remove()
+            return
+        if remove is not None:
+            self._worker.submit(remove)
+        if self._closed or isinstance(self._error, JournalFencedError):
+            return
+        if self._log.is_cleaning:
+            when = loop.time() + (PAUSE_S if self._error is None else RETRY_S)
+        elif self._erase_at is not None:
+            when = loop.time() + max(0.0, self._erase_at - time.monotonic())
+        else:
+            return
+        if self._timer is None or self._timer.when() > when:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(when, self._tidy)
+
+    def _tidy(self) -> None:
+        self._timer = None
+        if not self._closed:
+            self._next_group()

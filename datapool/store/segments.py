@@ -2,26 +2,24 @@
 is dead or damaged::
 
     pool-000000000007.log
-    ┌─────────┬───────────────────────────────────┬─────────────────────┬────
-    │ SEGMENT │ BLOCK  meta  record  record  …    │ BLOCK  meta  record │ …
-    └─────────┴───────────────────────────────────┴─────────────────────┴────
+    ┌─────────────────────────────────┬────────────────────────┬────
+    │ HEADER  Block  record  record … │ HEADER  Block  record  │ …        a transaction each
+    └─────────────────────────────────┴────────────────────────┴────
 
-    SEGMENT   id of the journal, number of the segment
-    BLOCK     one transaction: its number, how long it is, CRCs of meta and records, and the CRC of
-              the block before it, so that a block that is changed, removed or moved is missed
-    meta      deleted rows, states, which segments were dropped; in the first block of a segment all
-              states, and the list of the segments that there are with the CRC of each one's end
+    HEADER    CRC of itself and the Block, id of the journal, two lengths, CRC of the records
+    Block     what the transaction changes, and the CRC of the block before it, so that a block that
+              is changed, removed or moved is missed. The first one of a segment has all states, and
+              lists the other segments that count, each with the CRC of its end
     record    one row: CRCs, id, names, head, payload. The same bytes wherever it is moved to
 
-The newest copy of a row counts, and a deletion names rows of any segment. Owns the format. Does not
-own which rows are where (`index.py`), nor when something is written (`journal.py`).
+The newest copy of a row counts, and a deletion names the segment that has the dead copy. Owns the
+format. Does not own which rows are where (`index.py`), nor when something is written (`log.py`).
 """
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -29,11 +27,12 @@ from zlib import crc32
 
 import msgspec
 
-MAGIC = b"swpool-4"
-BLOCK_MAGIC = b"swblock4"
-SEGMENT = struct.Struct("<8s16sqI")
-_BLOCK = struct.Struct("<8sqqqIQIIIII")
+HEADER = struct.Struct("<I16sIII")
+_CRC_BYTES = 4
 _RECORD = struct.Struct("<IIqHII")
+
+
+# --- records ---
 
 
 class Row(NamedTuple):
@@ -43,22 +42,28 @@ class Row(NamedTuple):
     channel: str
     kind: str
     head: bytes
-    payload: bytes | None
-    """None if the row has none, or was read without, or is not as it was written."""
-    payload_bytes: int
-    """Length of the stored payload, also when it was not read; 0 if there is none."""
+    payload: bytes | None = None
 
 
-# --- records ---
+_make_row = Row._make
 
 
-def encode_record(row: int, channel: str, kind: str, head: bytes, payload: bytes | None) -> bytes:
-    """A record but for head and payload, which follow it."""
-    names = f"{channel}\0{kind}".encode()
-    n_payload = 0 if payload is None else 1 + len(payload)
-    payload_crc = 0 if payload is None else crc32(payload)
-    prefix = _RECORD.pack(0, payload_crc, row, len(names), len(head), n_payload) + names
-    return struct.pack("<I", crc32(head, crc32(prefix[4:]))) + prefix[4:]
+class PayloadDamagedError(ValueError):
+    """A row is what was written, but for its payload."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__(f"the payload of row {row.row} is not what was written")
+        self.row = row
+
+
+def encode_record(row: Row) -> bytes:
+    names = f"{row.channel}\0{row.kind}".encode()
+    payload = b"" if row.payload is None else row.payload
+    n_payload = 0 if row.payload is None else 1 + len(payload)
+    lengths = len(names), len(row.head), n_payload
+    prefix = _RECORD.pack(0, crc32(payload), row.row, *lengths)[_CRC_BYTES:] + names
+    crc = crc32(row.head, crc32(prefix))
+    return b"".join((crc.to_bytes(_CRC_BYTES, "little"), prefix, row.head, payload))
 
 
 @lru_cache
@@ -67,164 +72,147 @@ def _names(names: bytes) -> tuple[str, str]:
     return channel, kind
 
 
-def read_rows(
-    data: bytes, places: Iterable[tuple[int, int]], payloads: bool = True
-) -> Iterator[Row]:
-    """Rows by id and offset.
+def row_at(data: bytes, row: int, at: int) -> Row:
+    """The row of this id whose record is at `at`.
 
     Raises:
-        ValueError: a row is not what was written; without `payloads`, its head is not.
+        PayloadDamagedError: its payload is not what was written.
+        ValueError: nor is the rest.
     """
-    unpack, prefix, make = _RECORD.unpack_from, _RECORD.size, tuple.__new__
-    for row, at in places:
-        crc, payload_crc, found, n_names, n_head, n_payload = unpack(data, at)
-        head_at = at + prefix + n_names
-        end = head_at + n_head
-        if found != row or crc != crc32(data[at + 4 : end]):
-            raise ValueError(f"row {row} does not have the content it was written with")
-        channel, kind = _names(data[at + prefix : head_at])
-        payload, n_bytes = None, 0
-        if n_payload:
-            n_bytes = n_payload - 1
-            if payloads:
-                payload = data[end : end + n_bytes]
-                if payload_crc != crc32(payload):
-                    raise ValueError(f"the payload of row {row} is not what was written")
-        yield make(Row, (row, channel, kind, data[head_at:end], payload, n_bytes))
+    if len(data) < at + _RECORD.size:
+        raise ValueError(f"row {row} was cut off")
+    crc, payload_crc, found, n_names, n_head, n_payload = _RECORD.unpack_from(data, at)
+    head_at = at + _RECORD.size + n_names
+    end = head_at + n_head
+    if found != row or crc != crc32(data[at + _CRC_BYTES : end]):
+        raise ValueError(f"row {row} does not have the content it was written with")
+    names = _names(data[at + _RECORD.size : head_at])
+    if not n_payload:
+        return _make_row((row, *names, data[head_at:end], None))
+    payload = data[end : end + n_payload - 1]
+    if payload_crc != crc32(payload):
+        raise PayloadDamagedError(Row(row, *names, data[head_at:end]))
+    return _make_row((row, *names, data[head_at:end], payload))
 
 
-# --- blocks and segments ---
+# --- blocks ---
 
 
-class Meta(msgspec.Struct, omit_defaults=True):
+class Block(msgspec.Struct, array_like=True):
     """What a transaction changes."""
-
-    rows: list[int] = []
-    """Ids of its records in order, as `pack_ids` has them …"""
-    sizes: list[int] = []
-    """… and how many bytes each takes."""
-    deleted: list[int] = []
-    """Ids, too."""
-    states: dict[str, bytes] = {}
-    dropped: list[int] = []
-    """Segments that hold nothing any more that counts."""
-    segments: list[tuple[int, int, int]] = []
-    """In the first block of a segment: number, length and last block's CRC of each other one."""
-
-    def records(self, at: int) -> Iterator[tuple[int, int, int]]:
-        """Id, offset and size of each row, if the first is at `at`."""
-        ids = (row for first, n in runs(self.rows) for row in range(first, first + n))
-        for row, size in zip(ids, self.sizes, strict=True):
-            yield row, at, size
-            at += size
-
-
-_decode_meta = msgspec.msgpack.Decoder(Meta).decode
-
-
-class Block(NamedTuple):
-    """The header of one transaction."""
 
     sequence: int
     """Number of the transaction; the first is 1."""
+    before: int
+    """CRC of the block before it; 0 if it is the first one of the journal."""
     first_row: int
     """Id of the next row, before it …"""
     next_row: int
     """… and after it."""
-    n_rows: int
-    n_records: int
-    """Bytes."""
+    rows: list[int]
+    """Ids of its records in order, as `pack_ids` has them …"""
+    sizes: list[int]
+    """… and how many bytes each takes."""
+    deleted: dict[int, list[int]]
+    """Ids, too, by the segment that has the dead row."""
+    states: dict[str, bytes]
+    segments: dict[int, tuple[int, int]] | None = None
+    """In the first block of a segment: number -> length and last block's CRC of each other one
+    that counts. Those that it leaves out hold nothing any more."""
+
+
+_decode = msgspec.msgpack.Decoder(Block).decode
+
+
+class Placed(NamedTuple):
+    """A block, and where it is in its segment."""
+
+    block: Block
+    at: int
+    records_at: int
+    end: int
+    crc: int
+    """Which stands for all before it."""
     records_crc: int
-    before: int
-    """CRC of the block before it; 0 if it is the first one of the journal."""
-    n_meta: int = 0
-    """Bytes."""
-    meta_crc: int = 0
-    crc: int = 0
-    """Of all this and the id of the journal."""
-    at: int = 0
-    """Where its records begin in the segment."""
 
-    @property
-    def end(self) -> int:
-        return self.at + self.n_records
+    def is_whole(self, data: bytes) -> bool:
+        """Whether its records are what was written."""
+        return crc32(memoryview(data)[self.records_at : self.end]) == self.records_crc
 
-    def meta(self, data: bytes) -> Meta | None:
-        """None if it is not what was written."""
-        packed = data[self.at - self.n_meta : self.at]
-        return _decode_meta(packed) if crc32(packed) == self.meta_crc else None
+    def follows(self, last: Placed | None) -> bool:
+        """Whether nothing is missing between the two; None: the begin of the segment."""
+        if last is None:
+            return self.at == 0
+        expected = last.end, last.crc, last.block.sequence + 1
+        return expected == (self.at, self.block.before, self.block.sequence)
 
-    def has_records(self, data: bytes) -> bool:
-        """Whether all of them are what was written."""
-        return crc32(memoryview(data)[self.at : self.end]) == self.records_crc
+    def records(self) -> Iterator[tuple[int, int, int]]:
+        """Id, offset and size of each row."""
+        at = self.records_at
+        for row, size in zip(unpack_ids(self.block.rows), self.block.sizes, strict=True):
+            yield row, at, size
+            at += size
 
 
-def encode_block(journal: bytes, block: Block, meta: Meta) -> tuple[bytes, Block]:
-    """A block but for its records, which follow it; and `block` with what is known then."""
-    packed = msgspec.msgpack.encode(meta)
-    block = block._replace(n_meta=len(packed), meta_crc=crc32(packed))
-    fields = (BLOCK_MAGIC, *block[:-2])
-    crc = crc32(_BLOCK.pack(*fields, 0), crc32(journal))
-    return _BLOCK.pack(*fields, crc) + packed, block._replace(crc=crc)
+def encode_block(
+    journal: bytes, block: Block, records: Sequence[bytes], at: int
+) -> tuple[bytes, Placed]:
+    """The bytes of a transaction that is written there in its segment."""
+    packed = msgspec.msgpack.encode(block)
+    n_bytes = records_crc = 0
+    for record in records:
+        n_bytes += len(record)
+        records_crc = crc32(record, records_crc)
+    header = HEADER.pack(0, journal, len(packed), n_bytes, records_crc)[_CRC_BYTES:]
+    crc = crc32(packed, crc32(header))
+    records_at = at + HEADER.size + len(packed)
+    placed = Placed(block, at, records_at, records_at + n_bytes, crc, records_crc)
+    return b"".join((crc.to_bytes(_CRC_BYTES, "little"), header, packed, *records)), placed
 
 
-def block_at(data: bytes, at: int, journal: bytes) -> Block | None:
-    """The block whose header is at `at`; None if it is damaged or does not end within `data`."""
-    if at + _BLOCK.size > len(data):
+def block_at(data: bytes, at: int, journal: bytes) -> Placed | None:
+    """The block that begins there; None if it is damaged or does not end within `data`."""
+    begin = at + HEADER.size
+    if begin > len(data):
         return None
-    magic, *fields, crc = _BLOCK.unpack_from(data, at)
-    if magic != BLOCK_MAGIC or crc != crc32(_BLOCK.pack(magic, *fields, 0), crc32(journal)):
+    crc, owner, n_block, n_records, records_crc = HEADER.unpack_from(data, at)
+    records_at = begin + n_block
+    end = records_at + n_records
+    if owner != journal or end > len(data) or crc != crc32(data[at + _CRC_BYTES : records_at]):
         return None
-    block = Block._make((*fields, crc, 0))
-    block = block._replace(at=at + _BLOCK.size + block.n_meta)
-    return block if block.end <= len(data) else None
+    return Placed(_decode(data[begin:records_at]), at, records_at, end, crc, records_crc)
 
 
-def sound_blocks(data: bytes, journal: bytes) -> Iterator[tuple[Block, Meta]]:
-    """The blocks of a segment and what their meta says, up to the first one that is torn or damaged
-    or does not follow from the one before."""
-    at, last = SEGMENT.size, None
-    if journal_of(data) != journal:
-        return
-    while (block := block_at(data, at, journal)) is not None:
-        follows = last is None or (block.before, block.sequence) == (last.crc, last.sequence + 1)
-        meta = block.meta(data)
-        if not follows or meta is None or not block.has_records(data):
+def blocks_in(data: bytes, journal: bytes) -> Iterator[Placed]:
+    """The blocks of a segment, in order. One that is damaged is passed over: the next does not
+    follow from the last. Records are not looked at."""
+    at = 0
+    while 0 <= at < len(data):
+        placed = block_at(data, at, journal)
+        if placed is not None:
+            yield placed
+            at = placed.end
+        else:  # each begins with a CRC and this id
+            at = data.find(journal, at + _CRC_BYTES + 1) - _CRC_BYTES
+
+
+def sound_blocks(data: bytes, journal: bytes) -> Iterator[Placed]:
+    """The blocks of a segment up to the first that is torn or damaged, records included."""
+    last = None
+    for placed in blocks_in(data, journal):
+        if not placed.follows(last) or not placed.is_whole(data):
             return
-        yield block, meta
-        at, last = block.end, block
-
-
-def blocks_of(file: int, end: int, journal: bytes) -> Iterator[tuple[int, bytes, Block, Meta]]:
-    """The blocks of a sealed segment, one at a time: where each begins, its bytes, what they say.
-
-    Raises:
-        ValueError: one is damaged.
-    """
-    at = SEGMENT.size
-    while at < end:
-        fields = _BLOCK.unpack(os.pread(file, _BLOCK.size, at))
-        data = os.pread(file, _BLOCK.size + fields[5] + fields[8], at)
-        block = block_at(data, 0, journal)
-        if block is None or (meta := block.meta(data)) is None or not block.has_records(data):
-            raise ValueError(f"the transaction at byte {at} is damaged")
-        yield at, data, block, meta
-        at += len(data)
-
-
-def encode_segment(journal: bytes, number: int) -> bytes:
-    crc = crc32(SEGMENT.pack(MAGIC, journal, number, 0))
-    return SEGMENT.pack(MAGIC, journal, number, crc)
+        yield placed
+        last = placed
 
 
 def journal_of(data: bytes) -> bytes | None:
-    """The id of the journal that a segment belongs to; None if its first bytes are damaged."""
-    if len(data) < SEGMENT.size:
-        return None
-    magic, journal, number, crc = SEGMENT.unpack_from(data)
-    if magic != MAGIC or crc != crc32(SEGMENT.pack(magic, journal, number, 0)):
-        return None
-    return bytes(journal)
+    """The id of the journal that a segment belongs to; None if its first block is damaged."""
+    owner = data[_CRC_BYTES : _CRC_BYTES + 16]
+    return None if block_at(data, 0, owner) is None else owner
+
+
+# --- files ---
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -240,6 +228,9 @@ def segments_in(folder: Path) -> list[int]:
     )
 
 
+# --- ids ---
+
+
 def pack_ids(rows: Sequence[int]) -> list[int]:
     """Ids in order as gaps and lengths of runs."""
     packed: list[int] = []
@@ -253,9 +244,14 @@ def pack_ids(rows: Sequence[int]) -> list[int]:
     return packed
 
 
-def runs(packed: list[int]) -> Iterator[tuple[int, int]]:
-    """The first id and the length of each run."""
+def runs(packed: Sequence[int]) -> Iterator[range]:
+    """Ids that follow each other."""
     at = 0
     for gap, n in zip(packed[::2], packed[1::2], strict=True):
-        yield at + gap, n
+        yield range(at + gap, at + gap + n)
         at += gap + n
+
+
+def unpack_ids(packed: Sequence[int]) -> Iterator[int]:
+    for run in runs(packed):
+        yield from run

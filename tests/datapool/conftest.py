@@ -242,7 +242,7 @@ class JournaledPool:
 
     def erase(self) -> None:
         """What the actor's journal does by itself, soon if the pool asks, else in an hour."""
-        self.journal._erase_now()
+        self.journal.erase()
 
     def say(self, uid: str, prompt_uid: str, text: str, index: int = 0) -> str:
         """One step in which `text` stands as ids, log-probs' neighbour and metadata."""

@@ -127,7 +127,7 @@ def test_a_log_that_was_removed_or_cut_is_missed(left: Path, durability: Durabil
 @pytest.fixture
 def segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A closed journal of 20 rows in as many transactions, in several segments."""
-    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 400)
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 300)
     folder = tmp_path / "segments"
     journal = Journal(folder, "process")
     for k in range(20):

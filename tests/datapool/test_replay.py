@@ -86,7 +86,7 @@ class Journaled:
         self._flush()
 
     def kinds(self) -> list[str]:
-        return [row.kind for row in self.journal.rows(payloads=False)]
+        return [row.kind for row in self.journal.rows()]
 
     def snapshot(self) -> dict[str, Any]:
         """All that it knows."""

@@ -198,6 +198,29 @@ def test_a_damaged_payload_costs_its_own_group_which_is_named_and_stays_closed(
     pool.journal.close()
 
 
+def test_groups_that_shared_a_lease_with_a_dropped_one_are_served_again(tmp_path: Path) -> None:
+    folder = tmp_path / "pool"
+    fill(folder, closed=True)
+    pool = Pool(folder)
+    lease = pool.pool.lease_batch(batch_size=3, now=time.time())
+    assert lease is not None
+    taken = [group.prompt_uid for group in lease.groups]
+    assert taken == ["p2", "p3", "p4"]
+    pool.flush()
+    pool.journal.close()
+    needle = np.full(200, 1003, dtype=np.int32).tobytes()
+    flip(newest_segment(folder), newest_segment(folder).read_bytes().index(needle))
+    [report] = salvage(folder)
+    assert report.dropped == {"train": ["p3"]}
+    pool = Pool(folder)
+    counts = pool.statistics()
+    assert (counts["leased"], counts["ready"]) == (0, N_GROUPS - 3)
+    again = pool.pool.lease_batch(batch_size=2, now=time.time())
+    assert again is not None
+    assert [(group.prompt_uid, group.delivery) for group in again.groups] == [("p2", 2), ("p4", 2)]
+    pool.journal.close()
+
+
 def test_a_lost_record_is_written_anew_and_the_doubt_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "pool"
     groups = fill(folder, closed=False)

@@ -557,7 +557,7 @@ class MemoryLog:
 
     def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
         number = next(self._numbers)
-        self._rows[number] = Row(number, channel, kind, head, payload, len(payload or b""))
+        self._rows[number] = Row(number, channel, kind, head, payload)
         return number
 
     def delete(self, rows: Iterable[int]) -> None:
