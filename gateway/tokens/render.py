@@ -22,7 +22,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -100,7 +100,8 @@ def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
     if not found:
         return None
     # What begins the arguments, and white space before it, is left to the model.
-    after = commonprefix([rest, empty.rpartition(name)[2]]).rstrip("{< \n")
+    pairs = zip(rest, empty.rpartition(name)[2], strict=False)
+    after = "".join(c for c, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)).rstrip("{< \n")
     return CallExample(name, {key: "."}, tool, prompt, said, before, after)
 
 
