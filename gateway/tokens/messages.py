@@ -37,7 +37,7 @@ def parse_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments, parse_constant=_refuse_constant)
+        value = strict_json(arguments)
         if "\\ud" in arguments.lower():
             # Escaped half surrogates parse, but no tokenizer takes them.
             json.dumps(value, ensure_ascii=False).encode()
@@ -46,8 +46,16 @@ def parse_arguments(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def strict_json(text: str) -> Any:
+    """
+    Raises:
+        ValueError, RecursionError: it is no JSON, or has one of Python's NaN and Infinity.
+    """
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _dumps(value: Any) -> bytes:
