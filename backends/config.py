@@ -22,7 +22,7 @@ class Section(BaseModel):
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PublishMode = Literal["abort", "retract", "in_place", "drain"]
-WeightTransport = Literal["disk", "disk_delta", "tensor", "distributed", "lora"]
+WeightTransport = Literal["disk", "distributed", "lora"]
 
 
 def _plain_url(option: str, url: str, remedy: str) -> str:
@@ -63,10 +63,6 @@ class EngineConfig(Section):
     """Longest prompt + response in tokens; null = what the model was made for."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: as in the checkpoint."""
-    tool_call_parser: str | None = "qwen25"
-    """Default of `/parse_function_call`; null = the tokenizer's own response template."""
-    reasoning_parser: str | None = "qwen3"
-    """Default of `/separate_reasoning`."""
     stream_interval: int = Field(default=4, ge=1)
     """Tokens between two streamed chunks. Every chunk repeats all before it and costs CPU: with 64
     streams on two busy cores, 1 took 12-47 % of the embedded engine's throughput, 4 at most 13 %.
@@ -87,9 +83,8 @@ class EngineConfig(Section):
     env: dict[str, str] = Field(default_factory=dict)
     """Added to its environment."""
     weight_transport: WeightTransport = "disk"
-    """How new weights get to it. `disk`: it reads the version's directory. `disk_delta`: only the
-    tensors that changed. `tensor`: in the body of a request, by value. `distributed`: broadcast in
-    a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the adapter, which needs
+    """How new weights get to it. `disk`: it reads the version's directory. `distributed`: broadcast
+    in a process group, NCCL to GPUs, gloo to CPUs. `lora`: only the adapter, which needs
     `backend.lora`; SGLang must be launched for it (`extra_args`: `--enable-lora --max-lora-rank R
     --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts
     from there."""

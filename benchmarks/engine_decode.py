@@ -68,9 +68,9 @@ def scheduler_run(path: Path) -> Callable[[int], None]:
     import torch
 
     from stepwell.backends.engines.embedded.model import ModelRunner
+    from stepwell.backends.engines.embedded.reply import StopStrings
     from stepwell.backends.engines.embedded.request import Request, SamplingParams
     from stepwell.backends.engines.embedded.scheduler import Scheduler
-    from stepwell.backends.engines.embedded.text import StopStrings
 
     torch.set_num_threads(1)
     scheduler = Scheduler(ModelRunner(str(path)), stop_strings=StopStrings(None))

@@ -52,7 +52,7 @@ from stepwell.trainer.errors import ConfigError
 
 WHENS: tuple[When, ...] = ("before", "during", "after")
 MODES: tuple[PublishMode, ...] = ("retract", "retract", "abort", "in_place", "drain")
-TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "disk_delta", "tensor", "distributed")
+TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "distributed")
 FIRST_TOKEN, N_TOKENS = 9, 90
 """Printable tokens of the quickstart's vocabulary."""
 MAX_TOKENS = 60

@@ -16,8 +16,7 @@ import time
 from typing import Any
 from zlib import crc32
 
-import aiohttp
-
+from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.gateway.wiring import Wiring
 
 CHECK_S = 1.0
@@ -27,13 +26,11 @@ CHECK_S = 1.0
 class Addresses:
     """The replicas as one of them sees them: whose address to hand out. Owned by the app."""
 
-    def __init__(
-        self, wiring: Wiring, public_url: str | None, session: aiohttp.ClientSession
-    ) -> None:
+    def __init__(self, wiring: Wiring, public_url: str | None) -> None:
         self.index = wiring.replica
         self.urls = wiring.replica_urls
         self._public_url = public_url
-        self._session = session
+        self._connections = ConnectionPool()
         self._turns = itertools.count(self.index)
         self._looks = [_Look() for _ in self.urls]
 
@@ -68,6 +65,9 @@ class Addresses:
             ],
         }
 
+    def close(self) -> None:
+        self._connections.close()
+
     async def _is_up(self, replica: int) -> bool:
         if replica == self.index:
             return True
@@ -80,11 +80,12 @@ class Addresses:
 
     async def _answers(self, url: str) -> bool:
         try:
-            async with self._session.get(
-                f"{url}/health", timeout=aiohttp.ClientTimeout(total=CHECK_S)
-            ) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+            async with (
+                asyncio.timeout(CHECK_S),
+                self._connections.request("GET", f"{url}/health") as answer,
+            ):
+                return answer.status == 200
+        except (ConnectionError, TimeoutError):
             return False
 
 

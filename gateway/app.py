@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -83,12 +82,10 @@ class _Loaded:
     hosts: Hosts
 
 
-def _services(
-    loaded: _Loaded, session: aiohttp.ClientSession, threads: ThreadPoolExecutor
-) -> Services:
+def _services(loaded: _Loaded, threads: ThreadPoolExecutor) -> Services:
     """The parts put together. None is told later of another one."""
     config, wiring, pool, tokenizer = loaded.config, loaded.wiring, loaded.pool, loaded.tokenizer
-    engine = EngineClient(session, config, wiring, tokenizer.vocabulary)
+    engine = EngineClient(config, wiring, tokenizer.vocabulary)
     renderer = ChatRenderer(tokenizer, thinking=config.thinking, cache_tokens=PROMPT_CACHE_TOKENS)
     if renderer.turn_close_id is None:
         log.warning(
@@ -116,7 +113,7 @@ def _services(
         config=config,
         keys=loaded.keys,
         hosts=loaded.hosts,
-        addresses=Addresses(wiring, config.public_url, session),
+        addresses=Addresses(wiring, config.public_url),
         pool=pool,
         tokenizer=tokenizer,
         engine=engine,
@@ -199,21 +196,13 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # No limit: a call waits in the engine's queue, which schedules it, and not in ours.
-        # SGLang closes a connection that is idle for 5 s; the last to leave would race with it.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
         with ThreadPoolExecutor(RENDER_THREADS, "gateway-render") as threads:
-            async with aiohttp.ClientSession(
-                connector=connector,
-                timeout=aiohttp.ClientTimeout(total=None),
-                read_bufsize=2**20,
-            ) as session:
-                app.state.services = services = _services(loaded, session, threads)
-                await services.start()
-                try:
-                    yield
-                finally:
-                    await services.close()
+            app.state.services = services = _services(loaded, threads)
+            await services.start()
+            try:
+                yield
+            finally:
+                await services.close()
 
     def guarded(routes: ASGIApp) -> ASGIApp:
         protected = Protection(

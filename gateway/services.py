@@ -96,6 +96,7 @@ class Services:
         await asyncio.gather(*(c.wait() for c in calls))
         await self.recording.close()
         await self.engine.close()
+        self.addresses.close()
 
 
 def services_of(request: Request) -> Services:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = ("stepwell", "benchmarks", "examples", "tests")
 ALLOWED = {
     "datapool": {"datapool"},
-    "gateway": {"gateway", "datapool"},
+    "gateway": {"gateway", "datapool", "backends"},
     "backends": {"backends", "datapool"},
     "trainer": {"trainer", "datapool", "backends"},
 }
@@ -126,6 +126,14 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
             assert not wrong, f"{module} imports {wrong}"
 
 
+def test_the_gateway_sees_nothing_of_backends_but_the_client_of_engines() -> None:
+    seen = {f"stepwell.backends.{m}" for m in ("engines.client", "engines.connections", "errors")}
+    for module, targets in edges(ROOT).items():
+        if module.startswith("stepwell.gateway"):
+            wrong = {t for t in targets if t.startswith("stepwell.backends")} - seen
+            assert not wrong, f"{module} imports {wrong}"
+
+
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
@@ -153,6 +161,7 @@ def test_backends_see_nothing_of_the_pool_but_its_nouns_and_the_lease_keeper() -
             ["torch", "transformers"],
         ),
         ("import stepwell.backends.engines.server", ["torch", "transformers"]),
+        ("import stepwell.gateway.engine", ["torch", "transformers", "ray"]),
     ],
 )
 def test_what_is_light_loads_nothing_heavy(statement: str, absent: list[str]) -> None:

@@ -1,7 +1,11 @@
-"""Control client of one engine (embedded or SGLang): one method per endpoint, typed errors.
+"""This module asks one engine (embedded, SGLang) or router over HTTP so that the gateway,
+publications and supervisors ask in the same words: one method per endpoint, typed errors.
 
-Rollouts do not go through it: the gateway speaks `/generate` itself. Holds one HTTP session per
-client, made on first use within the running event loop; pickles as its url.
+    EngineClient(url) ── method ──► `connections.py` ──► a 2xx answer, parsed, or an `EngineError`
+
+It is the only module of this room that the gateway sees. The gateway sends its own `/generate`
+requests over the same connections, since it reads answers as they come (`gateway/engine/`). It does
+not own retries, or which engine is asked.
 """
 
 from __future__ import annotations
@@ -10,13 +14,14 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, NamedTuple, Self
 
-import aiohttp
 import orjson
 
 from stepwell.backends.config import PauseMode
+from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.errors import (
+    EngineError,
     EngineInternalError,
     EngineRequestError,
     EngineTimeoutError,
@@ -24,13 +29,13 @@ from stepwell.backends.errors import (
 )
 from stepwell.datapool.types import CANARY
 
-MemoryTag: TypeAlias = Literal["weights", "kv_cache", "cuda_graph"]
-
 CONTROL_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
+NOT_THERE = frozenset({404, 405, 501})
+"""What a server answers that has no such endpoint."""
 
 
-def version_number(weight_version: str) -> int:
+def version_number(weight_version: Any) -> int:
     """Stepwell publishes decimal integers, a canary's with a suffix; SGLang's initial "default" is
     version 0.
 
@@ -39,13 +44,24 @@ def version_number(weight_version: str) -> int:
     """
     if weight_version == "default":
         return 0
-    try:
-        return int(weight_version.removesuffix(CANARY))
-    except ValueError:
+    digits = weight_version.removesuffix(CANARY) if isinstance(weight_version, str) else ""
+    number = int(digits) if digits.isdecimal() else weight_version
+    if type(number) is not int or not 0 <= number < 2**63:
         raise ValueError(
-            f"weight_version is {weight_version!r}; Stepwell publishes decimal integers. "
+            f"weight_version is {weight_version!r:.80}; Stepwell publishes decimal integers. "
             "Does something else publish weights to this engine?"
-        ) from None
+        )
+    return number
+
+
+def is_canary(weight_version: Any) -> bool:
+    """Whether an engine has a version that is not committed (`publish.canary_share`)."""
+    return isinstance(weight_version, str) and weight_version.endswith(CANARY)
+
+
+def is_missing(error: EngineError) -> bool:
+    """The server has no such endpoint."""
+    return getattr(error, "status", None) in NOT_THERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +73,35 @@ class UpdateResult:
     message: str
 
 
+class Worker(NamedTuple):
+    """A line of a router's list."""
+
+    id: str
+    url: str
+    is_healthy: bool
+
+
 class EngineClient:
-    """Talks to the engine at `url`. Use as `async with`, or call `close()`.
+    """Asks the engine at `url`; pickles as its url. Use as `async with`, or call `close()`, unless
+    it was given the `connections` of somebody else.
 
     Raises (every method):
         EngineUnavailableError: nobody answers there.
         EngineTimeoutError: no answer in time.
         EngineRequestError: the engine refused (4xx).
-        EngineInternalError: the engine failed (5xx).
+        EngineInternalError: the engine failed (5xx), or its answer has another shape.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float = CONTROL_TIMEOUT_S,
+        connections: ConnectionPool | None = None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        self._session: aiohttp.ClientSession | None = None
+        self._connections = ConnectionPool() if connections is None else connections
 
     def __repr__(self) -> str:
         return f"EngineClient({self.url!r})"
@@ -90,60 +121,56 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the session. Idempotent."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        """Close idle connections. Idempotent."""
+        self._connections.close()
 
     # -- generation ---------------------------------------------------------------------------
 
     async def generate(
         self,
-        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        input_ids: Sequence[int],
         sampling_params: Mapping[str, Any] | None = None,
         *,
         timeout_s: float | None = None,
         **fields: Any,
-    ) -> Any:
-        """`/generate`; a dict, or a list of them for a batch. Waits without limit by default: a
-        paused engine answers when it is continued."""
-        body = _generate_body(input_ids, sampling_params, fields)
-        return await self._json("POST", "/generate", body, timeout_s=timeout_s)
+    ) -> dict[str, Any]:
+        """`/generate`. Waits without limit by default: a paused engine answers when it is
+        continued."""
+        body = {"input_ids": input_ids, "sampling_params": dict(sampling_params or {}), **fields}
+        return await self._object("/generate", body, timeout_s=timeout_s)
 
     async def generate_stream(
-        self,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, Any] | None = None,
-        **fields: Any,
+        self, input_ids: Sequence[int], sampling_params: Mapping[str, Any], **fields: Any
     ) -> AsyncIterator[dict[str, Any]]:
         """The cumulative chunks of a streamed `/generate`. Leaving early aborts the request."""
-        body = {**_generate_body(input_ids, sampling_params, fields), "stream": True}
+        fields |= {"input_ids": input_ids, "sampling_params": sampling_params, "stream": True}
+        url, rest = f"{self.url}/generate", b""
         try:
-            async with self._http().post(
-                f"{self.url}/generate", data=orjson.dumps(body), timeout=_timeout(None)
-            ) as response:
-                await self._raise_for_status(response, "/generate")
-                async for line in response.content:
-                    payload = line.strip().removeprefix(b"data: ")
-                    if payload == b"[DONE]":
-                        return
-                    if payload:
-                        yield orjson.loads(payload)
-        except aiohttp.ClientError as e:
-            raise EngineUnavailableError(f"{self.url}/generate broke off: {e!r}") from e
+            async with self._connections.request("POST", url, orjson.dumps(fields)) as answer:
+                _check(url, answer.status, b"" if answer.status < 400 else await answer.read())
+                async for data in answer.chunks():
+                    *events, rest = (rest + data).split(b"\n\n")
+                    for event in events:
+                        if (payload := event.removeprefix(b"data: ")) != b"[DONE]":
+                            yield orjson.loads(payload)
+        except ConnectionError as e:
+            raise EngineUnavailableError(f"{url} broke off: {e}") from e
 
     async def abort(self, rid: str | None = None) -> None:
         """Abort the request `rid`, with it those whose id starts with that; all if it is None."""
-        body = {"abort_all": True} if rid is None else {"rid": rid}
-        await self._raw("POST", "/abort_request", body)
+        await self._ask("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
-    # -- weights ------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode = "abort", *, timeout_s: float | None = -1.0) -> None:
-        await self._raw("POST", "/pause_generation", {"mode": mode}, timeout_s=timeout_s)
+    async def pause(self, mode: PauseMode = "abort", *, timeout_s: float | None = None) -> None:
+        await self._ask("/pause_generation", {"mode": mode}, timeout_s=timeout_s or self.timeout_s)
 
     async def continue_(self) -> None:
-        await self._raw("POST", "/continue_generation", {})
+        await self._ask("/continue_generation", {})
+
+    async def flush(self) -> None:
+        """Drop the prefix cache; refused (EngineRequestError) while requests are in flight."""
+        await self._ask("/flush_cache", {})
+
+    # -- weights ------------------------------------------------------------------------------
 
     async def update_weights_from_disk(
         self,
@@ -151,7 +178,6 @@ class EngineClient:
         version: int | str,
         *,
         flush_cache: bool = True,
-        abort_all_requests: bool = False,
         timeout_s: float = LOAD_TIMEOUT_S,
     ) -> UpdateResult:
         """Load weights from a directory that the engine's machine can read.
@@ -159,34 +185,8 @@ class EngineClient:
         Raises:
             EngineRequestError: the engine could not load them and keeps the old ones.
         """
-        body = {
-            "model_path": str(path),
-            "weight_version": str(version),
-            "flush_cache": flush_cache,
-            "abort_all_requests": abort_all_requests,
-        }
-        return await self._update("/update_weights_from_disk", body, timeout_s)
-
-    async def update_weights_from_tensor(
-        self,
-        payloads: Sequence[str],
-        version: int | str,
-        *,
-        flush_cache: bool = True,
-        timeout_s: float = LOAD_TIMEOUT_S,
-    ) -> UpdateResult:
-        """Load serialised named tensors, one payload (base64) per tensor-parallel rank; within a
-        session (`begin_weight_update`).
-
-        Raises:
-            EngineRequestError: the engine could not load them; some may be in force.
-        """
-        body = {
-            "serialized_named_tensors": list(payloads),
-            "weight_version": str(version),
-            "flush_cache": flush_cache,
-        }
-        return await self._update("/update_weights_from_tensor", body, timeout_s)
+        body = {"model_path": str(path), "abort_all_requests": False}
+        return await self._update("from_disk", body, version, flush_cache, timeout_s)
 
     async def update_weights_from_distributed(
         self,
@@ -197,22 +197,16 @@ class EngineClient:
         *,
         group_name: str,
         flush_cache: bool = True,
-        timeout_s: float = LOAD_TIMEOUT_S,
     ) -> UpdateResult:
         """Load tensors that rank 0 of a group broadcasts in this order; within a session.
 
         Raises:
             EngineRequestError: the engine could not receive or load them; some may be in force.
         """
-        body = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
-            "weight_version": str(version),
-            "flush_cache": flush_cache,
-        }
-        return await self._update("/update_weights_from_distributed", body, timeout_s)
+        shapes = [list(shape) for shape in shapes]
+        body = {"names": list(names), "dtypes": list(dtypes), "shapes": shapes}
+        body |= {"group_name": group_name}
+        return await self._update("from_distributed", body, version, flush_cache, LOAD_TIMEOUT_S)
 
     async def init_weights_update_group(
         self,
@@ -234,178 +228,170 @@ class EngineClient:
             "group_name": group_name,
             "backend": backend,
         }
-        await self._raw("POST", "/init_weights_update_group", body, timeout_s=timeout_s)
+        await self._ask("/init_weights_update_group", body, timeout_s=timeout_s)
 
     async def destroy_weights_update_group(self, group_name: str) -> None:
-        await self._raw("POST", "/destroy_weights_update_group", {"group_name": group_name})
+        await self._ask("/destroy_weights_update_group", {"group_name": group_name})
 
     async def begin_weight_update(self) -> None:
         """Open a session, outside which no tensors are taken."""
-        await self._raw("POST", "/begin_weight_update", {})
+        await self._ask("/begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
-        await self._raw("POST", "/end_weight_update", {})
+        await self._ask("/end_weight_update", {})
 
     async def load_lora_adapter(self, name: str, path: str) -> dict[str, str]:
         """Load an adapter that the engine's machine can read; the loaded ones, name -> path."""
         body = {"lora_name": name, "lora_path": path}
-        answer = await self._json("POST", "/load_lora_adapter", body, timeout_s=LOAD_TIMEOUT_S)
+        answer = await self._ask("/load_lora_adapter", body, timeout_s=LOAD_TIMEOUT_S)
         return dict(answer["loaded_adapters"] or {})
 
     async def unload_lora_adapter(self, name: str) -> None:
         """A real SGLang answers when no request uses it any more."""
-        await self._raw("POST", "/unload_lora_adapter", {"lora_name": name})
+        await self._ask("/unload_lora_adapter", {"lora_name": name})
 
     async def update_weight_version(self, version: int | str) -> None:
         """Rename the version in force; requests in flight stay."""
         body = {"new_version": str(version), "abort_all_requests": False}
-        await self._raw("POST", "/update_weight_version", body)
+        await self._ask("/update_weight_version", body)
 
     async def weight_hashes(self) -> list[dict[str, Any]] | None:
         """`/weights_checker`: per rank `checksums` (parameter -> hash) and `parallelism_info`; None
         if the engine has no such endpoint."""
+        body = {"action": "checksum"}
         try:
-            answer = await self._json(
-                "POST", "/weights_checker", {"action": "checksum"}, timeout_s=LOAD_TIMEOUT_S
-            )
-        except EngineRequestError as e:
-            if e.status in (404, 405, 501):
+            answer = await self._ask("/weights_checker", body, timeout_s=LOAD_TIMEOUT_S)
+        except EngineError as e:
+            if is_missing(e):
                 return None
             raise
         ranks: list[dict[str, Any]] = answer["ranks"]
         return ranks
 
-    async def flush(self) -> None:
-        """Drop the prefix cache; refused (EngineRequestError) while requests are in flight."""
-        await self._raw("POST", "/flush_cache", {})
+    async def release_memory(self) -> None:
+        """Free the memory of an idle, best a paused engine. A launched SGLang needs
+        `--enable-memory-saver`, and weights come back only with `--enable-weights-cpu-backup`:
+        `engine.release_memory` sets both."""
+        await self._ask("/release_memory_occupation", {}, timeout_s=LOAD_TIMEOUT_S)
 
-    async def release_memory(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Free the memory of `tags` (None: all) of an idle, best a paused engine. A launched SGLang
-        needs `--enable-memory-saver`, and weights come back only with
-        `--enable-weights-cpu-backup`: `engine.release_memory` sets both."""
-        body = {} if tags is None else {"tags": list(tags)}
-        await self._raw("POST", "/release_memory_occupation", body, timeout_s=LOAD_TIMEOUT_S)
-
-    async def resume_memory(self, tags: Sequence[MemoryTag] | None = None) -> None:
-        """Take memory back that was released. SGLang 0.5.23 dies of a tag that was not."""
-        body = {} if tags is None else {"tags": list(tags)}
-        await self._raw("POST", "/resume_memory_occupation", body, timeout_s=LOAD_TIMEOUT_S)
-
-    async def weight_version(self) -> int:
-        return version_number((await self.model_info())["weight_version"])
+    async def resume_memory(self) -> None:
+        """Take the memory back. SGLang 0.5.23 dies of it if it was not released."""
+        await self._ask("/resume_memory_occupation", {}, timeout_s=LOAD_TIMEOUT_S)
 
     # -- information --------------------------------------------------------------------------
 
-    async def health(self, timeout_s: float = 5.0) -> bool:
+    async def check(self, path: str = "/health") -> None:
+        """Raises unless it is well: `/health`; `/health_generate`, it generates; a router's
+        `/readiness`, one of its workers is well."""
+        await self._ask(path)
+
+    async def health(self) -> bool:
         """Whether the engine answers `/health` with 200. Does not raise."""
         try:
-            await self._raw("GET", "/health", timeout_s=timeout_s)
-        except (EngineUnavailableError, EngineTimeoutError, EngineInternalError):
+            await self.check()
+        except EngineError:
             return False
         return True
 
     async def model_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = await self._json("GET", "/model_info")
-        return info
+        return await self._object("/model_info")
+
+    async def weight_version(self) -> int:
+        return version_number((await self.model_info())["weight_version"])
 
     async def server_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = await self._json("GET", "/server_info")
-        return info
+        return await self._object("/server_info")
 
     async def loads(self) -> dict[str, Any]:
-        loads: dict[str, Any] = await self._json("GET", "/v1/loads")
-        return loads
+        return await self._object("/v1/loads")
 
     async def max_model_len(self) -> int:
-        models = await self._json("GET", "/v1/models")
-        return int(models["data"][0]["max_model_len"])
+        """Tokens that fit, prompt and response."""
+        try:
+            length = (await self._ask("/v1/models"))["data"][0]["max_model_len"]
+        except (LookupError, TypeError):
+            length = None
+        if type(length) is not int or length < 2:
+            raise EngineInternalError(f"{self.url}/v1/models names no max_model_len")
+        return length
 
-    # -- parsing ------------------------------------------------------------------------------
+    # -- a router's workers --------------------------------------------------------------------
 
-    async def parse_function_call(
-        self, text: str, tools: Sequence[Mapping[str, Any]], parser: str | None = None
-    ) -> dict[str, Any]:
-        body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
-        parsed: dict[str, Any] = await self._json("POST", "/parse_function_call", body)
-        return parsed
+    async def workers(self) -> list[Worker]:
+        listed = await self._ask("/workers")
+        try:
+            return [
+                Worker(str(w["id"]), str(w["url"]).rstrip("/"), bool(w.get("is_healthy")))
+                for w in listed["workers"]
+            ]
+        except (LookupError, TypeError, AttributeError) as e:
+            raise EngineInternalError(f"{self.url}/workers is no list: {listed!r:.200}") from e
 
-    async def separate_reasoning(self, text: str, parser: str | None = None) -> dict[str, Any]:
-        body = {"text": text, "reasoning_parser": parser}
-        parsed: dict[str, Any] = await self._json("POST", "/separate_reasoning", body)
-        return parsed
+    async def add_worker(self, url: str) -> None:
+        """Ask for a worker; it is in the list once the router has seen that it works."""
+        await self._ask("/workers", {"url": url})
+
+    async def remove_worker(self, worker: Worker) -> None:
+        """Take a worker out; calls that it has go on."""
+        await self._ask(f"/workers/{worker.id}", method="DELETE")
 
     # -- transport ----------------------------------------------------------------------------
 
-    async def _update(self, path: str, body: Mapping[str, Any], timeout_s: float) -> UpdateResult:
-        answer = await self._json("POST", path, body, timeout_s=timeout_s)
+    async def _update(
+        self, way: str, body: dict[str, Any], version: int | str, flush: bool, timeout_s: float
+    ) -> UpdateResult:
+        body |= {"weight_version": str(version), "flush_cache": flush}
+        answer = await self._ask(f"/update_weights_{way}", body, timeout_s=timeout_s)
         return UpdateResult(bool(answer["success"]), str(answer["message"]))
 
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                headers={"content-type": "application/json"},
-                read_bufsize=1 << 22,
-            )
-        return self._session
+    async def _object(self, path: str, body: Any = None, **how: Any) -> dict[str, Any]:
+        answer = await self._ask(path, body, **how)
+        if not isinstance(answer, dict):
+            raise EngineInternalError(f"{self.url}{path} answered no object, but {answer!r:.200}")
+        return answer
 
-    async def _json(
-        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = -1.0
+    async def _ask(
+        self, path: str, body: Any = None, *, method: str = "", timeout_s: float | None = -1.0
     ) -> Any:
-        return orjson.loads(await self._raw(method, path, body, timeout_s=timeout_s))
-
-    async def _raw(
-        self, method: str, path: str, body: Any = None, *, timeout_s: float | None = -1.0
-    ) -> bytes:
-        """`timeout_s`: None waits without limit, negative is the client's default."""
+        """The answer, parsed if it is JSON; POST if there is a body. `timeout_s`: None waits
+        without limit, negative is the client's default."""
         limit = self.timeout_s if timeout_s is not None and timeout_s < 0 else timeout_s
-        data = None if body is None else orjson.dumps(body)
+        method, url = method or ("GET" if body is None else "POST"), self.url + path
+        data = b"" if body is None else orjson.dumps(body)
         try:
-            async with self._http().request(
-                method, f"{self.url}{path}", data=data, timeout=_timeout(limit)
-            ) as response:
-                await self._raise_for_status(response, path)
-                return await response.read()
+            async with (
+                asyncio.timeout(limit),
+                self._connections.request(method, url, data) as answer,
+            ):
+                status, content = answer.status, await answer.read()
         except TimeoutError as e:
-            raise EngineTimeoutError(f"{self.url}{path} did not answer within {limit:g} s") from e
-        except (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError) as e:
+            raise EngineTimeoutError(f"{url} did not answer within {limit:g} s") from e
+        except ConnectionError as e:
             raise EngineUnavailableError(
-                f"no engine answers at {self.url}{path} ({e!r}); is it running, is the url right?",
-                refused=isinstance(getattr(e, "os_error", None), ConnectionRefusedError),
+                f"no engine answers at {url} ({e}); is it running, is the url right?",
+                refused=isinstance(e, ConnectionRefusedError),
             ) from e
-
-    async def _raise_for_status(self, response: aiohttp.ClientResponse, path: str) -> None:
-        if response.status < 400:
-            return
-        message = f"{self.url}{path} answered {response.status}: {_message(await response.read())}"
-        if response.status < 500:
-            raise EngineRequestError(message, status=response.status)
-        raise EngineInternalError(message, status=response.status)
+        _check(url, status, content)
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError:
+            return content
 
 
-def _timeout(limit: float | None) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=limit, sock_connect=10)
+def _check(url: str, status: int, content: bytes) -> None:
+    if status < 400:
+        return
+    message = f"{url} answered {status}: {_words(content)}"
+    if status < 500:
+        raise EngineRequestError(message, status=status)
+    raise EngineInternalError(message, status=status)
 
 
-def _generate_body(
-    input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
-    sampling_params: Mapping[str, Any] | None,
-    fields: Mapping[str, Any],
-) -> dict[str, Any]:
-    body: dict[str, Any] = {"sampling_params": dict(sampling_params or {}), **fields}
-    if input_ids is not None:
-        body["input_ids"] = input_ids
-    return body
-
-
-def _message(body: bytes) -> str:
-    """The human part of an error body."""
+def _words(content: bytes) -> str:
+    """The human part of an error's body."""
     try:
-        parsed = orjson.loads(body)
+        parsed = orjson.loads(content)
     except orjson.JSONDecodeError:
-        return body.decode(errors="replace").strip()
-    if isinstance(parsed, dict):
-        inner = parsed.get("error", parsed)
-        inner = inner.get("message", inner) if isinstance(inner, dict) else inner
-        return str(inner)
-    return str(parsed)
+        return content.decode(errors="replace").strip()
+    inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    return str(inner.get("message", inner) if isinstance(inner, dict) else inner)

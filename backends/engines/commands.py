@@ -55,10 +55,6 @@ def common_flags(config: EngineConfig, launch: Launch) -> list[str]:
     argv += ["--stream-interval", str(config.stream_interval)]
     if config.context_length is not None:
         argv += ["--context-length", str(config.context_length)]
-    if config.tool_call_parser is not None:
-        argv += ["--tool-call-parser", config.tool_call_parser]
-    if config.reasoning_parser is not None:
-        argv += ["--reasoning-parser", config.reasoning_parser]
     return argv
 
 

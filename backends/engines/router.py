@@ -16,7 +16,7 @@ The list is compared with what it should be, never remembered: a router that was
 or somebody else's) is filled again within a second. Workers that are not ours are left alone.
 
 Owns the router's command line, process and list. Does not own engines (`supervisor.py`), weights,
-or what the gateway does with the router's url (`gateway/engine_checks.py`).
+or what the gateway does with the router's url (`gateway/engine/checks.py`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import asyncio
 import importlib.util
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.addresses import free_port, reachable
 from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.process import kill, last_lines, launch
 from stepwell.backends.engines.server import KEPT
 from stepwell.backends.errors import EngineError, EngineStartError, EngineTimeoutError
 from stepwell.backends.weights import read_current
@@ -53,37 +53,6 @@ ANSWER_S = 5.0
 LATE_ANSWERS = 2
 """In a row, before a worker that still listens is taken out."""
 LONGEST_CALL_S = 86_400
-_WRAPPER = Path(__file__).with_name("die_with_parent.py")
-
-
-class Worker(NamedTuple):
-    """A line of the router's list."""
-
-    id: str
-    url: str
-    is_healthy: bool
-
-
-class RouterClient(EngineClient):
-    """A router's worker list. It also generates; what controls an engine a router refuses (404)."""
-
-    def __init__(self, url: str, *, timeout_s: float = ANSWER_S) -> None:
-        super().__init__(url, timeout_s=timeout_s)
-
-    async def workers(self) -> list[Worker]:
-        listed = await self._json("GET", "/workers")
-        return [
-            Worker(str(w["id"]), str(w["url"]).rstrip("/"), bool(w["is_healthy"]))
-            for w in listed["workers"]
-        ]
-
-    async def add_worker(self, url: str) -> None:
-        """Ask for a worker; it is in the list once the router has seen that it works."""
-        await self._raw("POST", "/workers", {"url": url})
-
-    async def remove_worker(self, worker: Worker) -> None:
-        """Take a worker out; calls that it has go on."""
-        await self._raw("DELETE", f"/workers/{worker.id}")
 
 
 def router_argv(host: str, port: int, metrics_port: int) -> list[str]:
@@ -126,7 +95,7 @@ class RouterServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: list[EngineClient] = []
         self._late: Counter[str] = Counter()
-        self._router: RouterClient | None = None
+        self._router: EngineClient | None = None
         self._following: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
@@ -179,7 +148,7 @@ class RouterServer:
 
     def _look_after(self, url: str, worker_urls: Sequence[str]) -> None:
         self._url = url
-        self._router = RouterClient(url)
+        self._router = EngineClient(url, timeout_s=ANSWER_S)
         self._workers = [EngineClient(url, timeout_s=ANSWER_S) for url in worker_urls]
 
     async def stop(self) -> None:
@@ -189,7 +158,7 @@ class RouterServer:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         if self._is_ours:
-            await asyncio.to_thread(self._kill)
+            await asyncio.to_thread(self._end)
         elif self._router is not None:
             try:
                 ours = {client.url for client in self._workers}
@@ -249,7 +218,7 @@ class RouterServer:
             try:
                 if self._is_ours and (self._process is None or self._process.poll() is not None):
                     code = self._process.returncode if self._process is not None else None
-                    self._kill()
+                    self._end()
                     self.restarts += 1
                     log.warning("the router ended with %s; restart %d", code, self.restarts)
                     self._launch()
@@ -271,34 +240,20 @@ class RouterServer:
     def _launch(self) -> None:
         port = int(self._url.rpartition(":")[2])
         argv = router_argv(self._config.host, port, free_port("127.0.0.1"))
-        self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_file.open("ab") as out:
-            # From the actor's event loop thread, which lives as long as the actor: it dies with it.
-            self._process = subprocess.Popen(
-                [sys.executable, "-IS", str(_WRAPPER), str(os.getpid()), *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        # From the actor's event loop thread, which lives as long as the actor: it dies with it.
+        self._process = launch(argv, self._log_file)
 
-    def _kill(self) -> None:
+    def _end(self) -> None:
         """The router has no state worth a graceful end: its calls are retried or over."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            log.debug("the router's processes have ended")
-        process.wait()
+        if process is not None:
+            kill(process)
 
     def _failed(self, what: str) -> EngineStartError:
         who = "the router" if self._is_ours else f"engine.router, the router at {self._url},"
         where = ""
         if self._is_ours and self._log_file.exists():
-            lines = self._log_file.read_text(errors="replace").splitlines()[-20:]
-            where = f". Last lines of {self._log_file}:\n" + "\n".join(lines)
+            where = f". Last lines of {self._log_file}:\n{last_lines(self._log_file)}"
         return EngineStartError(f"{who} {what}{where}")
 
 

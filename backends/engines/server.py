@@ -88,7 +88,7 @@ class EngineServer:
 
     async def _await_health(self, url: str) -> None:
         deadline = time.monotonic() + self._config.startup_timeout_s
-        async with EngineClient(url) as client:
+        async with EngineClient(url, timeout_s=5.0) as client:
             while not await client.health():
                 if time.monotonic() >= deadline:
                     raise EngineStartError(

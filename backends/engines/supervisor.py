@@ -29,48 +29,50 @@ requests.
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import json
 import logging
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.addresses import free_port, reachable
+from stepwell.backends.engines.client import (
+    CONTROL_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    NOT_THERE,
+    EngineClient,
+)
 from stepwell.backends.engines.commands import Launch, command_line
-from stepwell.backends.errors import EngineStartError
+from stepwell.backends.engines.process import kill, last_lines, launch, signal_all
+from stepwell.backends.errors import EngineError, EngineStartError
 from stepwell.backends.weights import Published, StoreLock, check_version, read_current
 from stepwell.backends.weights.transports import ADAPTER_NAME
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 State = Literal["new", "starting", "up", "restarting", "failed", "stopped"]
 
-LOG_TAIL_LINES = 20
 PROBE_INTERVAL_S = 0.05
 """Between two looks at a process that starts."""
 PROBE_EVERY_S = 5.0
 """Between two looks at one that is up."""
 PROBE_TIMEOUT_S = 25.0
 """Of one probe; the servers give themselves 20 s to generate a token for theirs."""
-_NOT_FOUND = (404, 405, 501)
 HEALTHY_FOR_S = 60.0
+"""After this long up, earlier crashes no longer count against `max_restarts`."""
 STOP_TIMEOUT_S = 5.0
 """From SIGTERM to SIGKILL."""
-"""After this long up, earlier crashes no longer count against `max_restarts`."""
-_WRAPPER = Path(__file__).with_name("die_with_parent.py")
 LOCK_RETRY_S = 0.01
-_CONTROL_TIMEOUT_S = 60.0
-_LOAD_TIMEOUT_S = 600.0
 
 
 class Supervisor:
@@ -140,11 +142,11 @@ class Supervisor:
             if self.state == "new":
                 self.state = "stopped"
         if process is not None:
-            _signal_group(process, signal.SIGTERM)
+            signal_all(process, signal.SIGTERM)
         if self._thread.is_alive():
             self._thread.join(STOP_TIMEOUT_S)
             if self._thread.is_alive() and process is not None:
-                _signal_group(process, signal.SIGKILL)
+                signal_all(process, signal.SIGKILL)
             self._thread.join()
 
     def status(self) -> dict[str, Any]:
@@ -220,8 +222,7 @@ class Supervisor:
         current = self._committed()
         if self._weights_dir is not None:
             check_version(self._weights_dir, current.path)
-        launch = self._fenced_launch(current)
-        line = command_line(self.config, launch)
+        line = command_line(self.config, self._fenced_launch(current))
         argv, threads = line.argv, str(self.config.threads)
         env = {
             **os.environ,
@@ -233,21 +234,10 @@ class Supervisor:
         if "PYTHONPATH" in line.env:  # none of the three replaces another
             paths = [source.get("PYTHONPATH") for source in (line.env, self.config.env, os.environ)]
             env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock, self.log_file.open("ab") as out:
+        with self._lock:
             if self._stop.is_set():
                 return
-            out.write(f"--- launch: {' '.join(argv)}\n".encode())
-            out.flush()
-            # Its own session: Ctrl-C in the terminal goes to the driver, which stops it in order.
-            self._process = subprocess.Popen(
-                [sys.executable, "-IS", str(_WRAPPER), str(os.getpid()), *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-            )
+            self._process = launch(argv, self.log_file, env)
             self.pid = self._process.pid
 
     def _fenced_launch(self, current: Published) -> Launch:
@@ -269,7 +259,7 @@ class Supervisor:
             code = process.poll()
             if code is not None:
                 raise self._failed(f"ended with exit code {code} before it was healthy")
-            if _get(f"{self.url}/health", timeout=2.0) is not None:
+            if self._does(EngineClient.check, 2.0):
                 return
             if time.monotonic() >= deadline:
                 raise self._failed(
@@ -284,7 +274,7 @@ class Supervisor:
         if self._weights_dir is None:
             return True
         if not self._starts_paused:
-            _post(f"{self.url}/pause_generation", {"mode": "retract"}, _CONTROL_TIMEOUT_S)
+            self._does(lambda engine: engine.pause("retract"), CONTROL_TIMEOUT_S)
         lock = StoreLock(self._weights_dir)
         while not self._stop.is_set() and self._is_running():
             with lock.tried() as mine:
@@ -295,14 +285,15 @@ class Supervisor:
 
     def _admit(self) -> bool:
         current = self._committed()
-        answer = _get(f"{self.url}/model_info", timeout=30.0)
-        if answer is None:  # it died again, or is a later node of a server: only the first answers
+        try:
+            served = str(self._ask(EngineClient.model_info, 30.0)["weight_version"])
+        except EngineError:  # it died again, or is a later node of a server: only the first answers
             return self._is_running()
-        served = str(json.loads(answer)["weight_version"])
-        if served not in _names(current.version) and not self._load(current):
+        names = (str(current.version), "default" if current.version == 0 else "")
+        if served not in names and not self._load(current):
             log.error("%s could not load version %d; it is restarted", self.url, current.version)
             self._signal_kill()
-        elif _post(f"{self.url}/continue_generation", {}, _CONTROL_TIMEOUT_S) is None:
+        elif not self._does(EngineClient.continue_, CONTROL_TIMEOUT_S):
             log.error("%s does not continue; it is restarted", self.url)
             self._signal_kill()
         else:
@@ -316,23 +307,39 @@ class Supervisor:
     def _load(self, current: Published) -> bool:
         if self._weights_dir is not None:
             check_version(self._weights_dir, current.path)
-        version = {"new_version": str(current.version), "abort_all_requests": False}
-        steps: list[tuple[str, dict[str, Any]]] = [
-            (
-                "update_weights_from_disk",
-                {"model_path": current.path, "weight_version": str(current.version)},
-            )
-        ]
-        if current.adapter:
-            adapter = {"lora_name": ADAPTER_NAME}
-            _post(f"{self.url}/unload_lora_adapter", adapter, _LOAD_TIMEOUT_S)
-            steps = [
-                ("load_lora_adapter", {**adapter, "lora_path": current.path}),
-                ("update_weight_version", version),
-            ]
-        return all(
-            _post(f"{self.url}/{path}", body, _LOAD_TIMEOUT_S) is not None for path, body in steps
-        )
+
+        async def load(engine: EngineClient) -> None:
+            if not current.adapter:
+                await engine.update_weights_from_disk(current.path, current.version)
+                return
+            with suppress(EngineError):  # none was loaded
+                await engine.unload_lora_adapter(ADAPTER_NAME)
+            await engine.load_lora_adapter(ADAPTER_NAME, current.path)
+            await engine.update_weight_version(current.version)
+
+        return self._does(load, LOAD_TIMEOUT_S)
+
+    async def _asking(self, ask: Callable[[EngineClient], Awaitable[T]], timeout_s: float) -> T:
+        async with EngineClient(self.url, timeout_s=timeout_s) as engine:
+            return await ask(engine)
+
+    def _ask(self, ask: Callable[[EngineClient], Awaitable[T]], timeout_s: float) -> T:
+        return asyncio.run(self._asking(ask, timeout_s))
+
+    def _does(self, ask: Callable[[EngineClient], Awaitable[object]], timeout_s: float) -> bool:
+        try:
+            self._ask(ask, timeout_s)
+        except EngineError:
+            return False
+        return True
+
+    def _status(self, path: str, timeout_s: float) -> int | None:
+        """The status of the answer; None: there is none in time."""
+        try:
+            self._ask(lambda engine: engine.check(path), timeout_s)
+        except EngineError as e:
+            return getattr(e, "status", None)
+        return 200
 
     @property
     def _starts_paused(self) -> bool:
@@ -340,7 +347,8 @@ class Supervisor:
 
     def _port_was_taken(self) -> bool:
         """Somebody else took the free port between its choice and the launch: choose again."""
-        taken = self.config.port == 0 and "address already in use" in self._tail().lower()
+        said = "address already in use" in last_lines(self.log_file).lower()
+        taken = said and self.config.port == 0
         if taken:
             self.port = 0
         return taken
@@ -352,7 +360,7 @@ class Supervisor:
             return
         # A later node of a server has no such endpoint: its first node speaks for all.
         limit_s = min(PROBE_TIMEOUT_S, self.config.hang_timeout_s)
-        answers = _status(f"{self.url}/model_info", limit_s) not in _NOT_FOUND
+        answers = self._status("/model_info", limit_s) not in NOT_THERE
         silent_s = ailing_s = 0.0
         while True:
             try:
@@ -362,7 +370,7 @@ class Supervisor:
                 if not answers:
                     continue
             asked = time.monotonic()
-            answered = _status(f"{self.url}/model_info", limit_s) is not None
+            answered = self._status("/model_info", limit_s) is not None
             generates = answered and self._generates(limit_s)
             took_s = PROBE_EVERY_S + min(time.monotonic() - asked, 2 * limit_s)
             silent_s = 0.0 if answered else silent_s + took_s
@@ -383,8 +391,8 @@ class Supervisor:
         if self._publishes():
             return True
         before = self._committed()
-        status = _status(f"{self.url}/health_generate", limit_s)
-        if status == 200 or status in _NOT_FOUND:
+        status = self._status("/health_generate", limit_s)
+        if status == 200 or status in NOT_THERE:
             return True
         return self._publishes() or self._committed() != before  # paused while it was asked
 
@@ -411,43 +419,20 @@ class Supervisor:
 
     def _failed(self, what: str) -> EngineStartError:
         return EngineStartError(
-            f"the {self.config.kind} engine {what}. Last lines of {self.log_file}:\n{self._tail()}"
+            f"the {self.config.kind} engine {what}. Last lines of {self.log_file}:\n"
+            f"{last_lines(self.log_file)}"
         )
-
-    def _tail(self) -> str:
-        try:
-            with self.log_file.open("rb") as file:
-                file.seek(max(0, self.log_file.stat().st_size - 16384))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError as e:
-            return f"(unreadable: {e})"
-        return "\n".join(lines[-LOG_TAIL_LINES:])
 
     def _signal_kill(self) -> None:
         process = self._process
         if process is not None:
-            _signal_group(process, signal.SIGKILL)
+            signal_all(process, signal.SIGKILL)
 
     def _kill(self) -> None:
         process, self._process = self._process, None
         self.pid = None
         if process is not None:
-            _signal_group(process, signal.SIGKILL)
-            process.wait()
-
-
-def _names(version: int) -> tuple[str, ...]:
-    return (str(version), "default") if version == 0 else (str(version),)
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signal the engine's session: SGLang's scheduler and detokenizer are its children."""
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
-    except PermissionError:  # macOS: the group leader is a zombie
-        return
+            kill(process)
 
 
 def _in_use(host: str, port: int) -> bool:
@@ -463,36 +448,3 @@ def _in_use(host: str, port: int) -> bool:
                 f"({e.strerror}); use an address of this machine and a port you may open"
             ) from e
     return False
-
-
-def _get(url: str, timeout: float) -> bytes | None:
-    """The body of a 200 answer, else None."""
-    try:
-        with urllib.request.urlopen(url, timeout=timeout) as response:
-            body: bytes = response.read()
-            return body if response.status == 200 else None
-    except (OSError, urllib.error.URLError):
-        return None
-
-
-def _status(url: str, timeout: float) -> int | None:
-    """The status of the answer; None: there is none in time."""
-    try:
-        with urllib.request.urlopen(url, timeout=timeout) as response:
-            return int(response.status)
-    except urllib.error.HTTPError as e:
-        return e.code
-    except OSError:  # urllib's own among them
-        return None
-
-
-def _post(url: str, body: dict[str, Any], timeout: float) -> bytes | None:
-    request = urllib.request.Request(
-        url, data=json.dumps(body).encode(), headers={"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            answer: bytes = response.read()
-            return answer
-    except (OSError, urllib.error.URLError):
-        return None

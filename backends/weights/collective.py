@@ -1,19 +1,11 @@
-"""Tensors on their way between processes: serialised in a body, or broadcast in a process group.
+"""Tensors on their way between processes: broadcast in a process group, as SGLang takes them.
 
-Both as SGLang takes them. A body is base64 of a pickle of `[(name, tensor), …]` by value, which its
-`SafeUnpickler` admits; so does ours, which knows three globals. A group is made like its
-`init_custom_process_group`: a TCP store under the group's name, rank 0 sends.
-
-Owns the wire form. Does not own who sends what when (`transports.py`).
+A group is made like SGLang's `init_custom_process_group`: a TCP store under the group's name, rank
+0 sends. Does not own who sends what when (`transports.py`).
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
-import pickle
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Self
@@ -28,47 +20,6 @@ from torch.distributed.distributed_c10d import (
     _new_process_group_helper,
     _world,
 )
-
-
-def serialise(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Base64 of the named tensors, by value: any process on any machine can read it."""
-    named = [(name, tensor.detach().cpu().contiguous()) for name, tensor in tensors]
-    return base64.b64encode(pickle.dumps(named, protocol=4)).decode()
-
-
-def deserialise(payload: str) -> dict[str, Tensor]:
-    """The tensors of `serialise`. Executes nothing that the payload brings.
-
-    Raises:
-        ValueError: it is not such a payload.
-    """
-    try:
-        named = _TensorUnpickler(io.BytesIO(base64.b64decode(payload, validate=True))).load()
-        tensors = dict(named)
-    except (
-        pickle.UnpicklingError,
-        binascii.Error,
-        AttributeError,
-        EOFError,
-        RuntimeError,
-        TypeError,
-    ) as e:
-        raise ValueError(f"serialized_named_tensors cannot be read: {e}") from e
-    if not all(isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()):
-        raise ValueError("serialized_named_tensors must be a list of (name, tensor)")
-    return tensors
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch.storage", "_load_from_bytes"):
-            # torch's own would unpickle anything.
-            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return torch._utils._rebuild_tensor_v2
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
 
 
 class Group:

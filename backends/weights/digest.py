@@ -19,7 +19,7 @@ Owns hashes. Does not own the requests (`backends/engines/client.py`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,19 +172,3 @@ def _hold(hashes: Mapping[str, str], foretold: Expected | None) -> tuple[list[st
         elif found not in accepted:
             bad.append(name)
     return bad, unknown
-
-
-def changed(base: Iterable[tuple[str, Tensor]], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of `new` that are not equal, bit for bit, to those of `base`."""
-    same = {n for n, t in base if n in new and _identical(t, new[n])}
-    return {name: tensor for name, tensor in new.items() if name not in same}
-
-
-def _identical(a: Tensor, b: Tensor) -> bool:
-    import torch
-
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )

@@ -34,7 +34,6 @@ CURRENT = "current.json"
 LOCK = ".lock"
 ORIGIN = "origin.json"
 _VERSION_DIR = re.compile(r"^v(\d+)$")
-_DELTA_DIR = re.compile(r"^v(\d+)-from-v\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +152,7 @@ class WeightStore:
         A version of that number that is already there (a run that resumed) is replaced."""
         if version < 0:
             raise ValueError(f"version is {version}; versions count from 0")
-        self._remove_deltas(lambda of: of == version)
         return self._write(self.path(version), save)
-
-    def write_delta(self, version: int, base: int, save: Callable[[Path], object]) -> Path:
-        """Write what leads from `base` to `version` with `save(folder)`, likewise."""
-        return self._write(self.folder / f"v{version}-from-v{base}", save)
 
     def commit(
         self,
@@ -175,7 +169,6 @@ class WeightStore:
         for old in self.versions()[: -self.keep]:
             if old != version:
                 shutil.rmtree(self.path(old), ignore_errors=True)
-        self._remove_deltas(lambda of: of != version)
 
     def current(self) -> Published | None:
         return read_current(self.folder)
@@ -195,12 +188,6 @@ class WeightStore:
             for leftover in self.folder.glob(f".tmp-*{mine}"):
                 shutil.rmtree(leftover, ignore_errors=True)
         return target
-
-    def _remove_deltas(self, of: Callable[[int], bool]) -> None:
-        for folder in self.folder.iterdir():
-            match = _DELTA_DIR.match(folder.name)
-            if match and of(int(match.group(1))):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _link(file: Path, target: Path) -> None:

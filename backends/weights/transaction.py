@@ -145,7 +145,7 @@ class _Transaction:
         self.update = Update(path, version, flush=mode != "in_place", canary=canary)
         self.mode = mode
         self.store = store
-        self.transport = TRANSPORTS[transport](self.update, store)
+        self.transport = TRANSPORTS[transport](self.update)
         self.continue_timeout_s = continue_timeout_s
         self.hook = hook
         self.committed: Published | None = None
@@ -271,33 +271,21 @@ class _Transaction:
             # prefixes of the old ones. Paused, it does all three.
             replica.paused = True
             await replica.engine.pause("retract")
-            await self.transport.send_whole(replica)
+            await self.transport.send(replica)
 
     async def _verify(self) -> None:
-        """Version and bytes of every live replica. One that was sent less than everything gets the
-        whole version once before its bytes are held against it."""
+        """Version and bytes of every live replica."""
         foretold, _ = await asyncio.gather(
             asyncio.to_thread(self._foretell), asyncio.to_thread(self._check_files)
         )
         answers: dict[str, Sequence[RankHashes] | None] = {}
 
         async def ask(replica: _Replica) -> None:
-            answers.pop(replica.engine.url, None)
             await self._verify_version(replica)
             answers[replica.engine.url] = await self._hashes(replica)
 
         await self._all("verify", "verify the weights of", ask)
         self.how, wrong = compare(self._in_order(answers), foretold)
-        if wrong and self.transport.partial:
-            again = {url: r for r in self._live if (url := r.engine.url) in wrong}
-
-            async def repair(replica: _Replica) -> None:
-                if replica.engine.url in again:
-                    await self.transport.send_whole(replica)
-                    await ask(replica)
-
-            await self._all("verify", "load the whole weights on", repair)
-            self.how, wrong = compare(self._in_order(answers), foretold)
         for url, what in wrong.items():
             raise WeightUpdateError(
                 f"{url} says that it loaded version {self.update.version}, but {what}", replica=url

@@ -1,9 +1,6 @@
 """How a version's weights get to an engine: one class per way, chosen by `engine.weight_transport`.
 
     disk          the engine reads the version's directory
-    disk_delta    it reads only the tensors that changed since the version it has; the whole
-                  directory if it has another version than the committed one, or differs afterwards
-    tensor        the tensors in the body of a request, by value
     distributed   a broadcast in a process group: NCCL to GPUs, gloo to CPUs; a group per replica,
                   so that one that dies takes no other with it
     lora          only the adapter, which the engine adds to the base model
@@ -17,16 +14,13 @@ Owns what is sent. Does not own order, verification or failure (`transaction.py`
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import shutil
 import socket
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -35,7 +29,7 @@ from urllib.parse import urlsplit
 from stepwell.backends.config import WeightTransport
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError
-from stepwell.backends.weights.store import Published, WeightStore
+from stepwell.backends.weights.store import Published
 from stepwell.datapool.types import CANARY
 
 if TYPE_CHECKING:
@@ -45,7 +39,6 @@ log = logging.getLogger(__name__)
 
 ADAPTER_NAME = "policy"
 """The name of the adapter in the engines; requests carry it as `lora_path`."""
-DELTA = "delta.json"
 JOIN_TIMEOUT_S = 60.0
 """For a replica to join its process group, and for each broadcast."""
 
@@ -85,13 +78,9 @@ class Transport(ABC):
 
     adapter = False
     """What is published is an adapter, not a model."""
-    partial = False
-    """An engine may be sent less than everything: it is worth a second, whole attempt if its bytes
-    differ afterwards."""
 
-    def __init__(self, update: Update, store: WeightStore | None) -> None:
+    def __init__(self, update: Update) -> None:
         self.update = update
-        self.store = store
 
     @abstractmethod
     async def send(self, target: Target) -> None:
@@ -100,10 +89,6 @@ class Transport(ABC):
         Raises:
             EngineError: it has not, or one cannot know.
         """
-
-    async def send_whole(self, target: Target) -> None:
-        """`send` that relies on nothing the engine has."""
-        await self.send(target)
 
     async def restore(self, target: Target, to: Published) -> None:
         """Bring a replica to a version that is on disk, whatever it has now."""
@@ -116,56 +101,9 @@ class Disk(Transport):
         await _from_disk(target.engine, update.path, update.name, flush=update.flush)
 
 
-class DiskDelta(Disk):
-    partial = True
-
-    def __init__(self, update: Update, store: WeightStore | None) -> None:
-        super().__init__(update, store)
-        self._written: asyncio.Task[Path | None] | None = None
-
-    async def send(self, target: Target) -> None:
-        delta = await self._delta(target.version)
-        if delta is None:
-            await super().send(target)
-            return
-        update = self.update
-        await _from_disk(target.engine, str(delta), update.name, flush=update.flush)
-
-    async def send_whole(self, target: Target) -> None:
-        await super().send(target)
-
-    async def _delta(self, version: str) -> Path | None:
-        """The directory that leads an engine from `version` on; None if it needs the whole one."""
-        base = self.store.current() if self.store is not None else None
-        if self.store is None or base is None or str(base.version) != version or base.adapter:
-            return None
-        if self._written is None:
-            write = asyncio.to_thread(write_delta, self.store, base, self.update)
-            self._written = asyncio.ensure_future(write)
-        return await asyncio.shield(self._written)
-
-
-class TensorBody(Transport):
-    def __init__(self, update: Update, store: WeightStore | None) -> None:
-        super().__init__(update, store)
-        self._payload: asyncio.Task[str] | None = None
-
-    async def send(self, target: Target) -> None:
-        if self._payload is None:
-            self._payload = asyncio.ensure_future(asyncio.to_thread(_serialised, self.update.path))
-        payload = await asyncio.shield(self._payload)
-        await _begin(target.engine)
-        try:
-            await target.engine.update_weights_from_tensor(
-                [payload] * target.ranks, self.update.name, flush_cache=self.update.flush
-            )
-        finally:
-            await target.engine.end_weight_update()
-
-
 class Distributed(Transport):
-    def __init__(self, update: Update, store: WeightStore | None) -> None:
-        super().__init__(update, store)
+    def __init__(self, update: Update) -> None:
+        super().__init__(update)
         self._read: asyncio.Task[dict[str, Tensor]] | None = None
 
     async def send(self, target: Target) -> None:
@@ -244,49 +182,10 @@ class Lora(Transport):
 TRANSPORTS: Mapping[WeightTransport, type[Transport]] = MappingProxyType(
     {
         "disk": Disk,
-        "disk_delta": DiskDelta,
-        "tensor": TensorBody,
         "distributed": Distributed,
         "lora": Lora,
     }
 )
-
-
-# -- deltas -----------------------------------------------------------------------------------
-
-
-def write_delta(store: WeightStore, base: Published, update: Update) -> Path | None:
-    """Write the tensors of `update` that are not those of `base`; None if all are new.
-
-    Of a version equal to its base it holds one tensor: SGLang refuses a directory without any."""
-    from safetensors.torch import save_file
-
-    from stepwell.backends.weights.digest import changed, read_tensors
-
-    new = _tensors(update.path)
-    tensors = changed(read_tensors(base.path), new)
-    if not tensors:
-        smallest = min(new, key=lambda name: new[name].numel())
-        tensors = {smallest: new[smallest]}
-    if len(tensors) == len(new):
-        return None
-
-    def save(folder: Path) -> None:
-        folder.mkdir()
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        shutil.copyfile(Path(update.path) / "config.json", folder / "config.json")
-        about = {"base": str(base.version), "tensors": len(tensors), "of": len(new)}
-        (folder / DELTA).write_text(json.dumps(about))
-
-    return store.write_delta(update.version, base.version, save)
-
-
-def delta_base(path: str | Path) -> str | None:
-    """The version that a delta directory leads on from; None: it is a whole one."""
-    try:
-        return str(json.loads((Path(path) / DELTA).read_text())["base"])
-    except FileNotFoundError:
-        return None
 
 
 # -- parts ------------------------------------------------------------------------------------
@@ -303,13 +202,6 @@ async def _begin(engine: EngineClient) -> None:
     except EngineRequestError:
         await engine.end_weight_update()
         await engine.begin_weight_update()
-
-
-def _serialised(path: str) -> str:
-    from stepwell.backends.weights.collective import serialise
-    from stepwell.backends.weights.digest import read_tensors
-
-    return serialise(read_tensors(path))
 
 
 def _tensors(path: str) -> dict[str, Tensor]:

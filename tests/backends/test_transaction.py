@@ -142,20 +142,6 @@ class Replica:
         await self._request(f"load {version}")
         self.path, self.name = path, version
 
-    async def begin_weight_update(self) -> None:
-        await self._request("begin")
-
-    async def end_weight_update(self) -> None:
-        await self._request("end")
-
-    async def update_weights_from_tensor(
-        self, payloads: list[str], version: str, flush_cache: bool
-    ) -> None:
-        await self._request("tensors")
-        if len(payloads) != 2:
-            raise EngineRequestError("this engine has two ranks")
-        self.name = version
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
@@ -235,19 +221,17 @@ async def test_a_replica_that_does_not_answer_but_is_paused_is_left_out_and_brou
 
 
 async def test_one_of_which_nothing_is_known_is_brought_back_from_disk(store: WeightStore) -> None:
-    """It did not say how many ranks it has: tensors could not be sent to all of them."""
-    a, _, c = replicas = three(store)
+    *_, c = replicas = three(store)
     c.fails["server_info"] = EngineTimeoutError("no answer")
 
     async def healed(phase: str, when: str) -> None:
         if (phase, when) == ("commit", "after"):
             c.fails.clear()
 
-    done = await put(replicas, 1, store, transport="tensor", hook=healed)
+    done = await put(replicas, 1, store, hook=healed)
     assert done.fenced == {}
     assert c.serves
     assert c.version == 1
-    assert "tensors" in a.calls
     assert "load 1" in c.calls
 
 

@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
@@ -17,15 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.engine import (
-    EngineClient,
-    Generation,
-    Sampling,
-    TopLogProbs,
-    _generation,
-    _Part,
-    _take,
-)
+from stepwell.gateway.engine import EngineClient, Generation, Sampling, TopLogProbs
+from stepwell.gateway.engine.answers import Part, read_answer
 from stepwell.gateway.errors import EngineError, EngineUnavailableError, RequestError
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import Sampled, log_prob
@@ -214,8 +206,7 @@ async def rigs() -> AsyncIterator[Callable[..., Any]]:
                 await stack.enter_async_context(running(machine))
             wiring = Wiring(tuple(m.url for m in machines), lora_path=lora_path)
             config = GatewayConfig(**{**FAST, **options})
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            client = EngineClient(session, config, wiring)
+            client = EngineClient(config, wiring)
             await client.start()
             stack.push_async_callback(client.close)
             return Rig(client, machines)
@@ -570,6 +561,7 @@ async def test_the_context_length_is_asked_of_whichever_engine_answers(
     assert await rig.client.context_length() == 4096
     await rig.client.ready()
     await rig.machines[1].stop()
+    await rig.until(lambda: all(rig.state(m) == "down" for m in rig.machines))
     with pytest.raises(EngineUnavailableError, match="no engine is healthy"):
         await rig.client.ready()
     assert all(m.url in caplog.text for m in rig.machines)
@@ -625,10 +617,10 @@ def test_an_answer_of_another_shape_is_the_engines_failure(data: Any, other: Any
     for key in path:
         inner = inner[key]
     inner[last] = other
-    part = _Part(most=2, vocabulary=9)
+    part = Part(most=2, vocabulary=9)
     try:
-        _take(part, answer, incremental=False)
-        generation = _generation(part, part.finish or {}, 0)
+        part.take(read_answer(json.dumps(answer).encode()))
+        generation = part.generation(part.finish, 0)
     except EngineError:
         return
     assert generation.response_ids.tolist() == answer["output_ids"]

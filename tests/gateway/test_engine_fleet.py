@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepwell.gateway.fleet import MAX_BACKOFF_S, Circuit, Engine, Fleet, backoff_s
+from stepwell.gateway.engine.fleet import MAX_BACKOFF_S, Circuit, Engine, Fleet, backoff_s
 
 
 def fleet(n: int = 3, **options: Any) -> Fleet:
@@ -36,10 +37,11 @@ def homes(f: Fleet, n: int = 600) -> dict[str, str]:
     return {a: e.url for a, e in picked.items() if e is not None}
 
 
-class Call:
+class Call(asyncio.Timeout):
     """A call in flight, as a fleet knows it."""
 
     def __init__(self) -> None:
+        super().__init__(None)
         self.ended_at: float | None = None
 
     def reschedule(self, when: float | None) -> None:
@@ -64,10 +66,10 @@ def test_a_circuit_opens_after_failures_in_a_row_only() -> None:
         circuit.failed(0.0)
         circuit.failed(0.0)
         circuit.succeeded()
-    assert circuit.state == "closed"
+    assert not circuit.is_open
     for _ in range(3):
         circuit.failed(0.0)
-    assert circuit.state == "open"
+    assert circuit.is_open
 
 
 def test_an_open_circuit_is_probed_later_each_time_the_probe_fails() -> None:
@@ -76,16 +78,19 @@ def test_an_open_circuit_is_probed_later_each_time_the_probe_fails() -> None:
     now, waits = 10.0, []
     for _ in range(7):
         opened = now
-        while not circuit.try_half_open(now):
+        while circuit.probe_in(now) > 0:
+            circuit.probed(now, well=True)  # before one is due: it says nothing
             now += 0.5
         waits.append(now - opened)
-        circuit.failed(now)
+        circuit.probed(now, well=False)
     assert waits == [1, 2, 4, 8, 16, 30, 30]
-    assert circuit.try_half_open(now + 30)
-    circuit.succeeded()
+    circuit.probed(now + 30, well=True)
+    assert not circuit.is_open
     circuit.failed(100.0)
-    assert not circuit.try_half_open(100.5)
-    assert circuit.try_half_open(101.0)
+    circuit.probed(100.5, well=True)
+    assert circuit.is_open
+    circuit.probed(101.0, well=True)
+    assert not circuit.is_open
 
 
 @given(st.lists(st.sampled_from(["fail", "succeed", "wait", "probe"]), max_size=60))
@@ -103,8 +108,8 @@ def test_a_circuit_is_open_only_after_enough_failures_since_the_last_success(
         elif event == "wait":
             now += 1.0
         else:
-            circuit.try_half_open(now)
-        assert (circuit.state == "closed") == (since < 3)
+            circuit.probed(now, well=False)
+        assert circuit.is_open == (since >= 3)
 
 
 # -- affinity --------------------------------------------------------------------------------

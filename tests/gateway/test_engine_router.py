@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -34,10 +33,9 @@ async def rig() -> AsyncIterator[Rig]:
     async with (
         running(Machine()) as worker,
         running(Router(urls=[worker.url])) as router,
-        aiohttp.ClientSession() as session,
     ):
         wiring = Wiring((router.url,), via_router=True)
-        client = EngineClient(session, GatewayConfig(**FAST), wiring)
+        client = EngineClient(GatewayConfig(**FAST), wiring)
         await client.start()
         try:
             yield Rig(client, [router, worker])

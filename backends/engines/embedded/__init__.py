@@ -2,15 +2,14 @@
 
 One request through it::
 
-    server.py      POST /generate; reply.py turns the body into a Request
+    server.py      POST /generate; request.py turns the body into a Request
     loop.py        posts it to the generation thread
     scheduler.py   waiting -> running: a row of the cache, reusing the longest stored prefix
     model.py       prefill and decode: the model's own forward over cache rows
     cache.py       its keys and values, and prefixes of finished requests
     sampling.py    logits -> token and log-prob
-    text.py        stop strings, text for the reply
-    reply.py       the response, or one cumulative SSE chunk per news
+    reply.py       the response, or one cumulative SSE chunk per news; text, stop strings
 
-`parsers.py` answers `/parse_function_call` and `/separate_reasoning`; `__main__.py` is the command
-line. Importing this package loads nothing; only the engine's process imports its modules.
+`__main__.py` is the command line. Importing this package loads nothing; only the engine's process
+imports its modules.
 """

@@ -35,8 +35,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="auto", choices=DTYPE_NAMES)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--tool-call-parser")
-    parser.add_argument("--reasoning-parser")
     parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lora-paths", metavar="NAME=PATH", help="an adapter to start with")
@@ -82,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from stepwell.backends.engines.embedded.loop import GenerationLoop
     from stepwell.backends.engines.embedded.model import ModelRunner
+    from stepwell.backends.engines.embedded.reply import StopStrings
     from stepwell.backends.engines.embedded.scheduler import Scheduler
     from stepwell.backends.engines.embedded.server import ServerInfo, create_app
-    from stepwell.backends.engines.embedded.text import StopStrings
 
     torch.set_num_threads(args.threads)
     tokenizer_path = args.tokenizer_path or args.model_path
@@ -119,10 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = ServerInfo(
         model_path=args.model_path,
         tokenizer_path=tokenizer_path,
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
         stream_interval=args.stream_interval,
-        seed=args.seed,
     )
 
     def stop_serving() -> None:

@@ -17,8 +17,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,12 +32,6 @@ class EngineStoppedError(RuntimeError):
     """The generation loop has ended; nothing can be generated any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    apply: Callable[[Scheduler], None]
-    done: Future[int]
-
-
 class GenerationLoop:
     """Runs a scheduler on its own thread. Requests and commands may come from any thread."""
 
@@ -47,7 +40,8 @@ class GenerationLoop:
         self.failure: BaseException | None = None
         self._threads = threads
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._updates: list[_Update] = []
+        self._updates: list[tuple[Callable[[], None], Future[Any]]] = []
+        """What waits for a pause or an idle moment."""
         self._stopping = False
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
@@ -86,8 +80,15 @@ class GenerationLoop:
         """Abort a request whose client has gone; frees its row."""
         self._commands.put(lambda: self.scheduler.cancel(request))
 
-    async def call(self, fn: Callable[[Scheduler], T]) -> T:
-        """`fn(scheduler)` on the generation thread, between two steps."""
+    async def call(
+        self, fn: Callable[[Scheduler], T], *, is_update: bool = False, abort_all: bool = False
+    ) -> T:
+        """`fn(scheduler)` on the generation thread, between two steps. An update, which replaces
+        weights, waits until the scheduler is paused or drained; `abort_all` drains it at once.
+
+        Raises:
+            WeightLoadError, InvalidRequestError: as `fn` does.
+        """
         self._require_alive()
         future: Future[T] = Future()
 
@@ -97,28 +98,13 @@ class GenerationLoop:
             except BaseException as e:  # noqa: BLE001 - handed to the caller
                 future.set_exception(e)
 
-        self._commands.put(run)
-        return await asyncio.wrap_future(future)
-
-    async def update_weights(
-        self, apply: Callable[[Scheduler], None], *, abort_all: bool = False
-    ) -> int:
-        """`apply(scheduler)`, which replaces weights, once paused or drained; returns how many
-        requests are held.
-
-        Raises:
-            WeightLoadError: the old weights still serve.
-        """
-        self._require_alive()
-        update = _Update(apply, Future())
-
-        def enqueue() -> None:
+        def wait() -> None:
             if abort_all:
                 self.scheduler.abort(None)
-            self._updates.append(update)
+            self._updates.append((run, future))
 
-        self._commands.put(enqueue)
-        return await asyncio.wrap_future(update.done)
+        self._commands.put(wait if is_update else run)
+        return await asyncio.wrap_future(future)
 
     def _require_alive(self) -> None:
         if not self.alive:
@@ -132,7 +118,7 @@ class GenerationLoop:
             while not self._stopping:
                 self._obey()
                 if self._can_update:
-                    self._update()
+                    self._updates.pop(0)[0]()
                 if self.scheduler.has_work:
                     # Requests that wait while an update is due start under the new weights.
                     self.scheduler.step(admit=not self._updates)
@@ -162,16 +148,6 @@ class GenerationLoop:
             command()
             block = False
 
-    def _update(self) -> None:
-        update = self._updates.pop(0)
-        try:
-            update.apply(self.scheduler)
-        except BaseException as e:  # noqa: BLE001 - handed to the caller; the old weights serve
-            update.done.set_exception(e)
-        else:
-            held = len(self.scheduler.by_rid) if self.scheduler.paused else 0
-            update.done.set_result(held)
-
     def _announce(self) -> None:
         news = [r for r in self.scheduler.take_changed() if r.due()]
         if not news or self._event_loop is None:
@@ -193,8 +169,8 @@ class GenerationLoop:
         """Answer everybody who waits on a loop that has ended."""
         message = f"the generation loop has ended ({self.failure!r})"
         error = EngineStoppedError(message)
-        for update in self._updates:
-            update.done.set_exception(error)
+        for _, future in self._updates:
+            future.set_exception(error)
         self._updates.clear()
         while True:
             try:

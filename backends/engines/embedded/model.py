@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from stepwell.backends.engines.embedded.adapters import Adapters, WeightLoadError
 from stepwell.backends.engines.embedded.cache import KVCache, WritePlan
 from stepwell.backends.weights.digest import model_hashes
-from stepwell.backends.weights.transports import delta_base
 
 DTYPES = {
     "auto": "auto",
@@ -69,7 +68,6 @@ class ModelRunner:
         ids: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
-        n_logits: int = 1,
     ) -> Tensor:
         """Run `lengths[b]` new tokens of row `rows[b]`, whose KV holds `starts[b]` positions.
 
@@ -77,7 +75,7 @@ class ModelRunner:
         What pads it on the left writes to the row's next free position, where the next token
         overwrites it, and is attended by nobody.
 
-        Returns float32 logits [B, n_logits, vocab] of the last `n_logits` columns.
+        Returns float32 logits [B, vocab] of the last column.
         """
         batch, width = ids.shape
         ends = starts + lengths
@@ -104,32 +102,24 @@ class ModelRunner:
             position_ids=at,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=n_logits,
+            logits_to_keep=1,
         )
         self.cache.plan = None
         self.cache.kv_len[rows] = ends
-        logits: Tensor = out.logits.float()
+        logits: Tensor = out.logits[:, -1].float()
         return logits
 
-    def load_weights(self, path: str, version: str = "") -> None:
-        """Replace the weights from a Hugging Face directory; all or nothing. A directory with
-        `delta.json` (`backends/weights/transports.py`) holds what changed since one version, and
-        is for an engine at that `version` only.
+    def load_weights(self, path: str) -> None:
+        """Replace the weights from a Hugging Face directory; all or nothing.
 
         Raises:
             WeightLoadError: unreadable, or another architecture. The old weights are untouched.
         """
         try:
-            base = delta_base(path)
             new = self._read_checkpoint(path)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as e:
             raise WeightLoadError(f"Failed to load weights from {path!r}: {e}") from e
-        if base is not None and base != version:
-            raise WeightLoadError(
-                f"Failed to load weights from {path!r}: it is what changed since version {base}, "
-                f"but this engine has {version}"
-            )
-        self._replace(new, f"Failed to load weights from {path!r}: ", partial=base is not None)
+        self._replace(new, f"Failed to load weights from {path!r}: ", partial=False)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace some or all of the weights; all of those given or none.

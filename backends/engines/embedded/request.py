@@ -10,82 +10,104 @@ Worked example: 5 tokens sampled at version "3", paused with retract, weights "4
 continued, 2 more tokens: `output_ids` has 7 ids, `num_retractions` is 1 and `spans` is
 `[("3", 0, 5), ("4", 5, 7)]`.
 
-Owns the validation of SGLang's `sampling_params`. Does not sample, schedule or format JSON.
+Owns the validation of `/generate`'s body. Does not sample, schedule or format JSON.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 TopLogProbs = list[tuple[float, int]]
 
 _GREEDY_EPS = 1e-6
 
-# SGLang accepts these; the embedded engine does not compute them. A neutral value is let through.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "repetition_penalty": (1, None),
-    "min_new_tokens": (0, None),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
-    "stop_regex": (None, [], ""),
-    "logit_bias": (None, {}),
-    "custom_params": (None, {}),
-    "spaces_between_special_tokens": (True, None),
-}
-_KNOWN = frozenset(
-    {
-        "max_new_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-        "skip_special_tokens",
-        "no_stop_trim",
-        "sampling_seed",
-        "stream_interval",
-        "n",
-    }
+_NEUTRAL = {"repetition_penalty": 1, "n": 1, "spaces_between_special_tokens": True}
+"""SGLang's other sampling parameters where they change nothing; so do null, 0 and empty values."""
+_NO_FIELDS = (
+    *(
+        "text",
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "token_ids_logprob",
+    ),
+    *(
+        "return_hidden_states",
+        "return_routed_experts",
+        "return_entropy",
+        "return_sampling_mask",
+    ),
+    *("return_text_in_logprobs", "session_params", "lora_id", "custom_logit_processor"),
+    "max_thinking_tokens",
 )
+"""What would change what is generated or returned, and is refused; other unknown fields are
+ignored."""
 
 
 class InvalidRequestError(ValueError):
     """The request cannot be served; answered with HTTP 400 and SGLang's error body."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """SGLang's sampling parameters, validated. Temperature 0 is greedy and scores at 1."""
+class SamplingParams(BaseModel):
+    """SGLang's sampling parameters. Temperature 0 is greedy and scores at 1."""
 
-    max_new_tokens: int | None = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    max_new_tokens: int | None = Field(128, ge=0)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1)
     """-1 keeps the whole vocabulary."""
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
     ignore_eos: bool = False
     """Also ignores `stop_token_ids`, as SGLang does."""
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: int | None = None
-    stream_interval: int | None = None
-    n: int = 1
+    stream_interval: int | None = Field(None, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = cls.model_fields
+        values = {
+            name: value
+            for name, value in values.items()
+            if (value is not None or name == "max_new_tokens")
+            and (name in known or (value and value != _NEUTRAL.get(name)))
+        }
+        if isinstance(values.get("stop"), str):
+            values["stop"] = [values["stop"]]
+        if values.get("top_k") == 0:
+            raise ValueError("top_k is 0; it is -1 (disabled) or at least 1")
+        return values
+
+    @model_validator(mode="after")
+    def _greedy(self) -> SamplingParams:
+        if self.temperature < _GREEDY_EPS:
+            self.temperature, self.top_k = 1.0, 1
+        return self
 
     @property
     def greedy(self) -> bool:
@@ -96,75 +118,61 @@ class SamplingParams:
         """Sampling is restricted to part of the vocabulary."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
-    @classmethod
-    def parse(cls, raw: Mapping[str, Any] | None) -> SamplingParams:
-        """Validate a request's `sampling_params`.
 
-        Raises:
-            InvalidRequestError: an unknown field, a field this engine does not implement set to
-                something other than its neutral value, or a value out of bounds.
+class GenerateBody(BaseModel):
+    """The body of `/generate`: one prompt, as token ids."""
+
+    model_config = ConfigDict(strict=True)
+
+    input_ids: list[int] | None = None
+    sampling_params: SamplingParams = Field(default_factory=SamplingParams)
+    rid: str | None = None
+    return_logprob: bool = False
+    top_logprobs_num: int = Field(0, ge=0)
+    stream: bool = False
+    lora_path: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settle(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        refused = [name for name in _NO_FIELDS if values.get(name)]
+        if values.get("logprob_start_len") not in (None, -1):
+            refused.append("logprob_start_len")
+        if refused:
+            raise ValueError(f"not supported by the embedded engine: {refused}; use SGLang")
+        return {k: v for k, v in values.items() if v is not None}
+
+    @classmethod
+    def parse(cls, content: bytes) -> GenerateBody:
         """
-        if raw is None:
-            return cls()
-        if not isinstance(raw, Mapping):
-            raise InvalidRequestError(f"sampling_params is {raw!r:.80}; pass an object")
-        values: dict[str, Any] = {}
-        for name, value in raw.items():
-            if name in _KNOWN:
-                if value is not None or name == "max_new_tokens":
-                    values[name] = value
-            elif name in _UNSUPPORTED:
-                if value not in _UNSUPPORTED[name]:
-                    raise InvalidRequestError(
-                        f"sampling_params.{name}={value!r:.80} is not supported by the embedded "
-                        "engine; leave it out, or use SGLang"
-                    )
-            else:
-                raise InvalidRequestError(
-                    f"sampling_params.{name} is unknown; known are {', '.join(sorted(_KNOWN))}"
-                )
-        return cls._checked(values)
+        Raises:
+            InvalidRequestError: a field is missing, malformed, or not supported.
+        """
+        try:
+            body = cls.model_validate_json(content)
+        except ValidationError as e:
+            raise InvalidRequestError(words(e.errors())) from e
+        if body.input_ids is None:
+            raise InvalidRequestError("Either text, input_ids or input_embeds should be provided.")
+        return body
 
-    @classmethod
-    def _checked(cls, values: dict[str, Any]) -> SamplingParams:
-        def number(name: str, ok: Callable[[float], bool], wanted: str) -> None:
-            if name in values:
-                value = values[name]
-                if isinstance(value, bool) or not isinstance(value, int | float) or not ok(value):
-                    raise InvalidRequestError(f"{name} must be {wanted}, got {value!r:.80}.")
+    def request(self, stream_interval: int) -> Request:
+        return Request(
+            rid=self.rid or uuid.uuid4().hex,
+            prompt_ids=self.input_ids or [],
+            params=self.sampling_params,
+            return_logprob=self.return_logprob,
+            top_logprobs_num=self.top_logprobs_num,
+            stream=self.stream,
+            stream_interval=self.sampling_params.stream_interval or stream_interval,
+        )
 
-        def integer(name: str, ok: Callable[[int], bool], wanted: str) -> None:
-            if name in values and not (name == "max_new_tokens" and values[name] is None):
-                value = values[name]
-                if isinstance(value, bool) or not isinstance(value, int) or not ok(value):
-                    raise InvalidRequestError(f"{name} must be {wanted}, got {value!r:.80}.")
 
-        number("temperature", lambda v: math.isfinite(v) and v >= 0, "a non-negative finite number")
-        number("top_p", lambda v: 0 < v <= 1, "in (0, 1]")
-        number("min_p", lambda v: 0 <= v <= 1, "in [0, 1]")
-        integer("top_k", lambda v: v == -1 or v >= 1, "-1 (disable) or at least 1")
-        integer("max_new_tokens", lambda v: v >= 0, "at least 0")
-        integer("n", lambda v: v >= 1, "at least 1")
-        integer("stream_interval", lambda v: v >= 1, "at least 1")
-        integer("sampling_seed", lambda v: True, "an integer")
-        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim"):
-            if name in values and not isinstance(values[name], bool):
-                raise InvalidRequestError(f"{name} must be true or false, got {values[name]!r:.80}")
-        stop = values.get("stop", ())
-        stop = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
-            raise InvalidRequestError(
-                f"stop must be a non-empty string or a list, got {stop!r:.80}"
-            )
-        ids = values.get("stop_token_ids", ())
-        if not isinstance(ids, list | tuple) or not all(
-            isinstance(i, int) and not isinstance(i, bool) for i in ids
-        ):
-            raise InvalidRequestError(f"stop_token_ids must be a list of ids, got {ids!r:.80}")
-        values["stop"], values["stop_token_ids"] = tuple(stop), frozenset(ids)
-        if values.get("temperature", 1.0) < _GREEDY_EPS:
-            values["temperature"], values["top_k"] = 1.0, 1
-        return cls(**values)
+def words(errors: Any) -> str:
+    """What pydantic found, with the names of the fields."""
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in errors)
 
 
 @dataclass(slots=True)
@@ -185,8 +193,6 @@ class Request:
     prompt_ids: list[int]
     params: SamplingParams
     return_logprob: bool = False
-    logprob_start_len: int = -1
-    """First prompt position to score; -1 scores none."""
     top_logprobs_num: int = 0
     stream: bool = False
     stream_interval: int = 1
@@ -198,8 +204,6 @@ class Request:
     output_ids: list[int] = field(default_factory=list)
     output_log_probs: list[float] = field(default_factory=list)
     output_top: list[TopLogProbs] = field(default_factory=list)
-    input_log_probs: list[float | None] = field(default_factory=list)
-    input_top: list[TopLogProbs | None] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     finish_reason: dict[str, Any] | None = None
     num_retractions: int = 0
@@ -225,11 +229,6 @@ class Request:
     def length(self) -> int:
         """Prompt plus output tokens."""
         return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Prompt log-probs are wanted and not yet computed."""
-        return self.return_logprob and self.logprob_start_len >= 0 and not self.input_log_probs
 
     def token_ids(self) -> npt.NDArray[np.int32]:
         return np.asarray(self.prompt_ids + self.output_ids, dtype=np.int32)

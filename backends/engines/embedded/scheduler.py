@@ -30,9 +30,9 @@ import numpy as np
 import torch
 
 from stepwell.backends.engines.embedded.model import ModelRunner
+from stepwell.backends.engines.embedded.reply import StopStrings
 from stepwell.backends.engines.embedded.request import InvalidRequestError, Request
-from stepwell.backends.engines.embedded.sampling import sample, top_log_probs
-from stepwell.backends.engines.embedded.text import StopStrings
+from stepwell.backends.engines.embedded.sampling import sample
 
 PauseMode = Literal["abort", "retract", "in_place"]
 PREFILL_BUDGET = 2048
@@ -59,8 +59,8 @@ class Scheduler:
         self.model_path = model_path
         self.eos_ids = runner.eos_ids | frozenset(extra_eos_ids)
         self.paused = paused
-        self.released: set[str] = set()
-        """Kinds of memory that are lent to somebody else (`memory.py`)."""
+        self.released = False
+        """Its memory is lent to somebody else."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         """Index = cache row."""
@@ -101,11 +101,6 @@ class Scheduler:
                 f"{context} tokens. You requested a total of {n + wanted} tokens: {n} tokens from "
                 f"the input messages and {wanted} tokens for the completion. Please reduce the "
                 "number of tokens in the input messages or the completion to fit within the limit."
-            )
-        if request.logprob_start_len >= n:
-            raise InvalidRequestError(
-                f"logprob_start_len ({request.logprob_start_len}) must be below the number of "
-                f"input tokens ({n})"
             )
         request.limit = context - n if wanted is None else wanted
 
@@ -148,13 +143,42 @@ class Scheduler:
         self.cache.forget_retained()
         return True
 
+    def release(self) -> None:
+        """Lend the memory of an idle engine to a trainer: the KV cache is dropped, the weights wait
+        in the host's memory. Requests that a pause keeps waiting go on waiting.
+
+        Raises:
+            InvalidRequestError: requests run, or it was released before; a real SGLang dies.
+        """
+        if self.running or (self.waiting and not self.paused):
+            raise InvalidRequestError(
+                f"{len(self.running)} requests run and {len(self.waiting)} wait; "
+                "release_memory_occupation is for an idle server: pause it with mode abort first"
+            )
+        if self.released:
+            raise InvalidRequestError("its memory has been released already")
+        self.cache.drop()
+        self.runner.offload()
+        self.released = True
+
+    def take_back(self) -> None:
+        """End `release`, with the weights as they were.
+
+        Raises:
+            InvalidRequestError: it was not released; a real SGLang dies.
+        """
+        if not self.released:
+            raise InvalidRequestError("its memory has not been released")
+        self.runner.reload()
+        self.released = False
+
     def update_weights(self, path: str, version: str | None) -> None:
         """Load new weights; `version` None keeps the present version's name.
 
         Raises:
             WeightLoadError: the old weights and KV still serve, unchanged.
         """
-        self.runner.load_weights(path, self.weight_version)
+        self.runner.load_weights(path)
         self.model_path = path
         self._weights_changed(version)
 
@@ -182,6 +206,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting) and not self.paused and not self.released
 
+    @property
+    def held(self) -> int:
+        """Requests that a pause holds."""
+        return len(self.by_rid) if self.paused else 0
+
     def take_changed(self) -> list[Request]:
         """Requests with news since the last call, each once."""
         changed, self._changed = self._changed, []
@@ -208,9 +237,7 @@ class Scheduler:
             request = self.waiting.popleft()
             tokens = request.token_ids()
             reusable = len(tokens) - 1
-            if request.scores_prompt:
-                reusable = min(reusable, request.logprob_start_len)
-            elif self.cache.worth_waiting(tokens[:reusable]):
+            if self.cache.worth_waiting(tokens[:reusable]):
                 postponed.append(request)
                 continue
             row = self.cache.acquire(tokens, reusable)
@@ -238,15 +265,8 @@ class Scheduler:
         rows = [r for r in range(len(self.running)) if self._prefilling(r)]
         if not rows or budget <= 0:
             return 0
-        head = self.running[rows[0]]
-        width = self._todo(rows[0]) if head.scores_prompt else min(self._todo(rows[0]), budget)
-        if head.scores_prompt:
-            rows = rows[:1]
-        else:
-            fit = [
-                r for r in rows if 2 * self._todo(r) >= width and not self.running[r].scores_prompt
-            ]
-            rows = fit[: max(1, budget // width)]
+        width = min(self._todo(rows[0]), budget)
+        rows = [r for r in rows if 2 * self._todo(r) >= width][: max(1, budget // width)]
         lengths = np.array([min(width, self._todo(r)) for r in rows])
         starts = self.cache.kv_len[rows].copy()
         ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -254,27 +274,13 @@ class Scheduler:
             ids[i, width - lengths[i] :] = self.cache.tokens[
                 row, starts[i] : starts[i] + lengths[i]
             ]
-        n_logits = width if head.scores_prompt else 1
-        logits = self.runner.forward(np.array(rows), ids, starts, lengths, n_logits)
+        logits = self.runner.forward(np.array(rows), ids, starts, lengths)
         self.prefilled_tokens += int(lengths.sum())
-        if head.scores_prompt:
-            self._score_prompt(head, logits[0], int(starts[0]))
         done = [i for i, row in enumerate(rows) if self._todo(row) == 0]
         if done:
             requests = [self.running[rows[i]] for i in done]
-            self._extend(requests, logits[done, -1])
+            self._extend(requests, logits[done])
         return len(rows) * width
-
-    def _score_prompt(self, request: Request, logits: torch.Tensor, start: int) -> None:
-        """Prompt log-probs at temperature 1 from `logprob_start_len` on; the first has none: its
-        predecessor's logits are not asked for (SGLang)."""
-        first = request.logprob_start_len
-        n = len(request.prompt_ids)
-        log_probs = torch.log_softmax(logits[first - start : n - 1 - start], dim=-1)
-        targets = torch.tensor(request.prompt_ids[first + 1 :], device=logits.device)
-        request.input_log_probs = [None, *log_probs.gather(1, targets[:, None])[:, 0].tolist()]
-        if request.top_logprobs_num:
-            request.input_top = [None, *top_log_probs(log_probs, request.top_logprobs_num)]
 
     def _decode(self) -> None:
         n = len(self.running)
@@ -287,7 +293,7 @@ class Scheduler:
         ids = np.zeros((n, 1), dtype=np.int64)
         for row in ready:
             ids[row, 0] = self.running[row].output_ids[-1]
-        logits = self.runner.forward(np.arange(n), ids, starts, np.ones(n, dtype=np.int64))[:, -1]
+        logits = self.runner.forward(np.arange(n), ids, starts, np.ones(n, dtype=np.int64))
         requests = [self.running[row] for row in ready]
         if len(ready) < n:
             lagging = np.setdiff1d(np.arange(n), ready)

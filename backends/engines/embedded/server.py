@@ -24,12 +24,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
-from stepwell.backends.engines.embedded.adapters import WeightLoadError
 from stepwell.backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
-from stepwell.backends.engines.embedded.memory import add_memory_routes
-from stepwell.backends.engines.embedded.parsers import parse_tool_calls, separate_reasoning
-from stepwell.backends.engines.embedded.reply import Reply, parse_generate
-from stepwell.backends.engines.embedded.request import InvalidRequestError, Request
+from stepwell.backends.engines.embedded.reply import Reply
+from stepwell.backends.engines.embedded.request import (
+    GenerateBody,
+    InvalidRequestError,
+    Request,
+    words,
+)
 from stepwell.backends.engines.embedded.scheduler import Scheduler
 from stepwell.backends.engines.embedded.updates import add_update_routes
 
@@ -44,10 +46,7 @@ class ServerInfo:
 
     model_path: str
     tokenizer_path: str
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
     stream_interval: int = 1
-    seed: int = 0
 
 
 class PauseBody(BaseModel):
@@ -57,26 +56,6 @@ class PauseBody(BaseModel):
 class AbortBody(BaseModel):
     rid: str | None = None
     abort_all: bool = False
-
-
-class UpdateBody(BaseModel):
-    model_path: str
-    weight_version: str | None = None
-    load_format: str | None = None
-    flush_cache: bool = True
-    """Accepted; prefixes of the old weights are always dropped."""
-    abort_all_requests: bool = False
-
-
-class FunctionCallBody(BaseModel):
-    text: str
-    tools: list[dict[str, Any]]
-    tool_call_parser: str | None = None
-
-
-class ReasoningBody(BaseModel):
-    text: str
-    reasoning_parser: str | None = None
 
 
 def _json(content: Any, status: int = 200) -> Response:
@@ -96,37 +75,32 @@ class Server:
     # -- /generate ----------------------------------------------------------------------------
 
     async def generate(self, http: HttpRequest) -> Response:
-        try:
-            body = orjson.loads(await http.body())
-        except orjson.JSONDecodeError as e:
-            raise InvalidRequestError(f"the body is no JSON: {e}") from e
+        body = GenerateBody.parse(await http.body())
         scheduler = self.loop.scheduler
         if scheduler.released and not scheduler.paused:
-            raise HTTPException(
-                503, f"{sorted(scheduler.released)} released; call /resume_memory_occupation first"
-            )
-        requests, batch = parse_generate(
-            body, self.tokenizer, stream_interval=self.info.stream_interval
-        )
-        for request in requests:
-            self.loop.scheduler.validate(request)
-            if request.rid in self.rids:
-                raise InvalidRequestError(f"Duplicate request ID detected: {request.rid}")
-        adapter = self.loop.scheduler.runner.adapters.name
-        if body.get("lora_path") not in (None, adapter):
+            raise HTTPException(503, "its memory is released; call /resume_memory_occupation first")
+        request = body.request(self.info.stream_interval)
+        scheduler.validate(request)
+        if request.rid in self.rids:
+            raise InvalidRequestError(f"Duplicate request ID detected: {request.rid}")
+        adapter = scheduler.runner.adapters.name
+        if body.lora_path not in (None, adapter):
             raise InvalidRequestError(
-                f"lora_path is {body['lora_path']!r}, which is not loaded; {adapter!r} is"
+                f"lora_path is {body.lora_path!r}, which is not loaded; {adapter!r} is"
             )
-        text = bool(body.get("return_text_in_logprobs"))
-        replies = [Reply(r, self.tokenizer, text_in_logprobs=text) for r in requests]
-        if body.get("stream"):
-            chunks = self._stream(http, replies, batch=batch)
-            return StreamingResponse(chunks, media_type="text/event-stream")
-        return await self._whole(http, replies, batch=batch)
+        reply = Reply(request, self.tokenizer)
+        if request.stream:
+            return StreamingResponse(self._stream(http, reply), media_type="text/event-stream")
+        async with self._in_flight(http, request) as wait:
+            while not request.finished:
+                await wait()
+        if self.loop.failure is not None:
+            raise EngineStoppedError(f"the engine failed: {self.loop.failure!r}")
+        return Response(reply.body(scheduler.weight_version), media_type="application/json")
 
     @asynccontextmanager
     async def _in_flight(
-        self, http: HttpRequest, requests: list[Request]
+        self, http: HttpRequest, request: Request
     ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
         """Submit, and yield a wait for news that ends early when the client is gone; on leaving,
         by whatever way, what has not finished is cancelled."""
@@ -135,8 +109,7 @@ class Server:
         async def watch() -> None:
             while (await http.receive())["type"] != "http.disconnect":
                 pass
-            for request in requests:
-                self.loop.cancel(request)
+            self.loop.cancel(request)
 
         async def wait() -> None:
             await news.wait()
@@ -144,48 +117,27 @@ class Server:
 
         watcher = asyncio.create_task(watch())
         try:
-            for request in requests:
-                request.on_update = news.set
-                self.rids.add(request.rid)
-                self.loop.submit(request)
+            request.on_update = news.set
+            self.rids.add(request.rid)
+            self.loop.submit(request)
             yield wait
         finally:
             watcher.cancel()
-            for request in requests:
-                self.rids.discard(request.rid)
-                if not request.finished:
-                    self.loop.cancel(request)
+            self.rids.discard(request.rid)
+            if not request.finished:
+                self.loop.cancel(request)
 
-    async def _whole(self, http: HttpRequest, replies: list[Reply], *, batch: bool) -> Response:
-        requests = [r.request for r in replies]
-        async with self._in_flight(http, requests) as wait:
-            while not all(r.finished for r in requests):
+    async def _stream(self, http: HttpRequest, reply: Reply) -> AsyncIterator[bytes]:
+        request, finished = reply.request, False
+        async with self._in_flight(http, request) as wait:
+            while not finished:
                 await wait()
-        if self.loop.failure is not None:
-            raise EngineStoppedError(f"the engine failed: {self.loop.failure!r}")
-        version = self.loop.scheduler.weight_version
-        bodies = [r.body(version) or b"" for r in replies]
-        content = b"[%b]" % b",".join(bodies) if batch else bodies[0]
-        return Response(content, media_type="application/json")
-
-    async def _stream(
-        self, http: HttpRequest, replies: list[Reply], *, batch: bool
-    ) -> AsyncIterator[bytes]:
-        open_replies = dict(enumerate(replies))
-        async with self._in_flight(http, [r.request for r in replies]) as wait:
-            while open_replies:
-                await wait()
-                for i, reply in list(open_replies.items()):
-                    finished = reply.request.finished
-                    if finished:  # free before the client knows: it may send the id again
-                        self.rids.discard(reply.request.rid)
-                    chunk = reply.body(
-                        self.loop.scheduler.weight_version, stream=True, index=i if batch else None
-                    )
-                    if chunk is not None:
-                        yield b"data: %b\n\n" % chunk
-                    if finished:
-                        del open_replies[i]
+                finished = request.finished
+                if finished:  # free before the client knows: it may send the id again
+                    self.rids.discard(request.rid)
+                chunk = reply.body(self.loop.scheduler.weight_version, stream=True)
+                if chunk is not None:
+                    yield b"data: %b\n\n" % chunk
         yield b"data: [DONE]\n\n"
 
     async def health_generate(self) -> Response:
@@ -212,20 +164,6 @@ class Server:
         return Response(status_code=200)
 
     # -- control ------------------------------------------------------------------------------
-
-    async def update_weights(self, body: UpdateBody) -> Response:
-        try:
-            held = await self.loop.update_weights(
-                lambda s: s.update_weights(body.model_path, body.weight_version),
-                abort_all=body.abort_all_requests,
-            )
-        except WeightLoadError as e:
-            failed = {"success": False, "message": str(e), "num_paused_requests": 0}
-            return _json(failed, 400)
-        message = "Succeeded to update model weights."
-        if body.weight_version is not None:
-            message += f" Weight version updated to {body.weight_version}."
-        return _json({"success": True, "message": message, "num_paused_requests": held})
 
     async def abort(self, body: AbortBody) -> Response:
         if body.abort_all or body.rid:
@@ -254,8 +192,6 @@ class Server:
             "preferred_sampling_params": None,
             "weight_version": scheduler.weight_version,
             "load_format": "auto",
-            "reasoning_parser": self.info.reasoning_parser,
-            "tool_call_parser": self.info.tool_call_parser,
             "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
@@ -269,22 +205,16 @@ class Server:
         }
 
     def server_info(self) -> dict[str, Any]:
+        """What a publication and its reader want to know."""
         runner = self.loop.scheduler.runner
         return {
             "model_path": self.loop.scheduler.model_path,
             "tokenizer_path": self.info.tokenizer_path,
-            "tokenizer_mode": "auto",
-            "skip_tokenizer_init": False,
-            "load_format": "auto",
-            "trust_remote_code": False,
             "context_length": runner.context_length,
             "dtype": str(runner.dtype).removeprefix("torch."),
             "device": str(runner.device),
             "max_running_requests": runner.cache.max_running,
-            "tool_call_parser": self.info.tool_call_parser,
-            "reasoning_parser": self.info.reasoning_parser,
             "stream_interval": self.info.stream_interval,
-            "random_seed": self.info.seed,
             "version": VERSION,
         }
 
@@ -353,7 +283,6 @@ def create_app(
     app.get("/health_generate")(server.health_generate)
 
     @app.get("/health")
-    @app.get("/ping")
     async def health() -> Response:
         if not loop.alive:
             raise HTTPException(503, f"the generation loop has ended ({loop.failure!r})")
@@ -365,7 +294,6 @@ def create_app(
         return _json(server.model_info())
 
     @app.get("/server_info")
-    @app.get("/get_server_info")
     async def server_info() -> Response:
         return _json(server.server_info())
 
@@ -387,24 +315,23 @@ def create_app(
         await loop.call(lambda s: s.resume())
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])
+    @app.post("/flush_cache")
     async def flush() -> Response:
         return await server.flush()
 
-    @app.post("/parse_function_call")
-    async def function_call(body: FunctionCallBody) -> Response:
-        parser = body.tool_call_parser or info.tool_call_parser
-        return _json(parse_tool_calls(body.text, body.tools, parser, tokenizer))
-
-    @app.post("/separate_reasoning")
-    async def reasoning(body: ReasoningBody) -> Response:
-        parser = body.reasoning_parser or info.reasoning_parser
-        return _json(separate_reasoning(body.text, parser))
-
     app.post("/abort_request")(server.abort)
-    app.post("/update_weights_from_disk")(server.update_weights)
     add_update_routes(app, loop)
-    add_memory_routes(app, loop)
+
+    @app.post("/release_memory_occupation")
+    async def release() -> Response:
+        await loop.call(Scheduler.release)
+        return _json(None)
+
+    @app.post("/resume_memory_occupation")
+    async def take_back() -> Response:
+        await loop.call(Scheduler.take_back)
+        return _json(None)
+
     return app
 
 
@@ -420,8 +347,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: HttpRequest, error: RequestValidationError) -> Response:
-        lines = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors()]
-        return answer(400, "; ".join(lines))
+        return answer(400, words(error.errors()))
 
     @app.exception_handler(EngineStoppedError)
     async def stopped(_: HttpRequest, error: EngineStoppedError) -> Response:

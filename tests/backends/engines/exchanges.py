@@ -24,19 +24,12 @@ HERE = Path(__file__).parent
 FIXTURES = HERE / "fixtures"
 MODEL = HERE.parents[2] / "examples" / "quickstart" / "model"
 
-TEXT = (
-    "<|im_start|>user\nState the final answer to the following arithmetic problem: 12 + 34 ="
-    "<|im_end|>\n<|im_start|>assistant\n"
-)
-"""Greedy, the model calls its calculator and ends."""
 PROMPT = [
     *(1, 367, 207, 370, 290, 369, 345, 317, 290, 371, 311, 368, 34),
     *(229, 25, 26, 314, 229, 27, 28, 324, 2, 207, 1, 351, 207),
 ]
-"""Its token ids."""
+"""Greedy, the model calls its calculator and ends."""
 GREEDY = {"temperature": 0, "ignore_eos": True}
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-CALL = '<tool_call>\n{"name": "%s", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 
 
 @dataclass(frozen=True)
@@ -89,16 +82,8 @@ EXCHANGES: dict[str, Exchange] = {
     "no_such_route": Exchange(Call("GET", "/get_weight_version")),
     "generate": _generate(input_ids=PROMPT, return_logprob=True, rid="me"),
     "generate_without_log_probs": _generate(input_ids=PROMPT),
-    "generate_text": _generate(text=TEXT, return_logprob=True),
     "generate_again": Exchange(GREETED, before=(GREETED,)),
-    "generate_batch": _generate(input_ids=[PROMPT, PROMPT[:5]], params={"max_new_tokens": 2}),
     "generate_stream": _generate(input_ids=PROMPT, return_logprob=True, stream=True),
-    "generate_prompt_log_probs": _generate(
-        input_ids=PROMPT, return_logprob=True, logprob_start_len=2, top_logprobs_num=2
-    ),
-    "generate_log_probs_with_text": _generate(
-        input_ids=PROMPT, return_logprob=True, return_text_in_logprobs=True
-    ),
     "generate_to_the_end_token": _generate(
         input_ids=PROMPT, params={"max_new_tokens": 100, "ignore_eos": False}
     ),
@@ -136,22 +121,7 @@ EXCHANGES: dict[str, Exchange] = {
         before=(_post("/update_weights_from_disk", UPDATE),),
         after=(BACK,),
     ),
-    "parse_calls": Exchange(
-        _post("/parse_function_call", {"text": f"So.\n{CALL % 'add'}", "tools": TOOLS})
-    ),
-    "parse_unknown_call": Exchange(
-        _post("/parse_function_call", {"text": CALL % "sub", "tools": TOOLS})
-    ),
-    "parse_no_call": Exchange(_post("/parse_function_call", {"text": "So.", "tools": TOOLS})),
-    "separate_reasoning": Exchange(
-        _post("/separate_reasoning", {"text": "<think>why</think>so", "reasoning_parser": "qwen3"})
-    ),
-    "separate_cut_reasoning": Exchange(
-        _post("/separate_reasoning", {"text": "<think>why", "reasoning_parser": "qwen3"})
-    ),
 }
-for _body in (e.call.body for e in EXCHANGES.values() if e.call.path == "/parse_function_call"):
-    _body["tool_call_parser"] = "qwen25"
 
 
 def save_new(folder: Path) -> Path:

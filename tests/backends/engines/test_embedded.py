@@ -6,12 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.embedded.__main__ import main
+from stepwell.backends.engines.embedded.reply import Text
 from stepwell.backends.engines.embedded.request import Request, SamplingParams
-from stepwell.backends.engines.embedded.text import Detokenizer
 from stepwell.backends.errors import EngineRequestError
+from tests.backends.engines.exchanges import MODEL
 
 PROMPT = [40, 41, 42, 43, 44, 45]
 
@@ -20,31 +22,18 @@ pytestmark = pytest.mark.parametrize("_running", ["embedded"], indirect=True)
 
 
 async def test_fields_it_does_not_implement_are_refused_by_name(client: EngineClient) -> None:
-    with pytest.raises(EngineRequestError, match=r"sampling_params\.temprature is unknown"):
+    with pytest.raises(EngineRequestError, match=r"sampling_params\.temprature: Extra"):
         await client.generate(PROMPT, {"temprature": 1})
-    with pytest.raises(EngineRequestError, match="image_data is not supported"):
+    with pytest.raises(EngineRequestError, match=r"not supported .*\['image_data'\]"):
         await client.generate(PROMPT, image_data="x.png")
-    with pytest.raises(EngineRequestError, match="Either text or input_ids"):
+    with pytest.raises(EngineRequestError, match=r"not supported .*\['text'\]"):
         await client.generate(PROMPT, text="both")
+    with pytest.raises(EngineRequestError, match="input_ids"):
+        await client.generate([PROMPT, PROMPT])  # type: ignore[list-item]  # a batch
+    with pytest.raises(EngineRequestError, match=r"sampling_params\.n: Extra"):
+        await client.generate(PROMPT, {"n": 2})
     with pytest.raises(EngineRequestError, match="mode"):
         await client.pause("later")  # type: ignore[arg-type]  # what a typo would send
-
-
-async def test_n_samples_of_one_prompt_come_back_as_a_list(client: EngineClient) -> None:
-    params = {"n": 3, "max_new_tokens": 4, "ignore_eos": True}
-    answers = await client.generate(PROMPT, params, rid="x")
-    assert [a["meta_info"]["id"] for a in answers] == ["x_0", "x_1", "x_2"]
-    assert all(len(a["output_ids"]) == 4 for a in answers)
-
-
-async def test_a_streamed_batch_says_whose_chunk_it_is(client: EngineClient) -> None:
-    final: dict[int, Any] = {}
-    params = {"max_new_tokens": 4, "ignore_eos": True}
-    chunks = client.generate_stream([PROMPT, PROMPT[:2]], params)  # type: ignore[list-item]  # a batch
-    async for chunk in chunks:
-        final[chunk["index"]] = chunk
-    assert [final[i]["meta_info"]["prompt_tokens"] for i in (0, 1)] == [6, 2]
-    assert all(c["meta_info"]["finish_reason"]["type"] == "length" for c in final.values())
 
 
 async def test_a_request_id_in_use_is_refused(client: EngineClient) -> None:
@@ -74,33 +63,17 @@ async def test_an_update_after_an_unpaused_drain_says_success(
     assert result.success
 
 
-async def test_token_texts_come_with_the_log_probs_when_asked(client: EngineClient) -> None:
-    answer = await client.generate(
-        PROMPT,
-        {"max_new_tokens": 3, "ignore_eos": True},
-        return_logprob=True,
-        return_text_in_logprobs=True,
-    )
-    texts = [t for _, _, t in answer["meta_info"]["output_token_logprobs"]]
-    assert all(isinstance(t, str) and t for t in texts)
-
-
-class ByteTokenizer:
-    """One token per byte: characters span tokens."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return bytes(ids).decode(errors="replace")
-
-
 def test_streamed_text_never_ends_within_a_character(engine: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
     text = "naïve — 日本語"
-    request = Request("r", list(b"> "), SamplingParams())
-    detokenizer = Detokenizer(ByteTokenizer(), request)
-    data = list(text.encode())
-    seen = [detokenizer.update(data[: n + 1]) for n in range(len(data))]
+    ids = tokenizer(text).input_ids
+    assert len(ids) > len(text), "characters span tokens"
+    request = Request("r", tokenizer("> ").input_ids, SamplingParams())
+    decoded = Text(request, tokenizer)
+    seen = [decoded.so_far(ids[: n + 1]) for n in range(len(ids))]
     assert all(text.startswith(s) for s in seen)
-    request.finish_reason = {"type": "length", "length": len(data)}
-    assert detokenizer.final(data) == text
+    request.finish_reason = {"type": "length", "length": len(ids)}
+    assert decoded.final(ids) == text
 
 
 def test_the_command_line_names_what_is_wrong(

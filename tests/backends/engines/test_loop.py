@@ -9,9 +9,9 @@ import pytest
 
 from stepwell.backends.engines.embedded.loop import EngineStoppedError, GenerationLoop
 from stepwell.backends.engines.embedded.model import ModelRunner
+from stepwell.backends.engines.embedded.reply import StopStrings
 from stepwell.backends.engines.embedded.request import Request, SamplingParams
 from stepwell.backends.engines.embedded.scheduler import Scheduler
-from stepwell.backends.engines.embedded.text import StopStrings
 
 
 @pytest.fixture

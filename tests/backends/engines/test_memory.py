@@ -46,18 +46,6 @@ async def test_an_engine_comes_back_with_its_weights_and_an_empty_cache(
     assert after["meta_info"]["cached_tokens"] == 0
 
 
-async def test_memory_comes_back_kind_by_kind_around_a_weight_update(
-    client: EngineClient, model_dirs: Any
-) -> None:
-    await client.pause("abort")
-    await client.release_memory(["kv_cache", "weights"])
-    await client.resume_memory(["weights"])
-    await client.update_weights_from_disk(str(model_dirs.new), 7)
-    await client.resume_memory(["kv_cache"])
-    await client.continue_()
-    assert (await client.generate(PROMPT, GREEDY))["meta_info"]["weight_version"] == "7"
-
-
 # -- where a real SGLang dies, the embedded engine refuses ---------------------------------------
 
 
@@ -83,25 +71,23 @@ async def test_an_engine_that_generates_lends_nothing(
 async def test_while_its_memory_is_lent_it_neither_generates_nor_loads(
     embedded: EngineClient, model_dirs: Any
 ) -> None:
-    await embedded.release_memory(["weights"])
-    with pytest.raises(EngineInternalError, match=r"503: .*weights.* released") as refused:
+    await embedded.release_memory()
+    with pytest.raises(EngineInternalError, match=r"503: .*memory is released") as refused:
         await embedded.generate(PROMPT, GREEDY)
     assert refused.value.status == 503  # which the gateway takes for busy
     with pytest.raises(EngineRequestError, match="released; resume_memory_occupation comes first"):
         await embedded.update_weights_from_disk(str(model_dirs.new), 3)
-    await embedded.resume_memory(["weights"])
+    await embedded.resume_memory()
     assert (await embedded.generate(PROMPT, GREEDY))["meta_info"]["weight_version"] == "0"
 
 
 async def test_nothing_is_released_or_resumed_twice(embedded: EngineClient) -> None:
-    with pytest.raises(EngineRequestError, match=r"\['kv_cache'\] have not been released"):
-        await embedded.resume_memory(["kv_cache"])
-    await embedded.release_memory(["kv_cache"])
-    with pytest.raises(EngineRequestError, match=r"\['kv_cache'\] have been released already"):
+    with pytest.raises(EngineRequestError, match="has not been released"):
+        await embedded.resume_memory()
+    await embedded.release_memory()
+    with pytest.raises(EngineRequestError, match="has been released already"):
         await embedded.release_memory()
-    with pytest.raises(EngineRequestError, match=r"\['ram'\] are not known; use weights, kv_cache"):
-        await embedded.release_memory(["ram"])  # type: ignore[list-item]
-    await embedded.resume_memory(["kv_cache"])
+    await embedded.resume_memory()
 
 
 async def _more_than(client: EngineClient, n: int) -> bool:

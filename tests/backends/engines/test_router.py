@@ -20,7 +20,6 @@ from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.addresses import free_port
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.router import (
-    RouterClient,
     RouterServer,
     router_argv,
     start_router,
@@ -58,7 +57,7 @@ def theirs() -> Iterator[str]:
 
 
 async def _until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
-    async with RouterClient(url) as router, asyncio.timeout(120):
+    async with EngineClient(url) as router, asyncio.timeout(120):
         while True:
             assert process.poll() is None, f"the router ended with {process.returncode}"
             try:
@@ -72,11 +71,11 @@ async def _until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
 @asynccontextmanager
 async def running(
     urls: list[str], folder: Path, router: str, weights: Path | None = None
-) -> AsyncIterator[tuple[RouterServer, RouterClient]]:
+) -> AsyncIterator[tuple[RouterServer, EngineClient]]:
     server = RouterServer(router_config(router, startup_timeout_s=120), folder, weights)
     try:
         url = await server.start(urls)
-        async with RouterClient(url, timeout_s=30) as client:
+        async with EngineClient(url, timeout_s=30) as client:
             yield server, client
     finally:
         await server.stop()
@@ -124,7 +123,7 @@ class Worker:
         await self.die()
 
 
-async def lists(router: RouterClient, *workers: Worker) -> bool:
+async def lists(router: EngineClient, *workers: Worker) -> bool:
     healthy = {worker.url for worker in await router.workers() if worker.is_healthy}
     return healthy == {worker.url for worker in workers}
 
@@ -240,7 +239,7 @@ async def test_the_list_holds_who_answers_and_has_the_committed_weights(
         os.kill((await server.status())["pid"], signal.SIGKILL)
 
         async def is_back() -> bool:
-            return await router.health(1.0) and await lists(router, first, second)
+            return await router.health() and await lists(router, first, second)
 
         await eventually(lambda: _restarted(server))
         await eventually(is_back)
@@ -253,13 +252,13 @@ async def test_a_router_whose_actor_is_killed_comes_back_at_its_address_and_is_f
     async with Worker() as worker:
         server = start_router(router_config(startup_timeout_s=120), log_dir=tmp_path)
         url = await started_router(server, [worker.url])
-        async with RouterClient(url, timeout_s=30) as router:
+        async with EngineClient(url, timeout_s=30) as router:
             before = (await server.status.remote())["pid"]
             actor_processes("RouterServer")[0].kill()
             assert await gone(before)
 
             async def is_back() -> bool:
-                return await router.health(1.0) and await lists(router, worker)
+                return await router.health() and await lists(router, worker)
 
             await eventually(is_back)
         await server.stop.remote()
@@ -281,7 +280,7 @@ async def test_one_late_answer_keeps_a_worker_in_the_list_and_two_do_not(tmp_pat
         assert await server.may_serve(client)
 
 
-# What `gateway/engine.py` may send; see "What the router drops" in docs/design/engines.md.
+# What `gateway/engine/client.py` may send; see "What the router drops" in docs/design/engines.md.
 FIELDS: dict[str, Any] = {
     "rid": "r",
     "input_ids": [1, 2],
@@ -310,7 +309,7 @@ SAMPLING: dict[str, Any] = {
 async def test_an_attached_router_keeps_the_workers_of_others_and_drops_two_fields(
     theirs: str, tmp_path: Path, eventually: Eventually
 ) -> None:
-    async with Worker() as ours, Worker() as other, RouterClient(theirs) as router:
+    async with Worker() as ours, Worker() as other, EngineClient(theirs) as router:
         await router.add_worker(other.url)
         async with running([ours.url], tmp_path, theirs):
             await eventually(lambda: lists(router, ours, other))

@@ -40,7 +40,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_it_is_launched_with_its_own_flags() -> None:
-    made = line(context_length=4096, reasoning_parser=None, extra_args=("--tp", "2"), seed=5)
+    made = line(context_length=4096, extra_args=("--tp", "2"), seed=5)
     assert made.argv[:3] == ["/opt/bin/python", "-m", "sglang.launch_server"]
     assert made.argv[-4:] == ["--node-rank", "1", "--tp", "2"]
     expected = {
@@ -49,12 +49,13 @@ def test_it_is_launched_with_its_own_flags() -> None:
         "--weight-version": "7",
         "--port": "31000",
         "--context-length": "4096",
-        "--tool-call-parser": "qwen25",
         "--random-seed": "5",
         "--dtype": "auto",
     }
     assert expected.items() <= flags(made).items()
-    assert not {"--reasoning-parser", "--threads", "--device"} & set(made.argv)
+    assert not {"--tool-call-parser", "--reasoning-parser", "--threads", "--device"} & set(
+        made.argv
+    )
     assert not made.env
 
 

@@ -20,11 +20,9 @@ from stepwell.backends.config import WeightTransport
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineRequestError, WeightUpdateError
 from stepwell.backends.weights import WeightStore, publish
-from stepwell.backends.weights.collective import serialise
-from stepwell.backends.weights.transports import Update, write_delta
 
 PROMPT = [40, 41, 42, 43]
-TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "disk_delta", "tensor", "distributed")
+TRANSPORTS: tuple[WeightTransport, ...] = ("disk", "distributed")
 
 
 async def log_probs(client: EngineClient) -> tuple[list[int], torch.Tensor]:
@@ -78,49 +76,6 @@ async def test_a_version_arrives_whole_and_its_checksum_is_held_against_the_chec
     assert await agrees(client, reference, other)
 
 
-async def test_a_delta_holds_what_changed_and_leads_to_the_whole_version(
-    client: EngineClient, model_dirs: Any, reference: Callable[..., Any], tmp_path: Path
-) -> None:
-    store = WeightStore(tmp_path / "weights")
-    first = store.write(1, lambda folder: shutil.copytree(model_dirs.new, folder))
-    await publish([client], str(first), 1, "retract", store=store, transport="disk_delta")
-    changed = with_other_norm(model_dirs.new, store.path(2))
-    seen: list[Path] = []
-
-    async def look(phase: str, when: str) -> None:
-        if (phase, when) == ("transfer", "after"):
-            seen.extend(store.folder.glob("v2-from-v1/*.safetensors"))
-            assert load_file(seen[0]).keys() == {changed}
-
-    done = await publish(
-        [client],
-        str(store.path(2)),
-        2,
-        "retract",
-        store=store,
-        transport="disk_delta",
-        hook=look,
-    )
-    assert len(seen) == 1
-    assert done.verified == {client.url: "checksum"}
-    assert await agrees(client, reference, store.path(2))
-
-
-async def test_a_replica_with_other_bytes_than_its_version_says_gets_the_whole_instead(
-    client: EngineClient, model_dirs: Any, reference: Callable[..., Any], tmp_path: Path
-) -> None:
-    store = WeightStore(tmp_path / "weights")
-    first = store.write(1, lambda folder: shutil.copytree(model_dirs.new, folder))
-    store.commit(1, first)
-    with_other_norm(model_dirs.new, store.path(2))
-    await client.update_weights_from_disk(str(model_dirs.base), 1)  # 1 it is not
-    done = await publish(
-        [client], str(store.path(2)), 2, "retract", store=store, transport="disk_delta"
-    )
-    assert done.verified == {client.url: "checksum"}
-    assert await agrees(client, reference, store.path(2))
-
-
 @asynccontextmanager
 async def liar(url: str, instead: Path) -> AsyncIterator[EngineClient]:
     """The engine at `url`, but it loads `instead` of what it is told, as the version it is told."""
@@ -166,12 +121,9 @@ async def test_a_replica_that_loaded_wrong_bytes_under_the_right_version_is_caug
     assert await agrees(client, reference, model_dirs.base)
 
 
-async def test_tensors_are_taken_within_a_session_only(
-    client: EngineClient, model_dirs: Any
-) -> None:
-    payload = serialise(load_file(model_dirs.new / "model.safetensors").items())
+async def test_tensors_are_taken_within_a_session_only(client: EngineClient) -> None:
     with pytest.raises(EngineRequestError, match="begin_weight_update"):
-        await client.update_weights_from_tensor([payload], 5)
+        await client.update_weights_from_distributed([], [], [], 5, group_name="none")
     await client.begin_weight_update()
     with pytest.raises(EngineRequestError, match="already open"):
         await client.begin_weight_update()
@@ -179,21 +131,3 @@ async def test_tensors_are_taken_within_a_session_only(
     with pytest.raises(EngineRequestError, match="no weight-update session"):
         await client.end_weight_update()
     assert await client.weight_version() == 0
-
-
-def test_a_delta_of_equal_versions_still_holds_a_tensor_and_one_of_all_new_ones_is_not_made(
-    model_dirs: Any, tmp_path: Path
-) -> None:
-    store = WeightStore(tmp_path)
-    same = store.write(1, lambda folder: shutil.copytree(model_dirs.new, folder))
-    store.commit(1)
-    base = store.current()
-    assert base is not None
-    delta = write_delta(store, base, Update(str(same), 2))
-    assert delta is not None
-    assert len(load_file(delta / "model.safetensors")) == 1
-    tensors = {n: t + 1 for n, t in load_file(same / "model.safetensors").items()}
-    new = tmp_path / "all"
-    shutil.copytree(same, new)
-    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
-    assert write_delta(store, base, Update(str(new), 3)) is None

@@ -1,10 +1,9 @@
-"""Which engine a call goes to: health, affinity, circuit breakers and weight versions.
+"""This module chooses the engine of each call so that a trajectory stays where its prefix is cached
+and no call goes to an engine that is ill or has old weights.
 
-An engine as the gateway sees it::
-
-    up ──/health fails──► ailing       asked only if no other is up (a paused SGLang fails /health)
-    up ──N bad answers in a row──► open ──open_s──► half-open ──a check succeeds──► up
-                                     ▲                  └──it fails──┘  (open_s doubles)
+    up ──a check of its health fails──► ailing  asked only if no other is up (paused ones fail it)
+    up ──N bad answers in a row──► open ──open_s──► probed by a check ──well──► up
+                                     ▲                  └──ill──┘  (open_s doubles)
     any ──connection fails──► down ──answers again──► up, if it has the fleet's weight version
                                            └────────► behind, until it has
 
@@ -24,18 +23,20 @@ A trajectory stays on its engine while that is up. A new one, or one that has to
 engine that rendezvous hashing names, or to the next choice if that one is much busier than the
 least busy.
 
-Pure state: every method that depends on time takes `now`; nothing here waits or does I/O. Does not
-own: requests (`engine.py`), checks (`engine_checks.py`).
+Pure state: every method that depends on time takes `now`; nothing here waits or does I/O. It does
+not own requests (`client.py`) or checks (`checks.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 State: TypeAlias = Literal["up", "ailing", "open", "behind", "down"]
 
@@ -55,12 +56,10 @@ def backoff_s(
 
 
 class Circuit:
-    """Circuit breaker: opens after `threshold` failures in a row."""
-
-    __slots__ = ("_failures", "_open_s", "_threshold", "_trips", "_until", "state")
+    """Circuit breaker: opens after `threshold` failures in a row, closes when a probe succeeds."""
 
     def __init__(self, threshold: int, open_s: float) -> None:
-        self.state: Literal["closed", "open", "half_open"] = "closed"
+        self.is_open = False
         self._threshold = threshold
         self._open_s = open_s
         self._failures = 0
@@ -69,32 +68,30 @@ class Circuit:
 
     def failed(self, now: float) -> None:
         self._failures += 1
-        if self.state == "half_open" or (
-            self.state == "closed" and self._failures >= self._threshold
-        ):
-            self.state = "open"
-            self._until = now + min(self._open_s * 2**self._trips, MAX_OPEN_S)
-            self._trips += 1
+        if not self.is_open and self._failures >= self._threshold:
+            self._trip(now)
 
     def succeeded(self) -> None:
-        self.state = "closed"
+        self.is_open = False
         self._failures = self._trips = 0
 
     def probe_in(self, now: float) -> float:
         """Seconds until a probe is due; infinite while closed."""
-        return math.inf if self.state == "closed" else max(self._until - now, 0.0)
+        return max(self._until - now, 0.0) if self.is_open else math.inf
 
-    def try_half_open(self, now: float) -> bool:
-        """Whether a probe is due or under way; its result is `failed` or `succeeded`."""
-        if self.state == "open" and now >= self._until:
-            self.state = "half_open"
-        return self.state == "half_open"
+    def probed(self, now: float, *, well: bool) -> None:
+        """A check found the engine so; it counts if a probe was due."""
+        if self.probe_in(now) > 0:
+            return
+        if well:
+            self.succeeded()
+        else:
+            self._trip(now)
 
-
-class Deadline(Protocol):
-    """`asyncio.Timeout`, as far as it is needed to give a call up."""
-
-    def reschedule(self, when: float | None) -> None: ...
+    def _trip(self, now: float) -> None:
+        self.is_open = True
+        self._until = now + min(self._open_s * 2**self._trips, MAX_OPEN_S)
+        self._trips += 1
 
 
 class Asked(NamedTuple):
@@ -104,42 +101,29 @@ class Asked(NamedTuple):
     version: int | None
 
 
+@dataclass(slots=True, eq=False)
 class Engine:
     """One engine. Written by `Fleet` only, but for `in_flight`."""
 
-    __slots__ = (
-        "canary",
-        "circuit",
-        "epoch",
-        "in_flight",
-        "reachable",
-        "returned",
-        "silent",
-        "url",
-        "version",
-        "well",
-        "why",
-    )
-
-    def __init__(self, url: str, circuit: Circuit) -> None:
-        self.url = url
-        self.circuit = circuit
-        self.in_flight: set[Deadline] = set()
-        self.reachable = True
-        self.well = True
-        """`/health` answered 200."""
-        self.returned = False
-        """It was down, or went back in versions, since it last had the fleet's version."""
-        self.version: int | None = None
-        """The newest it reported since it last went backwards; None: it reports none."""
-        self.canary = False
-        """That version is not committed."""
-        self.epoch = 0
-        """Counts breakdowns."""
-        self.silent = 0
-        """Checks in a row that got no answer in time."""
-        self.why = ""
-        """The last failure."""
+    url: str
+    circuit: Circuit
+    in_flight: set[asyncio.Timeout] = field(default_factory=set)
+    """What ends each of its calls."""
+    reachable: bool = True
+    well: bool = True
+    """The last check of its health passed."""
+    returned: bool = False
+    """It was down, or went back in versions, since it last had the fleet's version."""
+    version: int | None = None
+    """The newest it reported since it last went backwards; None: it reports none."""
+    canary: bool = False
+    """That version is not committed."""
+    epoch: int = 0
+    """Counts breakdowns."""
+    silent: int = 0
+    """Checks in a row that got no answer in time."""
+    why: str = ""
+    """The last failure."""
 
     def asked(self) -> Asked:
         return Asked(self.epoch, self.version)
@@ -150,10 +134,6 @@ class _Home(NamedTuple):
 
     engine: Engine
     canary: int | None
-
-    @classmethod
-    def of(cls, engine: Engine) -> _Home:
-        return cls(engine, engine.version if engine.canary else None)
 
 
 class Fleet:
@@ -175,8 +155,8 @@ class Fleet:
         """Calls sent to an engine that is behind, for want of a better one."""
         self._engines = [Engine(url, Circuit(circuit_failures, circuit_open_s)) for url in urls]
         self._homes: OrderedDict[str, _Home] = OrderedDict()
-        self._canary_share = canary_share
         self._remembered = remembered
+        self._canary_share = canary_share
         self._version_grace_s = version_grace_s
         self._all_behind_since: float | None = None
 
@@ -189,23 +169,18 @@ class Fleet:
         """The engine for a call, one of `avoid` only if there is no other; None: none may be used
         now."""
         known = self._homes.get(affinity)
-        home = known.engine if known is not None else None
+        engine = None if known is None else known.engine
         suits = self._suits(affinity, known)
-        if home is not None and home not in avoid and self.state(home) == "up" and suits(home):
-            self._homes[affinity] = _Home.of(home)
-            self._homes.move_to_end(affinity)
-            return home
-        candidates = self._candidates(now)
-        candidates = [e for e in candidates if e not in avoid] or candidates
-        candidates = [e for e in candidates if suits(e)] or candidates
-        if not candidates:
-            return None
-        engine = home if home in candidates else None
-        if engine is None:
-            engine = _rendezvous(affinity, candidates)
-        if self._is_behind(engine):
-            self.used_behind += 1
-        self._homes[affinity] = _Home.of(engine)
+        if engine is None or engine in avoid or self.state(engine) != "up" or not suits(engine):
+            candidates = self._candidates(now)
+            candidates = [e for e in candidates if e not in avoid] or candidates
+            candidates = [e for e in candidates if suits(e)] or candidates
+            if not candidates:
+                return None
+            if engine is None or engine not in candidates:
+                engine = _rendezvous(affinity, candidates)
+            self.used_behind += self._is_behind(engine)
+        self._homes[affinity] = _Home(engine, engine.version if engine.canary else None)
         self._homes.move_to_end(affinity)
         if len(self._homes) > self._remembered:
             self._homes.popitem(last=False)
@@ -216,10 +191,8 @@ class Fleet:
         canaries = {e.version for e in self if e.canary and e.reachable}
         if not canaries:
             return lambda engine: True
-        if home is None:
-            tries_it = _share(affinity) < self._canary_share
-        else:
-            tries_it = home.canary in canaries
+        begins = _share(affinity) < self._canary_share
+        tries_it = begins if home is None else home.canary in canaries
         return lambda engine: engine.canary is tries_it
 
     def has_candidate(self, now: float, avoid: Collection[Engine] = ()) -> bool:
@@ -227,7 +200,7 @@ class Fleet:
         return any(e not in avoid for e in self._candidates(now))
 
     def _candidates(self, now: float) -> list[Engine]:
-        answering = [e for e in self if e.reachable and e.circuit.state == "closed"]
+        answering = [e for e in self if e.reachable and not e.circuit.is_open]
         current = [e for e in answering if not self._is_behind(e)]
         if current:
             self._all_behind_since = None
@@ -244,7 +217,7 @@ class Fleet:
     def state(self, engine: Engine) -> State:
         if not engine.reachable:
             return "down"
-        if engine.circuit.state != "closed":
+        if engine.circuit.is_open:
             return "open"
         if self._is_behind(engine):
             return "behind"
@@ -273,11 +246,9 @@ class Fleet:
 
     def broke(self, engine: Engine, now: float, why: str) -> None:
         """A connection could not be made or broke: no traffic until a check succeeds."""
-        engine.why = why
         engine.epoch += 1
-        engine.reachable = False
-        engine.returned = True
-        engine.circuit.failed(now)
+        self._lost(engine)
+        self.answered_badly(engine, now, why)
 
     # -- what checks saw ----------------------------------------------------------------------
 
@@ -294,13 +265,12 @@ class Fleet:
         it broke since it was asked, so that this may be from before."""
         if engine.epoch != asked.epoch:
             return False
-        before = asked.version
         engine.reachable = True
         engine.silent = 0
         if version is None:
             engine.returned = False  # nothing to hold it to
         else:
-            if before is not None and version < before:
+            if asked.version is not None and version < asked.version:
                 engine.returned = True
                 engine.version, engine.canary = version, canary
             self._saw(engine, version, canary)
@@ -318,25 +288,22 @@ class Fleet:
         engine.why = why
         engine.silent = 0 if refused else engine.silent + 1
         if refused or engine.silent >= 2:
-            engine.reachable = False
-            engine.returned = True
+            self._lost(engine)
         if engine.silent >= 3:
             for deadline in engine.in_flight:
                 deadline.reschedule(now)
             engine.in_flight.clear()
-        if engine.circuit.try_half_open(now):
-            engine.circuit.failed(now)
+        engine.circuit.probed(now, well=False)
 
     def health(self, engine: Engine, now: float, *, well: bool, why: str = "") -> None:
-        """What `/health` said after a passed check; the probe of a half-open circuit."""
+        """What a check of its health said after a passed check; the probe of an open circuit."""
         engine.well = well
-        if why:
-            engine.why = why
-        if engine.circuit.try_half_open(now):
-            if well:
-                engine.circuit.succeeded()
-            else:
-                engine.circuit.failed(now)
+        engine.why = why or engine.why
+        engine.circuit.probed(now, well=well)
+
+    def _lost(self, engine: Engine) -> None:
+        engine.reachable = False
+        engine.returned = True
 
     def _saw(self, engine: Engine, version: int, canary: bool) -> None:
         if engine.version is None or version > engine.version:
@@ -362,35 +329,30 @@ class Fleet:
         return ("failed several times in a row" if state == "open" else f"is {state}") + why
 
     def statistics(self) -> dict[str, Any]:
-        return {
-            "version": self.version,
-            "used_behind": self.used_behind,
-            "engines": [
-                {
-                    "url": e.url,
-                    "state": self.state(e),
-                    "version": e.version,
-                    "canary": e.canary,
-                    "in_flight": len(e.in_flight),
-                }
-                for e in self
-            ],
-        }
+        engines = [
+            {
+                "url": e.url,
+                "state": self.state(e),
+                "version": e.version,
+                "canary": e.canary,
+                "in_flight": len(e.in_flight),
+            }
+            for e in self
+        ]
+        return {"version": self.version, "used_behind": self.used_behind, "engines": engines}
 
 
 def _rendezvous(affinity: str, engines: list[Engine]) -> Engine:
-    if len(engines) > 1:
-        factor, slack = MUCH_BUSIER
-        limit = factor * min(len(e.in_flight) for e in engines) + slack
-        engines = [e for e in engines if len(e.in_flight) <= limit]
-    return max(engines, key=lambda e: _score(affinity, e.url))
+    factor, slack = MUCH_BUSIER
+    limit = factor * min(len(e.in_flight) for e in engines) + slack
+    free = [e for e in engines if len(e.in_flight) <= limit]
+    return max(free, key=lambda e: _hash(f"{affinity}\0{e.url}"))
 
 
 def _share(affinity: str) -> float:
     """A number in [0, 1) that is always the same for a trajectory, at any gateway."""
-    digest = hashlib.blake2b(affinity.encode(), digest_size=8, person=b"canary").digest()
-    return int.from_bytes(digest) / 2**64
+    return _hash(affinity, b"canary") / 2**64
 
 
-def _score(affinity: str, url: str) -> bytes:
-    return hashlib.blake2b(f"{affinity}\0{url}".encode(), digest_size=8).digest()
+def _hash(text: str, purpose: bytes = b"") -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=purpose).digest())

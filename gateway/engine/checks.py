@@ -1,0 +1,169 @@
+"""This module asks each engine how it is, in the background, so that calls go to those that can
+serve them.
+
+Every `engine_health_interval_s`, and at once when a call broke on it:
+
+    /model_info   it answers, and has this weight version
+    /health       it can generate
+
+The first decides whether the engine is there, because a real SGLang generates a token for `/health`
+and so fails it while it is paused. An engine that has no `/model_info` is judged by `/health` alone
+and not held to a version.
+
+With `Wiring.via_router` calls go through an SGLang router. It is then the only engine, well as long
+as one of its workers is, and its list of workers (`/workers`) is the version gate
+(`backends/engines/router.py`). It has no `/model_info`, and forwards no aborts: what only an engine
+knows is asked of the workers.
+
+It owns these tasks, and not what follows from an answer (`fleet.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+from stepwell.backends.engines.client import EngineClient, is_canary, is_missing, version_number
+from stepwell.backends.engines.connections import ConnectionPool
+from stepwell.backends.errors import EngineError as AskingError
+from stepwell.backends.errors import EngineUnavailableError as NotThereError
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.engine.fleet import Engine, Fleet
+
+log = logging.getLogger(__name__)
+
+_RECHECK_S = 1.0
+"""Between checks of an engine that is not up."""
+_AT_ONCE_S = 0.01
+
+
+class EngineChecks:
+    """The checks of one fleet, over connections of their own. Owned by the client."""
+
+    def __init__(self, config: GatewayConfig, fleet: Fleet, *, via_router: bool) -> None:
+        self._connections = ConnectionPool()
+        self._config = config
+        self._fleet = fleet
+        self._via_router = via_router
+        self._watchers: dict[Engine, asyncio.Task[None]] = {}
+        self._wake: dict[Engine, asyncio.Event] = {}
+        self._workers: tuple[str, ...] = ()
+        """Of the router that calls go through."""
+        self._news = asyncio.Event()
+
+    async def start(self) -> None:
+        """Begin; each engine has been asked once. Idempotent."""
+        if self._watchers:
+            return
+        await asyncio.gather(*(self._check(engine) for engine in self._fleet))
+        for engine in self._fleet:
+            self._wake[engine] = asyncio.Event()
+            self._watchers[engine] = asyncio.create_task(self._watch(engine))
+
+    async def close(self) -> None:
+        """Idempotent."""
+        tasks = tuple(self._watchers.values())
+        self._watchers.clear()
+        self._wake.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._connections.close()
+
+    def look_at(self, engine: Engine) -> None:
+        """Check `engine` now."""
+        if engine in self._wake:
+            self._wake[engine].set()
+
+    async def wait_for_candidate(self, seconds: float) -> None:
+        """Until some engine may be used, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._fleet.has_candidate(_now()):
+                    await self._news.wait()
+
+    def asking(self, url: str, timeout_s: float | None = None) -> EngineClient:
+        timeout_s = timeout_s or self._config.engine_health_timeout_s
+        return EngineClient(url, timeout_s=timeout_s, connections=self._connections)
+
+    def servers(self) -> tuple[str, ...]:
+        """The engines themselves, those behind a router, too."""
+        return self._workers if self._via_router else tuple(e.url for e in self._fleet)
+
+    async def context_length(self) -> int:
+        """Tokens that fit in prompt and response, as the first engine says that says it.
+
+        Raises:
+            backends.errors.EngineError: none does.
+        """
+        why: AskingError = NotThereError(self._fleet.why_none())
+        for url in self.servers():
+            try:
+                return await self.asking(url).max_model_len()
+            except AskingError as e:
+                why = e
+        raise why
+
+    # -- engines ------------------------------------------------------------------------------
+
+    async def _watch(self, engine: Engine) -> None:
+        wake = self._wake[engine]
+        while True:
+            interval = self._config.engine_health_interval_s
+            if self._fleet.state(engine) != "up":
+                probe_in = max(engine.circuit.probe_in(_now()), _AT_ONCE_S)
+                interval = min(interval, _RECHECK_S, probe_in)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await wake.wait()
+            wake.clear()
+            try:
+                await self._check(engine)
+            except Exception:  # a task that ended would leave the engine as it is for good
+                log.exception("checking %s failed", engine.url)
+
+    async def _check(self, engine: Engine) -> None:
+        fleet, client = self._fleet, self.asking(engine.url)
+        asked, state = engine.asked(), fleet.state(engine)
+        try:
+            version, canary = await self._version(client)
+        except AskingError as e:
+            refused = isinstance(e, NotThereError) and e.refused
+            fleet.check_failed(engine, _now(), str(e), refused=refused)
+        else:
+            if not fleet.check_passed(engine, _now(), asked=asked, version=version, canary=canary):
+                return
+            self._tell()
+            why = ""
+            try:
+                await client.check("/readiness" if self._via_router else "/health")
+            except AskingError as e:
+                why = str(e)
+            fleet.health(engine, _now(), well=not why, why=why)
+            self._tell()
+        after = fleet.state(engine)
+        if after != state:
+            why = engine.why if after != "up" else ""
+            log.warning("engine %s is %s (was %s) %s", engine.url, after, state, why)
+
+    async def _version(self, client: EngineClient) -> tuple[int | None, bool]:
+        """And whether it is a canary's."""
+        if self._via_router:
+            self._workers = tuple(worker.url for worker in await client.workers())
+            return None, False  # its workers have versions; it has none
+        try:
+            version = (await client.model_info())["weight_version"]
+            return version_number(version), is_canary(version)
+        except (AskingError, ValueError, LookupError, TypeError) as e:
+            if isinstance(e, AskingError) and not is_missing(e):
+                raise
+            return None, False  # the calls' own answers are refused with a clear error
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,190 @@
+"""Requests over kept connections, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from stepwell.backends.engines import connections as module
+from stepwell.backends.engines.connections import ConnectionPool
+
+Answering = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Server:
+    """Answers each request with what `answer` writes; counts connections."""
+
+    def __init__(self, answer: Answering) -> None:
+        self.answer = answer
+        self.connections = 0
+        self.requests: list[bytes] = []
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                self.requests.append(head + await reader.readexactly(length))
+                await self.answer(reader, writer)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(answer: Answering) -> AsyncIterator[Server]:
+    server = Server(answer)
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/generate?x=1"
+    try:
+        yield server
+    finally:
+        listening.close()
+
+
+def writes(*pieces: bytes, close: bool = False) -> Answering:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        if close:
+            writer.close()
+
+    return answer
+
+
+@pytest.fixture
+async def connections() -> AsyncIterator[ConnectionPool]:
+    made = ConnectionPool()
+    yield made
+    made.close()
+
+
+async def test_requests_after_one_another_share_a_connection(connections: ConnectionPool) -> None:
+    async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
+        for _ in range(3):
+            async with connections.request("POST", server.url, b"{}") as answer:
+                assert (answer.status, await answer.read()) == (200, b"hi")
+    assert server.connections == 1
+    assert server.requests[0].startswith(b"POST /generate?x=1 HTTP/1.1\r\nhost: 127.0.0.1:")
+    assert server.requests[0].endswith(b"content-length: 2\r\n\r\n{}")
+
+
+async def test_requests_at_once_have_a_connection_each(connections: ConnectionPool) -> None:
+    async def ask() -> bytes:
+        async with connections.request("POST", server.url, b"{}") as answer:
+            return await answer.read()
+
+    async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n", b"a")) as server:
+        assert await asyncio.gather(*(ask() for _ in range(5))) == [b"a"] * 5
+        assert server.connections == 5
+        assert await ask() == b"a"
+    assert server.connections == 5
+
+
+async def test_chunks_come_as_they_are_written(connections: ConnectionPool) -> None:
+    more = asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+        await more.wait()
+        writer.write(b"3\r\ntwo\r\n0\r\n\r\n")
+
+    async with serving(answer) as server, connections.request("POST", server.url, b"{}") as reply:
+        seen = []
+        async for chunk in reply.chunks():
+            seen.append(chunk)
+            more.set()
+    assert seen == [b"one", b"two"]
+
+
+async def test_a_body_without_a_length_ends_with_its_connection(
+    connections: ConnectionPool,
+) -> None:
+    async with serving(writes(b"HTTP/1.1 200 OK\r\n\r\nall", b" of it", close=True)) as server:
+        async with connections.request("POST", server.url, b"{}") as answer:
+            assert await answer.read() == b"all of it"
+        async with connections.request("POST", server.url, b"{}") as answer:
+            assert await answer.read() == b"all of it"
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhalf",),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 10\r\n\r\nhalf",),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n",),
+        (b"what?\r\n\r\n",),
+    ],
+    ids=["nothing", "half", "half of the last", "no last chunk", "no HTTP"],
+)
+async def test_an_answer_that_breaks_off_is_a_connection_error(
+    connections: ConnectionPool, pieces: tuple[bytes, ...]
+) -> None:
+    async with serving(writes(*pieces, close=True)) as server:
+        with pytest.raises(ConnectionError):
+            async with connections.request("POST", server.url, b"{}") as answer:
+                await answer.read()
+
+
+async def test_nobody_listening_is_a_connection_error(connections: ConnectionPool) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectionError, match="cannot connect to"):
+            async with connections.request(
+                "POST", f"http://127.0.0.1:{taken.getsockname()[1]}/", b"{}"
+            ):
+                pass
+
+
+async def test_a_caller_that_fails_closes_its_connection(connections: ConnectionPool) -> None:
+    async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
+        with pytest.raises(KeyError):
+            async with connections.request("POST", server.url, b"{}"):
+                raise KeyError
+        async with connections.request("POST", server.url, b"{}") as answer:
+            assert await answer.read() == b"hi"
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_the_rest_of_an_answer_that_nobody_reads_is_waited_for_a_moment(
+    connections: ConnectionPool, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(module, "REST_S", 60.0 if ends else 0.0)
+    rest = asyncio.Event()
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\nfirst")
+        await rest.wait()
+        writer.write(b".")
+
+    async with serving(answer) as server:
+        async with connections.request("POST", server.url, b"{}") as left:
+            assert await anext(left.chunks()) == b"first"
+            if ends:
+                rest.set()
+        rest.set()
+        async with connections.request("POST", server.url, b"{}") as again:
+            assert await again.read() == b"first."
+    assert server.connections == (1 if ends else 2)
+
+
+async def test_a_connection_that_idled_long_is_not_used_again(
+    connections: ConnectionPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "IDLE_S", 0.0)
+    async with serving(writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")) as server:
+        for _ in range(2):
+            async with connections.request("POST", server.url, b"{}") as answer:
+                await answer.read()
+    assert server.connections == 2

@@ -1,0 +1,123 @@
+"""The pace of an event loop and the short way to calls, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import pytest
+
+from stepwell.gateway.pace import FIRST, MOST, Pace
+from stepwell.gateway.routes import router
+
+# -- pace ------------------------------------------------------------------------------------
+
+
+async def test_hundreds_go_on_in_several_turns_and_in_their_order() -> None:
+    pace = Pace(turn_s=0)  # every turn took too long: fewer and fewer
+    went: list[int] = []
+
+    async def go(i: int) -> None:
+        await pace.keep()
+        went.append(i)
+
+    tasks = [asyncio.create_task(go(i)) for i in range(50)]
+    counts = [0]
+    while len(went) < 50:
+        await asyncio.sleep(0)
+        counts.append(len(went))
+    assert went == list(range(50))
+    passed = [after - before for before, after in pairwise(counts)]
+    assert max(passed) == FIRST
+    assert passed[-1] == 1
+    await asyncio.gather(*tasks)
+
+
+async def test_more_go_on_together_while_turns_are_short() -> None:
+    pace = Pace(turn_s=60)
+    went: list[int] = []
+
+    async def go(i: int) -> None:
+        await pace.keep()
+        went.append(i)
+
+    tasks = [asyncio.create_task(go(i)) for i in range(400)]
+    counts = [0]
+    while len(went) < 400:
+        await asyncio.sleep(0)
+        counts.append(len(went))
+    assert max(after - before for before, after in pairwise(counts)) == MOST
+    await asyncio.gather(*tasks)
+
+
+async def test_calls_under_way_go_before_new_ones() -> None:
+    pace = Pace(turn_s=0)
+    went: list[str] = []
+
+    async def go(name: str) -> None:
+        await (pace.enter() if name.startswith("new") else pace.keep())
+        went.append(name)
+
+    names = [*(f"new {i}" for i in range(FIRST + 2)), *(f"begun {i}" for i in range(3))]
+    await asyncio.gather(*(go(name) for name in names))
+    assert went == [*names[:FIRST], *names[-3:], *names[FIRST:-3]]
+
+
+async def test_who_waits_and_leaves_holds_nobody_up() -> None:
+    pace = Pace(turn_s=0)
+    tasks = [asyncio.create_task(pace.keep()) for _ in range(FIRST + 2)]
+    await asyncio.sleep(0)
+    assert not tasks[-2].done()
+    tasks[-2].cancel()
+    await asyncio.wait_for(tasks[-1], 5)
+    await asyncio.wait_for(pace.keep(), 5)
+
+
+# -- the short way ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/t1/p1/v1/chat/completions"])
+async def test_calls_do_not_pass_the_router(
+    world: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("routed")
+
+    monkeypatch.setattr(type(router), "__call__", never)
+    monkeypatch.setattr(type(world.app.router), "__call__", never)
+    world.say("fine")
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    async with httpx.AsyncClient(base_url=world.url) as http:
+        answer = await http.post(path, json=body)
+        refused = await http.post(path, json={"messages": []})
+    assert answer.json()["choices"][0]["message"]["content"] == "fine"
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("path", ["/a/v1/chat/completions", "/a//v1/chat/completions", "/v1/chat"])
+async def test_other_paths_are_the_routers(world: Any, path: str) -> None:
+    async with httpx.AsyncClient(base_url=world.url) as http:
+        assert (await http.post(path, json={})).status_code in (404, 405)
+        assert (await http.get("/v1/chat/completions")).status_code == 405
+    assert world.stored() == []
+
+
+async def test_rollouts_that_begin_together_render_their_prompt_once(
+    worlds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await worlds(offload_chars=10)
+    renderer = world.gateway.calls.renderer
+    rendered: list[Any] = []
+    whole = renderer.whole
+    monkeypatch.setattr(renderer, "whole", lambda *a: (rendered.append(a), whole(*a))[1])
+    body = {"messages": [{"role": "user", "content": "a long story " * 50}]}
+    async with httpx.AsyncClient(base_url=world.url) as http:
+        answers = await asyncio.gather(
+            *(http.post(f"/t{i}/p1/v1/chat/completions", json=body) for i in range(8))
+        )
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(rendered) == 1
+    world.check_exact()
