@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.addresses import Addresses
-from stepwell.gateway.call import CallService
+from stepwell.gateway.call_service import CallService
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import error_response, make_dialects
@@ -52,11 +52,13 @@ from stepwell.gateway.slime_buffer.router import router as rollout_router
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.tokens.turn_messages import TurnMessages
+from stepwell.gateway.trajectory.conversations import Conversations
 from stepwell.gateway.trajectory.groups import Groups
-from stepwell.gateway.trajectory.identity import Conversations, Identities
+from stepwell.gateway.trajectory.identity import Identities
 from stepwell.gateway.trajectory.outcomes import Outcomes
 from stepwell.gateway.trajectory.recording import Recording
-from stepwell.gateway.trajectory.trajectory import LiveTrajectory, TrajectoryStore
+from stepwell.gateway.trajectory.store import TrajectoryStore
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import invalid_body
 from stepwell.gateway.wiring import Wiring
 
@@ -92,21 +94,22 @@ def _services(loaded: _Loaded, threads: ThreadPoolExecutor) -> Services:
             "the chat template ends assistant turns with no special token: every later turn "
             "of a conversation becomes a branch"
         )
-    conversations = Conversations(config.chat_template_args)
+    conversations = Conversations()
     groups = Groups(config)
     recording = Recording(pool, config)
 
-    def unused(trajectory: LiveTrajectory) -> None:
+    def left(trajectory: LiveTrajectory) -> None:
         conversations.forget(trajectory)
-        groups.leave(trajectory)
+        if trajectory.closed is None:
+            groups.leave(trajectory.group)
 
     trajectories = TrajectoryStore(
         recording,
         channel_of=groups.channel,
-        on_closed=conversations.forget,
-        on_unused=unused,
+        on_left=left,
+        remembered_calls=config.remembered_calls,
     )
-    outcomes = Outcomes(config, pool, trajectories)
+    outcomes = Outcomes(config, recording, trajectories)
     template = tokenizer.template_text
     responses = OpenAIResponses(config.stored_response_chars, template)
     return Services(
@@ -118,15 +121,15 @@ def _services(loaded: _Loaded, threads: ThreadPoolExecutor) -> Services:
         tokenizer=tokenizer,
         engine=engine,
         calls=CallService(
-            config,
-            Prompts(config, renderer, threads),
-            ReplyFormat(tokenizer, config),
-            engine,
-            CallLimits(config),
-            wiring.sampling,
-            recording,
-            loaded.turn_messages,
+            engine=engine,
+            prompts=Prompts(config, renderer, threads),
+            format=ReplyFormat(tokenizer, config),
+            limits=CallLimits(config),
+            turn_messages=loaded.turn_messages,
+            thinking=config.thinking,
             on_turn=conversations.note_turn,
+            channel_sampling=wiring.sampling,
+            replicas=config.replicas,
         ),
         trajectories=trajectories,
         groups=groups,
@@ -160,7 +163,7 @@ class _App(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
             services: Services = self.state.services
-            await services.calls.pace.enter()  # before any work is done for it
+            await services.engine.pace.enter()  # before any work is done for it
             if self.middleware_stack is not None:
                 scope["app"] = self
                 await self.middleware_stack(scope, receive, send)

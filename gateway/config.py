@@ -207,8 +207,6 @@ class GatewayConfig(Section):
     """A request's body must arrive within this; then 408."""
     max_concurrent_calls: int | None = Field(default=None, ge=1)
     """Calls being generated at once; more wait their turn. null: the engines queue them."""
-    max_concurrent_calls_per_trajectory: int | None = Field(default=None, ge=1)
-    """As `max_concurrent_calls`, for one trajectory."""
     queue_timeout_s: float = Field(default=60.0, gt=0)
     """A call waits so long for its turn, then 429; or for room in the pool's channel, if that
     blocks, then 503. Both with Retry-After."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,9 +24,28 @@ from stepwell.datapool.types import TokenIds
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RequestError
 from stepwell.gateway.reply.parser import THINK_CLOSE, THINK_OPEN
-from stepwell.gateway.tokens.graph import Attachment, BranchCause, Turn, TurnGraph, join
-from stepwell.gateway.tokens.messages import Key, Message, Normalizer, Tool, exact_key, root_key
+from stepwell.gateway.tokens.graph import (
+    Attachment,
+    BranchCause,
+    Said,
+    Turn,
+    TurnGraph,
+    TurnKeys,
+    join,
+)
+from stepwell.gateway.tokens.messages import (
+    Key,
+    Message,
+    Normalizer,
+    Tool,
+    exact_key,
+    extend_key,
+    root_key,
+    text_key,
+)
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)  # not frozen: that doubles the time to make one, and every call does
@@ -73,10 +92,18 @@ class ChatRequest:
 
     @property
     def plain(self) -> str | bytes | None:
-        """The prompt that the turn graph matches as it stands: a text, or ids as bytes."""
-        if self.prompt_ids is not None and self.stores_step:
-            return self.prompt_ids.tobytes()
-        return self.prompt_text
+        """The prompt that is no messages: a text, or ids as bytes."""
+        return self.prompt_text if self.prompt_ids is None else self.prompt_ids.tobytes()
+
+    @property
+    def said(self) -> Said:
+        """The conversation as the turn graph matches it."""
+        return self.messages if (plain := self.plain) is None else plain
+
+    @property
+    def root(self) -> Key:
+        """What shapes the prompt besides the conversation."""
+        return root_key(self.tools, self.template_args or {})
 
 
 @dataclass(slots=True)
@@ -85,9 +112,7 @@ class Prompt:
     new_ids: TokenIds
     """What `ids` adds to the parent's tokens; all of `ids` without a parent."""
     parent: Turn | None
-    attachment: Attachment | None
-    """None: the prompt came as ids and is no part of the graph."""
-    root: Key
+    attachment: Attachment
     cause: BranchCause | None
     forced: str = ""
     """The beginning of the reply, which the prompt ends with."""
@@ -110,59 +135,49 @@ class Prompts:
         self._template = renderer.tokenizer.template_text
 
     def normalised(self, request: ChatRequest) -> ChatRequest:
-        """`request` with `gateway.normalize` applied to its messages, and without arguments that
-        the chat template never reads: they would only tell equal conversations apart."""
-        if request.template_args:
-            read = {k: v for k, v in request.template_args.items() if k in self._template}
-            request = replace(request, template_args=read)
-        if not self._normalize.rules:
-            return request
-        return replace(request, messages=self._normalize(request.messages))
+        """`request` with `gateway.normalize` applied to its messages and over the gateway's
+        template arguments. Those of its own that the chat template never reads are left out: they
+        would only tell equal conversations apart."""
+        given, own = self._config.chat_template_args, request.template_args
+        if given or own:
+            read = {k: v for k, v in (own or {}).items() if k in self._template}
+            request = replace(request, template_args={**given, **read})
+        if self._normalize.rules:
+            request = replace(request, messages=self._normalize(request.messages))
+        return request
 
     async def prepare(
-        self,
-        graph: TurnGraph,
-        request: ChatRequest,
-        context: int | None = None,
-        catch_up: Callable[[], Awaitable[bool]] | None = None,
+        self, graph: TurnGraph, request: ChatRequest, context: int | None = None
     ) -> Prompt:
-        """The exact prompt of a request and the turn it extends.
+        """The exact prompt of a normalised request and the turn it extends.
 
         Args:
             context: texts that certainly have more tokens are refused before they are made.
-            catch_up: brings turns that other gateways stored into `graph`; whether there are any.
-                Called if the request holds a reply that `graph` does not.
         """
-        template_args = self._template_args(request)
-        root = root_key(request.tools, template_args)
-        if (plain := request.plain) is not None:
-            return await self._prepare_plain(graph, plain, root, context)
-        if request.prompt_ids is not None:
-            return Prompt(request.prompt_ids, request.prompt_ids, None, None, root, None)
-        messages = request.messages
-        attachment = graph.attach(root, messages)
-        unknown = (m["role"] == "assistant" for m in messages[attachment.n_known :])
-        if catch_up is not None and any(unknown) and await catch_up():
-            attachment = graph.attach(root, messages)
+        plain = request.plain
+        attachment = graph.attach(request.root, request.messages if plain is None else plain)
+        if plain is not None:
+            return await self._plain(plain, attachment, context)
         parent, cause = attachment.turn, attachment.cause
         new_ids: TokenIds | None = None
         if parent is not None:
-            known, new = messages[: attachment.n_known], messages[attachment.n_known :]
+            known = request.messages[: attachment.n_known]
+            new = request.messages[attachment.n_known :]
+            cut = partial(
+                *(self.renderer.suffix, parent, known, new),
+                *(request.tools, request.template_args or {}, context),
+            )
             try:
-                suffix = partial(self.renderer.suffix, context=context)
-                new_ids = await self._offload(
-                    new, suffix, parent, known, new, request.tools, template_args
-                )
+                new_ids = await self._offload(_length(new), cut)
             except CutError as e:
                 parent, cause = None, e.cause
         if new_ids is None:
-            new_ids = await self._whole(request, template_args, context)
+            new_ids = await self._whole(request, context)
         n_forced = 0
         if forced := self.forced_text(request, new_ids):
             forced_ids = self.renderer.tokenizer.encode(forced)
             new_ids, n_forced = join([new_ids, forced_ids]), len(forced_ids)
-        ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
-        return Prompt(ids, new_ids, parent, attachment, root, cause, forced, n_forced)
+        return _prompt(parent, new_ids, attachment, cause, forced, n_forced)
 
     def forced_text(self, request: ChatRequest, prompt_ids: TokenIds) -> str:
         """The beginning of the reply that the request prescribes, behind this prompt."""
@@ -174,10 +189,27 @@ class Prompts:
         opens_thought = tail.rstrip().endswith(THINK_OPEN)
         return f"{THINK_CLOSE}\n\n{request.prefill}" if opens_thought else request.prefill
 
-    async def _prepare_plain(
-        self, graph: TurnGraph, plain: str | bytes, root: Key, context: int | None
+    def turn_keys(
+        self, request: ChatRequest, prompt: Prompt, reply: Message, response_ids: TokenIds
+    ) -> TurnKeys:
+        """Where the reply to a prompt is in the graph."""
+        attached, plain = prompt.attachment, request.plain
+        root, before = attached.root, attached.prompt_key
+        if plain is None:
+            return TurnKeys(root, before, extend_key(before, reply))
+        if isinstance(plain, bytes):
+            plain += response_ids.tobytes()
+        else:
+            plain += self.renderer.tokenizer.decode(response_ids.tolist())
+        return TurnKeys(root, before, text_key(plain), len(plain))
+
+    async def count_tokens(self, graph: TurnGraph | None, request: ChatRequest) -> int:
+        """Tokens of the prompt that this request would have in a trajectory; nothing is stored."""
+        return len((await self.prepare(graph or TurnGraph(), request)).ids)
+
+    async def _plain(
+        self, plain: str | bytes, attachment: Attachment, context: int | None
     ) -> Prompt:
-        attachment = graph.attach_text(plain)
         parent, cause = attachment.turn, attachment.cause
         rest = plain[attachment.n_known :]
         if parent is not None and not rest:
@@ -189,45 +221,27 @@ class Prompts:
         elif isinstance(rest, bytes):
             new_ids = np.frombuffer(rest, np.int32)
         else:
-            new_ids = await self._offload_text(rest, context)
+            tokenizer = self.renderer.tokenizer
+            new_ids = await self._offload(len(rest), lambda: tokenizer.encode(rest, context))
             if parent is None:
-                new_ids = join([self.renderer.tokenizer.begin(rest), new_ids])
-        ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
-        if len(ids) == 0:
+                new_ids = join([tokenizer.begin(rest), new_ids])
+        if parent is None and len(new_ids) == 0:
             raise RequestError("prompt is empty; send some text", "prompt")
-        return Prompt(ids, new_ids, parent, attachment, root, cause)
+        return _prompt(parent, new_ids, attachment, cause)
 
-    async def _offload_text(self, text: str, context: int | None) -> TokenIds:
-        encode = self.renderer.tokenizer.encode
-        if len(text) <= self._config.offload_chars:
-            return encode(text, context)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, encode, text, context)
-
-    async def count_tokens(self, graph: TurnGraph | None, request: ChatRequest) -> int:
-        """Tokens of the prompt that this request would have in a trajectory; nothing is stored."""
-        return len((await self.prepare(graph or TurnGraph(), self.normalised(request))).ids)
-
-    def _template_args(self, request: ChatRequest) -> dict[str, Any]:
-        return {**self._config.chat_template_args, **(request.template_args or {})}
-
-    async def _whole(
-        self,
-        request: ChatRequest,
-        template_args: Mapping[str, Any],
-        context: int | None,
-    ) -> TokenIds:
+    async def _whole(self, request: ChatRequest, context: int | None) -> TokenIds:
         """Ids of a whole prompt."""
-        messages, tools = request.messages, request.tools
-        whole = self.renderer.whole
+        messages = request.messages
+        given = messages, request.tools, request.template_args or {}
+        n_chars = _length(messages)
         if not request.is_kept:
-            return await self._offload(messages, whole, messages, tools, template_args, context)
-        key = exact_key(messages, tools, template_args)
+            return await self._offload(n_chars, lambda: self.renderer.whole(*given, context))
+        key = exact_key(*given)
         if (ids := self.renderer.cached(key)) is not None:
             return ids
         under_way = self._rendering.get(key)
         if under_way is None:  # rollouts of one prompt begin together: the first one renders
-            work = self._offload(messages, whole, messages, tools, template_args, context)
+            work = self._offload(n_chars, lambda: self.renderer.whole(*given, context))
             under_way = self._rendering[key] = asyncio.ensure_future(work)
             under_way.add_done_callback(lambda done: self._rendered(key, done))
         # It is not the first one's own: that one may leave while others wait.
@@ -238,10 +252,18 @@ class Prompts:
         if not done.cancelled() and done.exception() is None:
             self.renderer.remember(key, done.result())
 
-    async def _offload(self, messages: Sequence[Message], work: Any, *args: Any) -> TokenIds:
+    async def _offload(self, n_chars: int, work: Callable[[], T]) -> T:
         """Render and tokenise, in a thread if it is long enough to hold the event loop up."""
-        n_chars = sum(len(m.get("content") or "") for m in messages)
         if n_chars <= self._config.offload_chars:
-            ids: TokenIds = work(*args)
-            return ids
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _length(messages: list[Message]) -> int:
+    return sum(len(m.get("content") or "") for m in messages)
+
+
+def _prompt(parent: Turn | None, new_ids: TokenIds, *known: Any) -> Prompt:
+    """A prompt that extends `parent`; `known` are the other fields."""
+    ids = new_ids if parent is None else join([*parent.arrays(), new_ids])
+    return Prompt(ids, new_ids, parent, *known)

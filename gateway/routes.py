@@ -349,7 +349,7 @@ async def delete_trajectory(request: Request, trajectory_uid: Uid) -> Response:
     if (trajectory := services.trajectories.known(trajectory_uid)) is not None:
         trajectory.forget()
     services.responses.store.forget(trajectory_uid)
-    services.calls.renderer.forget()
+    services.calls.prompts.renderer.forget()
     deleted = await ask(services.pool.delete(trajectory_uid), services.config.pool_timeout_s)
     return OrjsonResponse({"deleted": deleted.trajectories, "leased": deleted.leased})
 

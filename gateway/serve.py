@@ -98,7 +98,7 @@ async def serve(
     try:
         with aborts_on_disconnect(request.scope, request.receive, exchange):
             replies = await exchange.results()
-        await services.calls.pace.keep()  # the pool answers for many at once
+        await services.engine.pace.keep()  # the pool answers for many at once
         answer = OrjsonResponse(dialect.answer(exchange, replies))
         exchange.delivered()
     finally:

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.addresses import Addresses
-from stepwell.gateway.call import CallService
+from stepwell.gateway.call_service import CallService
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.base import Dialect
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
@@ -34,7 +34,7 @@ from stepwell.gateway.trajectory.groups import Groups
 from stepwell.gateway.trajectory.identity import Identities
 from stepwell.gateway.trajectory.outcomes import Outcomes
 from stepwell.gateway.trajectory.recording import Recording
-from stepwell.gateway.trajectory.trajectory import TrajectoryStore
+from stepwell.gateway.trajectory.store import TrajectoryStore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class Services:
         return {
             "open_trajectories": len(self.trajectories),
             "calls": dict(self.calls.counts),
-            "added_latency": self.calls.latency.statistics(),
+            "added_latency": self.calls.added_latency(),
             "recording": self.recording.statistics(self.calls.counts["stored"]),
             "branches": dict(self.calls.branches),
             "limits": self.calls.limits.statistics(),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 
 ALLOWANCE_BYTES = 64 * 1024
@@ -45,6 +46,8 @@ def reachable(root: object, shared: Iterable[object] = ()) -> Iterator[object]:
         yield here
         if isinstance(here, np.ndarray):
             left.append(here.base)  # getsizeof leaves out what an array does not own
+        elif isinstance(here, msgspec.Struct):  # the garbage collector does not know all of them
+            left += msgspec.structs.astuple(here)
         else:
             left += gc.get_referents(here)
 

@@ -136,7 +136,7 @@ class WatchedGateway(GatewayReplica):
         gc.collect()
         held = []
         for trajectory in gateway.trajectories:
-            last = trajectory.graph.turn(trajectory.steps - 1)
+            last = trajectory.graph.steps[trajectory.steps - 1]
             text = gateway.tokenizer.decode(join(last.arrays()).tolist())
             size = trajectory_size(gateway, trajectory.uid)
             held.append((size, trajectory.graph.n_tokens, len(text.encode())))

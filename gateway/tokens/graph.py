@@ -12,22 +12,22 @@ A request attaches to the deepest stored turn whose conversation (prompt message
 canonical form, under the same tools and template arguments) it begins with. A request that attaches
 to none starts a branch, and the cause says why. Pure: no I/O, no tokenizer, no lock.
 
-A turn is kept as a row, a plain tuple of numbers, bytes and arrays. The garbage collector stops
-tracking such a tuple after a look or two, so collections take no longer with many turns in memory.
-With objects instead, a collection walked through all turns of all trajectories and stopped every
-call in flight for 55 to 90 ms. `Turn` is a row as it is read.
+The garbage collector does not look at turns (`gc=False`; they refer to their parents alone, so
+there are no cycles). With plain objects a collection walked through all turns of all trajectories
+and stopped every call in flight for 55 to 90 ms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
 
-from stepwell.datapool.types import Step, TokenIds
-from stepwell.gateway.tokens.messages import Key, Message, extend_key, text_key, text_prefix_keys
+from stepwell.datapool.types import TokenIds
+from stepwell.gateway.tokens.messages import Key, extend_key, text_key, text_prefix_keys
 
 BranchCause: TypeAlias = Literal[
     "resampled",  # the same first prompt again
@@ -39,28 +39,34 @@ BranchCause: TypeAlias = Literal[
     "cut_failed",  # the template renders the turn otherwise in this conversation
     "continued",  # a plain prompt that is a first prompt with its reply, and nothing more
 ]
-
-
 Calls: TypeAlias = tuple[tuple[str, str, str], ...]
 """Tool calls of a reply: their ids, names and arguments."""
+Said: TypeAlias = Sequence[Mapping[str, Any]] | str | bytes
+"""A conversation: messages; or a plain text, or ids as bytes, that is matched as it stands."""
 
 
-class Turn(NamedTuple):
+class TurnKeys(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a turn is in the graph."""
+
+    root: Key
+    """Of its tools and template arguments."""
+    prompt: Key
+    """Of the conversation that the model was shown."""
+    whole: Key
+    """Of that conversation plus the reply."""
+    length: int | None = None
+    """Characters, or bytes, of a whole conversation that is no messages."""
+
+
+class Turn(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One generated turn. Arrays are read-only."""
 
-    graph: TurnGraph
-    number: int
-    """Of its row in `graph`."""
-    parent_number: int | None
+    parent: Turn | None
     new_prompt_ids: TokenIds
     """What the prompt adds to the parent's prompt and response."""
     response_ids: TokenIds
     n_tokens: int
     """Prompt plus response."""
-    prompt_key: Key
-    """Key of the conversation the model was shown."""
-    key: Key
-    """Key of that conversation plus the reply."""
     calls: Calls
     """The reply's tool calls; its text is in its ids."""
     has_reasoning: bool
@@ -68,17 +74,8 @@ class Turn(NamedTuple):
     step_index: int | None
     """None: white-box, its Step is submitted by the agent itself."""
 
-    @property
-    def parent(self) -> Turn | None:
-        return None if self.parent_number is None else self.graph.turn(self.parent_number)
-
-    def prompt(self) -> list[TokenIds]:
-        """The prompt, from the root on, in pieces."""
-        parent = self.parent
-        return [*(parent.arrays() if parent is not None else ()), self.new_prompt_ids]
-
     def arrays(self) -> list[TokenIds]:
-        """Prompt and response, from the root on, in pieces."""
+        """Prompt and response, from the root on, in pieces; the last one is the response."""
         pieces: list[TokenIds] = []
         turn: Turn | None = self
         while turn is not None:
@@ -89,21 +86,20 @@ class Turn(NamedTuple):
     def nearest_step(self) -> int | None:
         """The deepest Step that this turn's tokens extend or are."""
         turn: Turn | None = self
-        while turn is not None:
-            if turn.step_index is not None:
-                return turn.step_index
+        while turn is not None and turn.step_index is None:
             turn = turn.parent
-        return None
+        return None if turn is None else turn.step_index
 
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """Where a request goes on. `turn` is None for the first call and for branches."""
 
+    root: Key
+    prompt_key: Key
     turn: Turn | None
     n_known: int
-    """Messages that `turn` covers; the rest are new."""
-    prompt_key: Key
+    """Messages (or characters, or bytes) that `turn` covers; the rest are new."""
     cause: BranchCause | None
     """Why nothing was extended; None for the first call and for extensions."""
 
@@ -112,136 +108,70 @@ class TurnGraph:
     """Turns of one trajectory by the key of their conversation; the latest of equal ones wins."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[Any, ...]] = []
-        """Fields of `Turn` behind its number."""
-        self._by_key: dict[Key, int] = {}
-        self._prompts: set[Key] = set()
-        self._roots: dict[Key, None] = {}
+        self.steps: dict[int, Turn] = {}
+        """The turns by the `step_index` of their Steps."""
         self.n_tokens = 0
         """Of all turns; what turns share counts once."""
-        self._text_lengths: set[int] = set()
+        self._by_key: dict[Key, Turn] = {}
+        self._prompts: set[Key] = set()
+        self._roots: dict[Key, None] = {}
+        self._lengths: set[int] = set()
+        """Of the conversations that are no messages."""
 
-    def turn(self, number: int) -> Turn:
-        return Turn(self, number, *self._rows[number])
-
-    def attach(self, root: Key, messages: Sequence[Mapping[str, Any]]) -> Attachment:
-        deepest, n_known = None, 0
-        key = root
-        for i, (key, role) in enumerate(_chain(root, messages)):
-            if role == "assistant" and (number := self._by_key.get(key)) is not None:
-                deepest, n_known = number, i + 1
-        cause = None
-        if deepest is None and self._prompts:
-            cause = self._why(root, messages, key)
-        return Attachment(self._or_none(deepest), n_known, key, cause)
+    def attach(self, root: Key, said: Said) -> Attachment:
+        """Find the deepest turn that a request extends."""
+        prompt_key = root
+        ends: list[tuple[int, Key]] = []
+        """Where a turn may have ended."""
+        if isinstance(said, str | bytes):
+            prompt_key = text_key(said)
+            ends += text_prefix_keys(said, self._lengths)
+        else:
+            for n, (prompt_key, role) in enumerate(_chain(root, said), 1):
+                if role == "assistant":
+                    ends.append((n, prompt_key))
+        for n, key in reversed(ends):
+            if (turn := self._by_key.get(key)) is not None:
+                return Attachment(root, prompt_key, turn, n, None)
+        cause = self._why(root, said, prompt_key) if self._prompts else None
+        return Attachment(root, prompt_key, None, 0, cause)
 
     def add(
         self,
-        root: Key,
-        attachment: Attachment,
+        keys: TurnKeys,
         *,
         parent: Turn | None,
         new_prompt_ids: TokenIds,
         response_ids: TokenIds,
-        key: Key | None = None,
-        reply: Message,
+        calls: Calls,
         has_reasoning: bool,
         step_index: int | None,
-        text_length: int | None = None,
     ) -> Turn:
-        """Store a finished call.
-
-        Args:
-            parent: `attachment.turn`, or None if it became a branch.
-            key: of the conversation with the reply; None: as messages make it.
-            text_length: characters of that conversation, where it is plain text.
-        """
-        before = parent.n_tokens if parent is not None else 0
-        row = (
-            parent.number if parent is not None else None,
+        """Store a finished call."""
+        n_new = len(new_prompt_ids) + len(response_ids)
+        turn = Turn(
+            parent,
             new_prompt_ids,
             response_ids,
-            before + len(new_prompt_ids) + len(response_ids),
-            attachment.prompt_key,
-            key or extend_key(attachment.prompt_key, reply),
-            _calls(reply),
+            n_new + (parent.n_tokens if parent is not None else 0),
+            calls,
             has_reasoning or (parent is not None and parent.has_reasoning),
             step_index,
         )
-        return self._enter(root, row, text_length)
-
-    def steps(self) -> dict[int, int]:
-        """Numbers of the turns by the `step_index` of their Steps."""
-        turns = map(self.turn, range(len(self._rows)))
-        return {t.step_index: t.number for t in turns if t.step_index is not None}
-
-    def restore(
-        self,
-        root: Key,
-        prompt_key: Key,
-        key: Key,
-        step: Step,
-        *,
-        parent: Turn | None,
-        reply: Message,
-        has_reasoning: bool,
-        text_length: int | None,
-    ) -> Turn:
-        """Store the turn of a Step that another gateway stored; its parent's comes first.
-
-        Args:
-            parent: the turn of the Step's `parent_index`, if it is here.
-            has_reasoning: of the turn as it was, what its prompt holds included.
-        """
-        if parent is not None and parent.n_tokens >= len(step.prompt_ids):
-            parent = None
-        # Copies: a part of the Step's arrays would keep the whole of them.
-        row = (
-            parent.number if parent is not None else None,
-            join([step.prompt_ids[parent.n_tokens if parent is not None else 0 :]]),
-            join([step.response_ids]),
-            step.n_tokens,
-            prompt_key,
-            key,
-            _calls(reply),
-            has_reasoning,
-            step.step_index,
-        )
-        return self._enter(root, row, text_length)
-
-    def attach_text(self, text: str | bytes) -> Attachment:
-        """As `attach`, for a prompt that is plain text, or ids as bytes; `n_known` counts in
-        characters or bytes."""
-        deepest, n_known = None, 0
-        for length, known in text_prefix_keys(text, self._text_lengths):
-            if (number := self._by_key.get(known)) is not None:
-                deepest, n_known = number, length
-        key = text_key(text)
-        cause: BranchCause | None = None
-        if deepest is None and self._prompts:
-            cause = "resampled" if key in self._prompts else "new_conversation"
-        return Attachment(self._or_none(deepest), n_known, key, cause)
-
-    def _or_none(self, number: int | None) -> Turn | None:
-        return None if number is None else self.turn(number)
-
-    def _enter(self, root: Key, row: tuple[Any, ...], text_length: int | None) -> Turn:
-        number = len(self._rows)
-        self._rows.append(row)
-        turn = self.turn(number)
-        self.n_tokens += len(turn.new_prompt_ids) + len(turn.response_ids)
-        self._by_key[turn.key] = number
-        self._prompts.add(turn.prompt_key)
-        self._roots[root] = None
-        if text_length is not None:  # `attach_text` looks for it from now on
-            self._text_lengths.add(text_length)
+        self.n_tokens += n_new
+        self._by_key[keys.whole] = turn
+        self._prompts.add(keys.prompt)
+        self._roots[keys.root] = None
+        if keys.length is not None:  # `attach` looks for it from now on
+            self._lengths.add(keys.length)
+        if step_index is not None:
+            self.steps[step_index] = turn
         return turn
 
-    def _why(
-        self, root: Key, messages: Sequence[Mapping[str, Any]], prompt_key: Key
-    ) -> BranchCause:
+    def _why(self, root: Key, said: Said, prompt_key: Key) -> BranchCause:
         if prompt_key in self._prompts:
             return "resampled"
+        messages = () if isinstance(said, str | bytes) else said
         for other in self._roots:
             if other != root and any(
                 key in self._by_key or key in self._prompts for key, _ in _chain(other, messages)
@@ -250,11 +180,6 @@ class TurnGraph:
         if any(m["role"] == "assistant" for m in messages):
             return "history_edited"
         return "new_conversation"
-
-
-def _calls(reply: Message) -> Calls:
-    entries = reply.get("tool_calls") or ()
-    return tuple((e["id"], e["function"]["name"], e["function"]["arguments"]) for e in entries)
 
 
 def _chain(root: Key, messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Key, str]]:

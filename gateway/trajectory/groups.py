@@ -12,7 +12,7 @@ What an agent changes between calls and sampling parameters are no part of a fir
 conversation that has replies in it which nobody sampled here began elsewhere, with another prompt.
 
 Owns: groups that are forming, and the share that is held out. Does not own: when a group is served
-(the pool), which conversation a call goes on with (`trajectory/identity.py`).
+(the pool), which conversation a call goes on with (`identity.py`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import logging
 import time
 import uuid
 from collections import OrderedDict
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.messages import Key, extend_key, root_key, text_key
-from stepwell.gateway.trajectory.trajectory import Identity, LiveTrajectory, Terms
+from stepwell.gateway.tokens.messages import Key, extend_key, text_key
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +36,30 @@ _Place: TypeAlias = tuple[str | None, str | Key]
 """Channel of the caller's key, and the declared name or the first prompt."""
 
 
-class _Forming:
-    __slots__ = ("began_at", "n", "place", "prompt_uid")
+@dataclass(slots=True, eq=False)
+class Group:
+    """One that is forming, with what it is declared with to the pool."""
 
-    def __init__(self, place: _Place, prompt_uid: str) -> None:
-        self.place = place
-        self.prompt_uid = prompt_uid
-        self.began_at = time.monotonic()
-        self.n = 0
-        """Conversations that joined it."""
+    prompt_uid: str
+    n: int
+    """Trajectories of it."""
+    deadline_s: float
+    place: _Place | None = None
+    """Where others find it; None: it takes nobody else."""
+    joined: int = 0
+    began_at: float = field(default_factory=time.monotonic)
+
+
+class Identity(NamedTuple):
+    """Who a trajectory is."""
+
+    uid: str
+    prompt_uid: str
+    channel: str
+    is_conversation: bool = False
+    """Found by what is said in it: no agent knows its address."""
+    group: Group | None = None
+    """To be declared when the trajectory is opened."""
 
 
 class Groups:
@@ -52,9 +67,7 @@ class Groups:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._forming: OrderedDict[_Place, _Forming] = OrderedDict()
-        self._by_uid: dict[tuple[str | None, str], _Forming] = {}
-        """By the channel of the callers' keys and prompt_uid."""
+        self._forming: OrderedDict[_Place, Group] = OrderedDict()
         self._warned = False
 
     def channel(self, prompt_uid: str, of_key: str | None = None) -> str:
@@ -78,33 +91,33 @@ class Groups:
             declared: the group that the call names.
             of_key: the channel of its caller's key.
         """
-        config = self._config.groups
-        prompt_uid, terms = f"prompt-{uid}", None
+        config, group = self._config.groups, None
         if declared is not None:
-            prompt_uid = self._declared((of_key, declared))
-            terms = Terms(config.n, config.within_s)
+            place = of_key, declared
+            group = self._forming.get(place) or self._begin(place, declared)
         elif config.form == "declared":
             return None
         elif config.form == "first_prompt":
-            first = self._first_prompt(call)
-            terms = Terms(1 if first is None else config.n, config.within_s)
-            if first is not None:
-                prompt_uid = self._formed((of_key, first))
-        channel = self.channel(prompt_uid, of_key)
-        return Identity(uid, prompt_uid, channel, terms, True, of_key)
+            if (first := self._first_prompt(call)) is None:
+                group = Group(f"prompt-{uid}", 1, config.within_s)
+            else:
+                group = self._formed((of_key, first), first)
+                group.joined += 1
+        prompt_uid = f"prompt-{uid}" if group is None else group.prompt_uid
+        return Identity(uid, prompt_uid, self.channel(prompt_uid, of_key), True, group)
 
-    def leave(self, trajectory: LiveTrajectory) -> None:
-        """A conversation that joined a group was refused before it was stored."""
-        if (forming := self._of(trajectory)) is not None:
-            forming.n -= 1
+    def leave(self, group: Group | None) -> None:
+        """A conversation that joined it was refused before it was stored."""
+        if group is not None:
+            group.joined -= 1
 
-    def end(self, trajectory: LiveTrajectory) -> None:
-        """The pool takes nothing more for its group."""
-        if (forming := self._of(trajectory)) is None:
+    def end(self, group: Group | None) -> None:
+        """The pool takes nothing more for it."""
+        if group is None or group.place is None or self._forming.get(group.place) is not group:
             return
-        self._forget(forming)
-        if isinstance(declared := forming.place[1], str):  # its name is used up
-            self._begin(forming.place, f"{declared}~{uuid.uuid4().hex[:12]}")
+        del self._forming[group.place]
+        if isinstance(declared := group.place[1], str):  # its name is used up
+            self._begin(group.place, f"{declared}~{uuid.uuid4().hex[:12]}")
 
     def note_late(self, idle_s: float) -> None:
         """A conversation that nobody completed ended later than its group."""
@@ -118,43 +131,29 @@ class Groups:
                 *(within_s, idle_s),
             )
 
-    def _of(self, trajectory: LiveTrajectory) -> _Forming | None:
-        return self._by_uid.get((trajectory.of_key, trajectory.prompt_uid))
-
-    def _declared(self, place: _Place) -> str:
-        forming = self._forming.get(place) or self._begin(place, str(place[1]))
-        return forming.prompt_uid
-
-    def _formed(self, place: _Place) -> str:
-        forming, config = self._forming.get(place), self._config.groups
-        if forming is None or (
-            forming.n >= config.n or time.monotonic() - forming.began_at >= config.within_s
+    def _formed(self, place: _Place, first: Key) -> Group:
+        """The group of a first prompt that still takes conversations."""
+        group = self._forming.get(place)
+        if group is None or (
+            group.joined >= group.n or time.monotonic() - group.began_at >= group.deadline_s
         ):
-            first = place[1].hex() if isinstance(place[1], bytes) else place[1]
-            forming = self._begin(place, f"prompt-{first[:12]}-{uuid.uuid4().hex[:12]}")
-        forming.n += 1
-        return forming.prompt_uid
+            group = self._begin(place, f"prompt-{first.hex()[:12]}-{uuid.uuid4().hex[:12]}")
+        return group
 
-    def _begin(self, place: _Place, prompt_uid: str) -> _Forming:
-        if (before := self._forming.get(place)) is not None:
-            self._forget(before)
-        forming = self._forming[place] = _Forming(place, prompt_uid)
-        self._by_uid[place[0], prompt_uid] = forming
+    def _begin(self, place: _Place, prompt_uid: str) -> Group:
+        config = self._config.groups
+        self._forming.pop(place, None)
+        group = self._forming[place] = Group(prompt_uid, config.n, config.within_s, place)
         while len(self._forming) > REMEMBERED:
-            self._forget(next(iter(self._forming.values())))
-        return forming
-
-    def _forget(self, forming: _Forming) -> None:
-        del self._forming[forming.place], self._by_uid[forming.place[0], forming.prompt_uid]
+            self._forming.popitem(last=False)
+        return group
 
     def _first_prompt(self, call: ChatRequest) -> Key | None:
         """What is the same for all conversations that begin alike; None: this one does not begin
         here."""
         if (plain := call.plain) is not None:
             return text_key(plain)
-        key = root_key(
-            call.tools, {**self._config.chat_template_args, **(call.template_args or {})}
-        )
+        key = call.root
         for message in call.messages:
             if message["role"] == "assistant":
                 return None

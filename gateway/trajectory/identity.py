@@ -18,8 +18,8 @@ Agents often send the very same first request, so a conversation belongs to the 
 with, and a retry of its first call finds it only if it cannot be another agent's: nobody has the
 reply yet, or the retry comes over the same connection or with the same `Idempotency-Key`.
 
-Owns: this order, and the index from conversations to trajectories. Does not own: trajectories, nor
-whether the caller may (`keys.py`).
+Owns: this order, and the sweep of idle trajectories. Does not own: trajectories, what is said in
+conversations (`conversations.py`), whether the caller may (`keys.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import logging
 import re
 import time
 import uuid
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from starlette.datastructures import Headers
@@ -41,10 +41,11 @@ from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from stepwell.gateway.keys import Named, presented
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.tokens.messages import Key, extend_key, root_key, text_prefix_keys
+from stepwell.gateway.trajectory.conversations import Caller, Conversations
 from stepwell.gateway.trajectory.groups import Groups
 from stepwell.gateway.trajectory.retries import RetryKey
-from stepwell.gateway.trajectory.trajectory import LiveTrajectory, TrajectoryStore
+from stepwell.gateway.trajectory.store import TrajectoryStore
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +67,7 @@ REMEMBERED_REQUESTS = 100_000
 
 Peer: TypeAlias = tuple[str, int] | None
 """The other end of a connection. Port 0: a proxy's word for it, and any of its connections."""
-Caller: TypeAlias = bytes
-"""Digest of the API keys of a request."""
-
-
-class _FirstCall(NamedTuple):
-    """How a conversation began."""
-
-    uid: str
-    peer: Peer
-
-
-ReadKey = Callable[[str], Named | None]
+ReadKey: TypeAlias = Callable[[str], Named | None]
 """The trajectory of a trajectory's API key; None for any other text."""
 
 
@@ -89,71 +79,6 @@ class Origin(NamedTuple):
     peer: Peer
     channel: str | None
     """Of its agent key."""
-
-
-class Conversations:
-    """The trajectories that were made here for agents that name none, and the conversations in
-    them. It is told of turns and closings, and knows no other trajectories."""
-
-    def __init__(self, template_args: Mapping[str, Any]) -> None:
-        self._template_args = template_args
-        self._own: OrderedDict[str, Caller] = OrderedDict()
-        """Trajectories that are still open, with their last caller; the least recently used
-        first."""
-        self._by_turn: dict[bytes, str] = {}
-        """Trajectory by caller and key of a conversation."""
-        self._turns: dict[str, list[tuple[bytes, int | None]]] = {}
-        self._text_lengths: Counter[int] = Counter()
-        """Of the turns that are plain text."""
-
-    def __contains__(self, uid: str) -> bool:
-        return uid in self._own
-
-    def __iter__(self) -> Iterator[str]:
-        """Uids, the least recently used first."""
-        return iter(tuple(self._own))
-
-    def use(self, trajectory: LiveTrajectory, caller: Caller) -> LiveTrajectory:
-        """It has a call of this caller, and is closed when it has had none for long."""
-        self._own[trajectory.uid] = caller
-        self._own.move_to_end(trajectory.uid)
-        return trajectory
-
-    def extended(self, call: ChatRequest, caller: Caller) -> str | None:
-        """The trajectory of the deepest turn that this conversation extends."""
-        deepest = None
-        if (plain := call.plain) is not None:
-            for _, key in text_prefix_keys(plain, self._text_lengths):
-                deepest = self._by_turn.get(caller + key, deepest)
-            return deepest
-        key = root_key(call.tools, {**self._template_args, **(call.template_args or {})})
-        for message in call.messages:
-            key = extend_key(key, message)
-            if message["role"] == "assistant":
-                deepest = self._by_turn.get(caller + key, deepest)
-        return deepest
-
-    def note_turn(self, trajectory: LiveTrajectory, key: Key, text_length: int | None) -> None:
-        """A turn was stored: calls that extend its conversation belong to its trajectory."""
-        if (caller := self._own.get(trajectory.uid)) is not None:
-            self.use(trajectory, caller)
-            trajectory.touch()  # it is idle from the end of a call on
-            place = caller + key
-            self._by_turn[place] = trajectory.uid
-            self._turns.setdefault(trajectory.uid, []).append((place, text_length))
-            if text_length is not None:
-                self._text_lengths[text_length] += 1
-
-    def forget(self, trajectory: LiveTrajectory) -> None:
-        """It was closed."""
-        self._own.pop(trajectory.uid, None)
-        for place, text_length in self._turns.pop(trajectory.uid, ()):
-            if self._by_turn.get(place) == trajectory.uid:
-                del self._by_turn[place]
-            if text_length is not None:
-                self._text_lengths[text_length] -= 1
-                if not self._text_lengths[text_length]:
-                    del self._text_lengths[text_length]
 
 
 class Identities:
@@ -173,8 +98,9 @@ class Identities:
         self._groups = groups
         self._read_key = read_key
         self._idle_s = idle_s
-        self._first_calls: OrderedDict[tuple[Caller, str, str], _FirstCall] = OrderedDict()
-        """By caller and request, for a client's retry of a conversation's first call."""
+        self._first_calls: OrderedDict[tuple[Caller, str, str], tuple[str, Peer]] = OrderedDict()
+        """How a conversation began, by caller and request: its trajectory's uid, and from where.
+        For a client's retry of a conversation's first call."""
         self._sweeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -204,33 +130,29 @@ class Identities:
         headers = origin.headers
         if _is_not_recorded(headers):
             return self._trajectories.unrecorded("asked", origin.channel)
-        if (named := origin.url or self.named(headers)) is not None:
+        if (named := origin.url or self._named(headers)) is not None:
             return self._trajectories.get(*named, origin.channel)
-        if continued is not None and (known := self._trajectories.known(continued)) is not None:
-            # One that was opened by its URL is its opener's to complete.
-            return (
-                self._conversations.use(known, _caller(headers))
-                if known.uid in self._conversations
-                else known
-            )
         caller = _caller(headers)
-        session = _session(headers)
-        if session is not None:
-            uid = self._session_uid(session, origin.channel)
-        else:
-            uid = self._of_conversation(call, retry, caller, origin.peer)
-        trajectory = self._trajectories.known(uid)
+        trajectory = self._trajectories.known(continued) if continued is not None else None
+        if trajectory is not None and trajectory.uid not in self._conversations:
+            return trajectory  # it was opened by its URL, and is its opener's to complete
+        if trajectory is None:
+            uid = self._session_uid(headers, origin.channel) or self._of_conversation(
+                call, retry, caller, origin.peer
+            )
+            trajectory = self._trajectories.known(uid)
         if trajectory is None:
             declared = _decoded(headers, PROMPT_HEADER)
             identity = self._groups.join(call, uid, declared, origin.channel)
             if identity is None:
                 return self._trajectories.unrecorded("undeclared", origin.channel)
             trajectory = self._trajectories.begin(identity)
-        return self._conversations.use(trajectory, caller)
+        self._conversations.use(trajectory.uid, caller)
+        return trajectory
 
     def let_go(self, trajectory: LiveTrajectory) -> None:
         """The pool takes no more of it, nor of its group: what comes belongs to another one."""
-        self._groups.end(trajectory)
+        self._groups.end(trajectory.group)
         trajectory.let_go()
 
     def known(
@@ -244,14 +166,12 @@ class Identities:
         Raises:
             RequestError: a header is malformed.
         """
-        if (named := self.named(headers)) is not None:
-            return self._trajectories.known(named[0])
-        if (session := _session(headers)) is not None:
-            return self._trajectories.known(self._session_uid(session, of_key))
-        uid = self._conversations.extended(call, _caller(headers))
+        named = self._named(headers)
+        uid = named[0] if named is not None else self._session_uid(headers, of_key)
+        uid = uid or self._conversations.extended(call, _caller(headers))
         return self._trajectories.known(uid) if uid is not None else None
 
-    def named(self, headers: Headers) -> tuple[str, str] | None:
+    def _named(self, headers: Headers) -> tuple[str, str] | None:
         """(trajectory_uid, prompt_uid) that key or headers name.
 
         Raises:
@@ -264,8 +184,12 @@ class Identities:
             return None
         return uid, _decoded(headers, PROMPT_HEADER) or f"prompt-{uid}"
 
-    def _session_uid(self, session: str, of_key: str | None) -> str:
-        """A session that goes on after its trajectory was closed begins another one."""
+    def _session_uid(self, headers: Headers, of_key: str | None) -> str | None:
+        """Of the session that headers name. One that goes on after its trajectory was closed begins
+        another one."""
+        session = next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
+        if session is None:
+            return None
         # No two sessions have one name: `~` stands before our number, `%` before an escaped byte,
         # `@` before the channel of a key: those of two services may be called alike.
         first = "session-" + re.sub("[%/~@]", lambda m: f"%{ord(m[0]):02X}", session)
@@ -279,78 +203,55 @@ class Identities:
     def _of_conversation(
         self, call: ChatRequest, retry: RetryKey, caller: Caller, peer: Peer
     ) -> str:
-        uid = self._conversations.extended(call, caller)
-        if uid is None:
-            request = caller, retry.key, retry.body
-            uid = self._retried(self._first_calls.get(request), retry, peer)
-            if uid is None:
-                uid = f"conversation-{uuid.uuid4().hex}"
-            self._first_calls[request] = _FirstCall(uid, peer)
-            self._first_calls.move_to_end(request)
-            while len(self._first_calls) > REMEMBERED_REQUESTS:
-                self._first_calls.popitem(last=False)
-        return uid
+        if (uid := self._conversations.extended(call, caller)) is not None:
+            return uid
+        request = caller, retry.key, retry.body
+        began, its_peer = self._first_calls.pop(request, ("", None))
+        known = self._trajectories.known(began)
+        is_same_client = retry.is_named or (peer is not None and peer[1] != 0 and peer == its_peer)
+        if known is None or not (
+            (retry.is_retry and is_same_client) or known.calls.awaits_retry(retry)
+        ):
+            began = f"conversation-{uuid.uuid4().hex}"
+        self._first_calls[request] = began, peer
+        while len(self._first_calls) > REMEMBERED_REQUESTS:
+            self._first_calls.popitem(last=False)
+        return began
 
-    def _retried(self, first: _FirstCall | None, retry: RetryKey, peer: Peer) -> str | None:
-        """The conversation that began with this very request, if this is a retry of it."""
-        known = self._trajectories.known(first.uid) if first is not None else None
-        if first is None or known is None:
-            return None
-        is_same_connection = peer is not None and peer[1] != 0 and peer == first.peer
-        is_same_client = retry.is_named or is_same_connection
-        if (retry.is_retry and is_same_client) or known.awaits_retry(retry):
-            return known.uid
-        return None
+    # -- idle trajectories -------------------------------------------------------------------
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(self._idle_s / 4, 30.0))
-            before = time.monotonic() - self._idle_s
-            for work in (self.close_idle, self.let_go_of_closed):
-                try:
-                    await work(before)
-                except Exception:  # a sweeper that ended would close nothing for good
-                    log.exception("sweeping idle trajectories failed")
+            try:
+                await self.close_idle(time.monotonic() - self._idle_s)
+            except Exception:  # a sweeper that ended would close nothing for good
+                log.exception("sweeping idle trajectories failed")
 
     async def close_idle(self, before: float) -> int:
-        """Complete what was last used before this time (monotonic seconds); how many that were."""
-        closed = 0
-        for uid in self._conversations:
-            trajectory = self._trajectories.known(uid)
-            if trajectory is None or trajectory.in_flight:
-                continue
-            if trajectory.last_used >= before:
-                break
-            try:
-                outcome = await trajectory.complete(None, {"closed_by": "idle"})
-                closed += 1
-                if outcome == "late":
-                    self._groups.note_late(self._idle_s)
-            except (GatewayError, DataPoolError) as e:  # tried again in the next round
-                log.warning("idle trajectory %s could not be completed: %s", uid, e)
-        return closed
-
-    async def let_go_of_closed(self, before: float) -> None:
-        """Ask the pool about trajectories with an address that were last used before this time: it
-        may have closed them, by a deadline say, and an agent that died never comes to hear it."""
+        """Complete the conversations that were last used before this time (monotonic seconds); how
+        many that were. Of other trajectories ask the pool: it may have closed them, by a deadline
+        say, and an agent that died never comes to hear it."""
+        n_completed = 0
         for trajectory in self._trajectories:
-            if (
-                trajectory.uid in self._conversations
-                or trajectory.is_new
-                or trajectory.in_flight
-                or trajectory.last_used >= before
-            ):
-                continue
-            trajectory.touch()  # asked again after as long
-            if trajectory.unrecorded is not None:
-                trajectory.let_go()
+            if trajectory.in_flight or trajectory.last_used >= before:
                 continue
             try:
-                await trajectory.open(metadata={})
+                if trajectory.uid in self._conversations:
+                    outcome = await trajectory.complete(None, {"closed_by": "idle"})
+                    n_completed += 1
+                    if outcome == "late":
+                        self._groups.note_late(self._idle_s)
+                elif trajectory.unrecorded is not None:
+                    trajectory.let_go()
+                elif not trajectory.is_new:
+                    trajectory.touch()  # asked again after as long
+                    await trajectory.catch_up()
             except TrajectoryClosedError:
                 log.debug("%s was closed by the pool", trajectory.uid)
-            except (GatewayError, DataPoolError) as e:
-                log.warning("the pool was not asked about %s: %s", trajectory.uid, e)
+            except (GatewayError, DataPoolError) as e:  # tried again in a later round
+                log.warning("idle trajectory %s could not be closed: %s", trajectory.uid, e)
+        return n_completed
 
 
 def _decoded(headers: Headers, name: str) -> str | None:
@@ -375,10 +276,6 @@ def _is_not_recorded(headers: Headers) -> bool:
     if value not in ("true", "false"):
         raise RequestError(f"{RECORD_HEADER} is {value!r:.80}; send true or false", RECORD_HEADER)
     return value == "false"
-
-
-def _session(headers: Headers) -> str | None:
-    return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
 
 
 def _caller(headers: Headers) -> Caller:

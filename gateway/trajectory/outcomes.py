@@ -12,16 +12,15 @@ pool).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from stepwell.datapool.errors import UnknownTrajectoryError
 from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
-from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import VAL
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.trajectory.recording import ask
-from stepwell.gateway.trajectory.trajectory import TrajectoryStore
+from stepwell.gateway.trajectory.recording import Recording
+from stepwell.gateway.trajectory.store import TrajectoryStore
 
 T = TypeVar("T")
 
@@ -30,10 +29,10 @@ class Outcomes:
     """Owned by the app's lifespan."""
 
     def __init__(
-        self, config: GatewayConfig, pool: DataPoolClient, trajectories: TrajectoryStore
+        self, config: GatewayConfig, recording: Recording, trajectories: TrajectoryStore
     ) -> None:
         self._config = config
-        self._pool = pool
+        self._recording = recording
         self._trajectories = trajectories
 
     async def complete(
@@ -55,12 +54,13 @@ class Outcomes:
         live = self._trajectories.known(uid)
         if live is not None and (of_key is None or live.channel in (of_key, VAL)):
             return await live.complete(reward, metadata)
+        pool = self._recording.pool
         return await self._first(
             uid,
-            lambda channel: self._pool.complete_trajectory(
+            of_key,
+            lambda channel: pool.complete_trajectory(
                 uid, reward=reward, metadata=dict(metadata), channel=channel
             ),
-            of_key,
         )
 
     async def score(self, uid: str, reward: float, of_key: str | None = None) -> SubmitOutcome:
@@ -70,29 +70,32 @@ class Outcomes:
             UnknownTrajectoryError: no channel knows it.
             PoolUnavailableError
         """
+        set_reward = self._recording.pool.set_reward
         return await self._first(
-            uid, lambda channel: self._pool.set_reward(uid, reward, channel=channel), of_key
+            uid, of_key, lambda channel: set_reward(uid, reward, channel=channel)
         )
 
-    async def _first(self, uid: str, do: Callable[[str], Awaitable[T]], of_key: str | None) -> T:
+    async def _first(self, uid: str, of_key: str | None, do: Callable[[str], Awaitable[T]]) -> T:
         """What the first channel answers that knows the trajectory."""
-        known = self._trajectories.channel(uid)
-        likely = self._config.channels if known is None else (known,)
-        tried = dict.fromkeys(likely if of_key is None else (of_key, VAL))
-        for channel in tried:
+        async for channel in self._channels(uid, of_key):
             try:
-                return await self._ask(do(channel))
-            except UnknownTrajectoryError:
-                continue
-        others: dict[str, Any] = (
-            {} if of_key is not None else await self._ask(self._pool.get_statistics())
-        )
-        for channel in others.keys() - tried:
-            try:
-                return await self._ask(do(channel))
+                return await self._recording.ask(do(channel))
             except UnknownTrajectoryError:
                 continue
         raise UnknownTrajectoryError(f"trajectory {uid!r} is unknown in every channel")
 
-    async def _ask(self, answer: Awaitable[T]) -> T:
-        return await ask(answer, self._config.pool_timeout_s)
+    async def _channels(self, uid: str, of_key: str | None) -> AsyncIterator[str]:
+        """Where it may be, the likely ones first."""
+        if of_key is not None:
+            likely = dict.fromkeys((of_key, VAL))
+        else:
+            known = self._trajectories.channel(uid)
+            likely = dict.fromkeys(self._config.channels if known is None else (known,))
+        for channel in likely:
+            yield channel
+        if of_key is None:
+            everywhere: dict[str, Any] = await self._recording.ask(
+                self._recording.pool.get_statistics()
+            )
+            for channel in everywhere.keys() - likely:
+                yield channel

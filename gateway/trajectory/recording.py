@@ -11,9 +11,9 @@ a part of what earned it, and its group would compare an episode with a piece of
 a commit whose answer was lost leaves nothing half-stored either.
 
 Owns: how long the pool is waited for, which errors its failures become (`ask`), the aborts that it
-is owed, how many calls were not stored and why. Does not own: the calls (`call.py`), the state of
-a trajectory (`trajectory.py`). What is late or closed the pool decides: its answers are passed
-on, never second-guessed.
+is owed, how many calls were not stored and why. Does not own: the calls (`call.py`), the state of a
+trajectory (`trajectory.py`). What is late or closed the pool decides: its answers are passed on,
+never second-guessed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Recording:
     """Owned by the app's lifespan."""
 
     def __init__(self, pool: DataPoolClient, config: GatewayConfig) -> None:
-        self.serves_unrecorded = config.on_pool_failure == "serve_unrecorded"
         self.pool = pool
+        self.serves_unrecorded = config.on_pool_failure == "serve_unrecorded"
         self.timeout_s = config.pool_timeout_s
         self.room_s = config.queue_timeout_s
         self.unrecorded: Counter[Unrecorded] = Counter()
@@ -68,6 +68,10 @@ class Recording:
             "unrecorded_share": n / (n + n_stored) if n else 0.0,
             "owed_aborts": len(self._owed),
         }
+
+    async def ask(self, answer: Awaitable[T], *, room: bool = False) -> T:
+        """As `ask` below. `room`: the pool was told to wait for room in its channel."""
+        return await ask(answer, self.timeout_s + self.room_s * room)
 
     @asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
@@ -116,7 +120,20 @@ class Recording:
             del self._owed[channel, uid]
 
 
-# -- what the pool answers --------------------------------------------------------------------
+_FAILURES: Final = (
+    (PoolGoneError, PoolUnavailableError, "the DataPool cannot be reached; see the gateway's log"),
+    (
+        JournalFullError,
+        PoolStorageError,
+        "the DataPool's disk is full, so nothing can be stored; free space there and try again",
+    ),
+    (
+        JournalError,
+        PoolStorageError,
+        "the DataPool's journal cannot be used; see the gateway's log",
+    ),
+)
+"""Errors that say something of the pool and not of the request, without addresses and files."""
 
 
 async def ask(answer: Awaitable[T], timeout_s: float) -> T:
@@ -131,9 +148,13 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
+    except PoolFullError as e:
+        raise ChannelFullError(f"the DataPool takes no new group now: {e}") from e
     except DataPoolError as e:
-        if (failed := _failed(e)) is not None:
-            raise failed from e
+        for kind, failure, words in _FAILURES:
+            if isinstance(e, kind):
+                log.warning("%s: %s", type(e).__name__, e)
+                raise failure(words) from e
         raise
     except TimeoutError as e:
         raise PoolUnavailableError(
@@ -145,22 +166,3 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
         raise PoolUnavailableError(
             f"the DataPool did not answer ({type(e).__name__}); see the gateway's log"
         ) from e
-
-
-def _failed(e: DataPoolError) -> PoolUnavailableError | None:
-    """What `e` says of the pool, without its addresses and files; None if it says something of the
-    request."""
-    if isinstance(e, PoolFullError):
-        return ChannelFullError(f"the DataPool takes no new group now: {e}")
-    if isinstance(e, PoolGoneError):
-        failed = PoolUnavailableError("the DataPool cannot be reached; see the gateway's log")
-    elif isinstance(e, JournalFullError):
-        failed = PoolStorageError(
-            "the DataPool's disk is full, so nothing can be stored; free space there and try again"
-        )
-    elif isinstance(e, JournalError):
-        failed = PoolStorageError("the DataPool's journal cannot be used; see the gateway's log")
-    else:
-        return None
-    log.warning("%s: %s", type(e).__name__, e)
-    return failed

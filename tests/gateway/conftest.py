@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import uvicorn
 from openai import AsyncOpenAI
@@ -34,6 +35,8 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.listening import bind
 from stepwell.gateway.server import http_protocol
+from stepwell.gateway.tokens.graph import Attachment, Turn, TurnGraph, TurnKeys
+from stepwell.gateway.tokens.messages import extend_key
 from stepwell.gateway.tokens.template import ChatTemplate
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.wiring import ChannelSampling, Wiring
@@ -280,6 +283,32 @@ def tokenizer_of() -> Callable[[str], ChatTokenizer]:
 @pytest.fixture
 def tokenizer() -> ChatTokenizer:
     return make_tokenizer("chatml")
+
+
+# -- the turn graph -------------------------------------------------------------------------
+
+
+def add_turn(
+    graph: TurnGraph,
+    attachment: Attachment,
+    reply: dict[str, Any],
+    *,
+    new_prompt_ids: Sequence[int],
+    response_ids: Sequence[int],
+    step_index: int | None,
+) -> Turn:
+    """Store the turn of a reply where its request attached."""
+    root, prompt_key = attachment.root, attachment.prompt_key
+    functions = [(c["id"], c["function"]) for c in reply.get("tool_calls") or ()]
+    return graph.add(
+        TurnKeys(root, prompt_key, extend_key(prompt_key, reply)),
+        parent=attachment.turn,
+        new_prompt_ids=np.asarray(new_prompt_ids, np.int32),
+        response_ids=np.asarray(response_ids, np.int32),
+        calls=tuple((uid, f["name"], f["arguments"]) for uid, f in functions),
+        has_reasoning=False,
+        step_index=step_index,
+    )
 
 
 # -- the scripted engine ---------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.gateway.tokens.graph import TurnGraph, join
 from stepwell.gateway.tokens.messages import canonical, parse_arguments, root_key
+from tests.gateway.conftest import add_turn
 
 ROOT = root_key(None, {})
 
@@ -30,14 +30,12 @@ def call(arguments: Any, call_id: str = "c1", name: str = "f") -> dict[str, Any]
 
 def add(graph: TurnGraph, messages: list[Any], reply: Any, index: int, root: bytes = ROOT) -> Any:
     attachment = graph.attach(root, messages)
-    return graph.add(
-        root,
+    return add_turn(
+        graph,
         attachment,
-        parent=attachment.turn,
-        new_prompt_ids=np.asarray([index, 100], np.int32),
-        response_ids=np.asarray([200 + index], np.int32),
-        reply=reply,
-        has_reasoning=False,
+        reply,
+        new_prompt_ids=[index, 100],
+        response_ids=[200 + index],
         step_index=index,
     )
 
@@ -86,14 +84,12 @@ def test_a_turn_knows_the_nearest_step_above_white_box_turns() -> None:
     add(graph, one, say("assistant", "b"), 0)
     two = [*one, say("assistant", "b"), say("user", "c")]
     attachment = graph.attach(ROOT, two)
-    white = graph.add(
-        ROOT,
+    white = add_turn(
+        graph,
         attachment,
-        parent=attachment.turn,
-        new_prompt_ids=np.asarray([1], np.int32),
-        response_ids=np.asarray([2], np.int32),
-        reply=say("assistant", "d"),
-        has_reasoning=False,
+        say("assistant", "d"),
+        new_prompt_ids=[1],
+        response_ids=[2],
         step_index=None,
     )
     assert white.nearest_step() == 0

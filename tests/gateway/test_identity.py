@@ -88,7 +88,7 @@ async def test_a_plain_text_that_goes_on_without_identity_is_one_trajectory(
         assert all(s.parent_index == (s.step_index - 1 if s.step_index else None) for s in steps)
     for trajectory in list(world.gateway.trajectories):
         await trajectory.complete(1.0, {})
-    assert not world.gateway.identities._conversations._text_lengths
+    assert not world.gateway.identities._conversations._lengths
     await client.completions.create(model="m", prompt=texts["one"], max_tokens=2)
     assert len(set(uids(world))) == 3
 
@@ -264,9 +264,9 @@ async def test_a_trajectory_that_the_pool_closed_is_let_go_without_another_call(
         await talk(await world.client(uid, f"prompt-{uid}"), [user("hi")])
     await world.pool.drop_group("prompt-dead", "its deadline")
     identities = world.gateway.identities
-    await identities.let_go_of_closed(time.monotonic() - 9)
+    await identities.close_idle(time.monotonic() - 9)
     assert len(world.gateway.trajectories) == 2
-    await identities.let_go_of_closed(time.monotonic() + 1)
+    await identities.close_idle(time.monotonic() + 1)
     assert [t.uid for t in world.gateway.trajectories] == ["alive"]
 
 

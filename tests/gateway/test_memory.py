@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from benchmarks.gateway.size import bound, objects_of, trajectory_size
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.trajectory.retries import pack, unpack
+from stepwell.gateway.trajectory.note import pack, unpack
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import World, serving
 
@@ -101,7 +101,7 @@ async def test_turns_leave_nothing_that_the_garbage_collector_walks_through(
     for turns in (4, 24):
         world: World = await worlds()
         await converse(world, turns, 100, stream=False, **options)
-        for _ in range(3):  # a tuple is let go of after the tuples in it
+        for _ in range(3):  # a tuple is let go of when a collection has looked at it
             gc.collect()
         tracked.append(sum(map(gc.is_tracked, objects_of(world.gateway, "t1"))))
     few, many = tracked

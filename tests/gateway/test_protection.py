@@ -23,13 +23,9 @@ from tests.gateway.conftest import SERVED_BY
 TIMEOUT_S = 10.0
 
 
-def limits(total: int | None = None, each: int | None = None, **options: Any) -> CallLimits:
+def limits(total: int | None = None, **options: Any) -> CallLimits:
     return CallLimits(
-        GatewayConfig(
-            max_concurrent_calls=total,
-            max_concurrent_calls_per_trajectory=each,
-            **{"queue_timeout_s": TIMEOUT_S, **options},
-        )
+        GatewayConfig(max_concurrent_calls=total, **{"queue_timeout_s": TIMEOUT_S, **options})
     )
 
 
@@ -45,9 +41,9 @@ class Crowd:
         self.now = 1000.0
         asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
 
-    def come(self, uid: str) -> None:
+    def come(self) -> None:
         self._ends.append(asyncio.Event())
-        self.tasks.append(asyncio.create_task(self._call(uid, len(self.tasks))))
+        self.tasks.append(asyncio.create_task(self._call(len(self.tasks))))
 
     def end(self, number: int) -> None:
         self._ends[number].set()
@@ -69,9 +65,9 @@ class Crowd:
         for _ in range(8):
             await asyncio.sleep(0)
 
-    async def _call(self, uid: str, number: int) -> None:
+    async def _call(self, number: int) -> None:
         try:
-            async with self.limits.admit(uid):
+            async with self.limits:
                 self.running.append(number)
                 try:
                     await self._ends[number].wait()
@@ -84,17 +80,17 @@ class Crowd:
 class Rules:
     """The same by the book: after every event the first that may run does."""
 
-    def __init__(self, total: int | None, each: int | None) -> None:
-        self.total, self.each = total, each
-        self.calls: list[tuple[str, float]] = []
+    def __init__(self, total: int | None) -> None:
+        self.total = total
+        self.arrived_at: list[float] = []
         self.running: list[int] = []
         self.waiting: list[int] = []
         self.refused: list[int] = []
         self.now = 0.0
 
-    def come(self, uid: str) -> None:
-        self.waiting.append(len(self.calls))
-        self.calls.append((uid, self.now))
+    def come(self) -> None:
+        self.waiting.append(len(self.arrived_at))
+        self.arrived_at.append(self.now)
         self._admit()
 
     def remove(self, number: int) -> None:
@@ -105,18 +101,13 @@ class Rules:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        late = [n for n in self.waiting if self.now - self.calls[n][1] >= TIMEOUT_S]
+        late = [n for n in self.waiting if self.now - self.arrived_at[n] >= TIMEOUT_S]
         self.refused += late
         self.waiting = [n for n in self.waiting if n not in late]
 
     def _admit(self) -> None:
-        for n in list(self.waiting):
-            same = [r for r in self.running if self.calls[r][0] == self.calls[n][0]]
-            if self.total is not None and len(self.running) >= self.total:
-                return
-            if self.each is None or len(same) < self.each:
-                self.waiting.remove(n)
-                self.running.append(n)
+        while self.waiting and (self.total is None or len(self.running) < self.total):
+            self.running.append(self.waiting.pop(0))
 
 
 Event = tuple[Literal["come", "end", "leave", "wait", "turn"], int]
@@ -127,19 +118,17 @@ events = st.lists(
 bounds = st.none() | st.integers(1, 3)
 
 
-@given(bounds, bounds, events)
-@example(1, None, [("come", 0), ("come", 1), ("come", 2), ("leave", 1), ("end", 0)])
-# The third waits for its trajectory and the fourth for the gateway: the third came first.
-@example(2, 1, [("come", 0), ("come", 1), ("come", 0), ("come", 2), ("end", 0), ("end", 0)])
-def test_calls_run_first_come_first_served_within_both_limits(
-    total: int | None, each: int | None, happened: list[Event]
+@given(bounds, events)
+@example(1, [("come", 0), ("come", 1), ("come", 2), ("leave", 1), ("end", 0)])
+def test_calls_run_first_come_first_served_within_the_limit(
+    total: int | None, happened: list[Event]
 ) -> None:
     async def run() -> None:
-        crowd, rules = Crowd(limits(total, each)), Rules(total, each)
+        crowd, rules = Crowd(limits(total)), Rules(total)
         for what, n in happened:
             if what == "come":
-                crowd.come("abc"[n % 3])
-                rules.come("abc"[n % 3])
+                crowd.come()
+                rules.come()
             elif what == "wait":
                 await crowd.pass_time(n % 8)
                 rules.pass_time(n % 8)
@@ -173,20 +162,20 @@ racing = st.lists(
 )
 
 
-@given(bounds, bounds, racing)
+@given(bounds, racing)
 # Granted and cancelled in one turn; cancelled, and its turn comes before it has noticed.
-@example(1, None, [("come", 0), ("come", 0), ("turn", 0), ("end", 0), ("turn", 0), ("leave", 0)])
-@example(1, None, [("come", 0), ("come", 0), ("turn", 0), ("end", 0), ("leave", 0)])
-@example(2, 1, [("come", 0), ("come", 1), ("come", 2), ("turn", 0), ("end", 0), ("leave", 0)])
+@example(1, [("come", 0), ("come", 0), ("turn", 0), ("end", 0), ("turn", 0), ("leave", 0)])
+@example(1, [("come", 0), ("come", 0), ("turn", 0), ("end", 0), ("leave", 0)])
+@example(2, [("come", 0), ("come", 1), ("come", 2), ("turn", 0), ("end", 0), ("leave", 0)])
 def test_no_permit_is_lost_whatever_happens_in_one_turn_of_the_loop(
-    total: int | None, each: int | None, happened: list[Event]
+    total: int | None, happened: list[Event]
 ) -> None:
     async def run() -> None:
-        crowd = Crowd(limits(total, each))
+        crowd = Crowd(limits(total))
         for what, n in happened:
             waiting = crowd.waiting()
             if what == "come":
-                crowd.come("abc"[n % 3])
+                crowd.come()
             elif what == "turn":
                 await asyncio.sleep(0)
             elif what == "wait":
@@ -211,45 +200,42 @@ async def check_nothing_is_lost(crowd: Crowd) -> None:
     assert not [t for t in crowd.tasks if not t.cancelled() and t.exception()]
     figures = crowd.limits.statistics()
     assert (figures["running"], figures["waiting"]) == (0, 0)
-    assert not crowd.limits._trajectories
-    assert not crowd.limits._ready
+    if crowd.limits._places is not None:
+        assert not crowd.limits._places.locked()
 
 
 async def test_a_call_with_room_is_admitted_without_a_turn_of_the_loop() -> None:
-    of = limits(total=1, each=1)
-    entering = of.admit("a").__aenter__()
+    of = limits(total=1)
+    entering = of.__aenter__()
     with pytest.raises(StopIteration):
         entering.send(None)
     assert of.statistics()["running"] == 1
-    waiting = of.admit("a").__aenter__()
+    waiting = of.__aenter__()
     waiting.send(None)  # it yielded: it waits
     waiting.close()
     assert of.statistics() == {"running": 1, "waiting": 0, "refused": 0}
 
 
 async def test_a_refusal_names_the_limit_that_was_full() -> None:
-    for options, option in [
-        ({"total": 1}, "max_concurrent_calls)"),
-        ({"each": 1}, "max_concurrent_calls_per_trajectory)"),
-    ]:
-        of = limits(**options, queue_timeout_s=0.001)
-        async with of.admit("t"):
-            with pytest.raises(RateLimitedError) as refused:
-                async with of.admit("t"):
-                    raise AssertionError("two at once")
-        assert option in str(refused.value)
-        assert "queue_timeout_s" in str(refused.value)
-        assert refused.value.headers() == {"retry-after": "1"}
+    of = limits(total=1, queue_timeout_s=0.001)
+    async with of:
+        with pytest.raises(RateLimitedError) as refused:
+            async with of:
+                raise AssertionError("two at once")
+    assert "max_concurrent_calls)" in str(refused.value)
+    assert "queue_timeout_s" in str(refused.value)
+    assert refused.value.headers() == {"retry-after": "1"}
 
 
 def test_a_trajectory_at_its_limit_is_told_which_and_how_many() -> None:
     of = limits(max_turns=3, max_tokens_per_trajectory=100)
-    of.check_trajectory(2, 99)
+    of.check_trajectory(2, 1, 99)
     with pytest.raises(TrajectoryLimitError, match=r"has 3 turns and may have 3 .*max_turns"):
-        of.check_trajectory(3, 0)
+        of.check_trajectory(3, 1, 0)
     with pytest.raises(TrajectoryLimitError, match=r"120 tokens and may have 100 .*max_tokens_per"):
-        of.check_trajectory(0, 120)
-    limits().check_trajectory(10**9, 10**12)
+        of.check_trajectory(0, 1, 120)
+    of.check_trajectory(3, 0, 120)  # what is answered from memory is none
+    limits().check_trajectory(10**9, 1, 10**12)
     assert TrajectoryLimitError.status == 400
 
 
@@ -410,21 +396,6 @@ async def test_calls_beyond_the_limit_wait_their_turn_and_are_answered(worlds: A
     gate.set()
     assert await asyncio.gather(*calls) == ["one", "two", "three"]
     assert world.gateway.calls.limits.statistics() == {"running": 0, "waiting": 0, "refused": 0}
-
-
-async def test_a_busy_trajectory_holds_up_no_other(worlds: Any) -> None:
-    world = await worlds(max_concurrent_calls_per_trajectory=1)
-    gate = asyncio.Event()
-    world.say("busy", gate=gate)
-    busy = await world.client("busy")
-    first = asyncio.create_task(chat(busy))
-    await world.engine.arrived.wait()
-    second = asyncio.create_task(chat(busy, "another"))
-    await until(lambda: world.gateway.calls.limits.statistics()["waiting"] == 1)
-    assert await chat(await world.client("other")) == "fine"
-    assert not second.done()
-    gate.set()
-    assert (await first, await second) == ("busy", "fine")
 
 
 async def test_waiting_too_long_is_a_429_with_retry_after_in_each_shape(worlds: Any) -> None:

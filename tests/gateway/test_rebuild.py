@@ -30,7 +30,6 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.listening import bind
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.tokens.graph import Turn, TurnGraph
 from stepwell.gateway.trajectory.note import NOTE, TurnKeys, TurnNote, read_note, restore
 from stepwell.gateway.trajectory.retries import RetryKey
@@ -108,21 +107,20 @@ def turns(graph: TurnGraph) -> dict[bytes, Any]:
 
     def shown(turn: Turn) -> Any:
         return (
-            turn.parent.key if turn.parent is not None else None,
+            turn.parent.step_index if turn.parent is not None else None,
             turn.new_prompt_ids.tolist(),
             turn.response_ids.tolist(),
             turn.n_tokens,
-            turn.prompt_key,
             turn.calls,
             turn.has_reasoning,
             turn.step_index,
         )
 
     return {
-        **{key: shown(graph.turn(number)) for key, number in graph._by_key.items()},
+        **{key: shown(turn) for key, turn in graph._by_key.items()},
         b"prompts": sorted(graph._prompts),
         b"roots": sorted(graph._roots),
-        b"lengths": sorted(graph._text_lengths),
+        b"lengths": sorted(graph._lengths),
     }
 
 
@@ -196,7 +194,7 @@ async def test_the_rebuilt_graph_is_the_one_that_made_the_steps(
     finished = restore(rebuilt, resumed.steps)
     assert turns(rebuilt) == turns(made)
     assert len(finished) == len(fleet.world.stored("t1")) == 8
-    assert [call.delivered for _, call in finished] == [i in (0, 6) for i in range(8)]
+    assert [call.delivered for call in finished] == [i in (0, 6) for i in range(8)]
 
 
 async def test_steps_of_a_white_box_agent_are_only_counted(fleet: Fleet) -> None:
@@ -246,7 +244,7 @@ async def test_steps_of_two_gateways_at_once_get_their_own_indices_and_both_know
     assert [(s.step_index, s.parent_index) for s in steps] == [(0, None), (1, 0), (2, 1), (3, 0)]
     # `a` met the conflict: it read what `b` had stored, and goes on from there.
     graph = a.gateway.trajectories.known("t1").graph
-    assert graph.steps().keys() == {0, 1, 2, 3}
+    assert graph.steps.keys() == {0, 1, 2, 3}
     await ask(await a.client(), at_b)
     assert fleet.world.stored("t1")[4].parent_index == 2
     fleet.world.check_exact()
@@ -304,11 +302,8 @@ async def test_a_recalled_call_is_the_one_that_was_made(
     made = await begin(fleet.world, request, n)
     again = await begin(await fleet.another(), request, n, is_retry=True)
     for one, other in zip(made, again, strict=True):
-        assert (one.uid, one.created, one.step_index) == (
-            other.uid,
-            other.created,
-            other.step_index,
-        )
+        assert (one.uid, one.created) == (other.uid, other.created)
+        assert one.finished.turn.step_index == other.finished.turn.step_index
         assert other.reply.text == one.reply.text
         assert other.reply.finish_reason == one.reply.finish_reason
         assert other.n_prompt == one.n_prompt
@@ -534,42 +529,13 @@ async def test_a_trajectory_that_is_complete_takes_no_call_elsewhere(fleet: Flee
     assert len(fleet.world.engine.requests) == 1
 
 
-# -- a first call begins while the pool is asked ------------------------------------------------
-
-
-def slow_to_answer(world: World, monkeypatch: pytest.MonkeyPatch, error: str = "") -> None:
-    """The pool says what it knows of a trajectory only when the engine has been asked."""
-    resume = world.pool.resume_trajectory
-
-    async def late(*args: Any, **options: Any) -> Any:
-        world.engine.arrived.clear()
-        async with asyncio.timeout(10):
-            await world.engine.arrived.wait()
-        if error:
-            raise ConnectionError(error)
-        return await resume(*args, **options)
-
-    monkeypatch.setattr(world.pool, "resume_trajectory", late)
-
-
-async def test_a_first_call_is_generated_while_the_pool_is_asked(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_to_answer(fleet.world, monkeypatch)
-    messages = [user("hi")]
-    client = await fleet.world.client()
-    await ask(client, messages)
-    await ask(client, [*messages, user("more")])
-    check_one_branch(fleet.world.stored())
-    assert len(fleet.world.engine.requests) == 2
-    counts = fleet.world.gateway.statistics()["calls"]
-    assert (counts["calls"], counts["stored"], counts.get("failed", 0)) == (2, 2, 0)
+# -- the first call of a trajectory that another gateway knows ---------------------------------
 
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_another_gateway_recorded_takes_the_place_of_a_call_that_began_too_early(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, stream: bool, n: int
+async def test_a_retry_is_answered_with_what_another_gateway_recorded_and_nothing_is_sampled(
+    fleet: Fleet, stream: bool, n: int
 ) -> None:
     async def told(world: World, **options: Any) -> list[str]:
         client = await world.client()
@@ -586,25 +552,17 @@ async def test_what_another_gateway_recorded_takes_the_place_of_a_call_that_bega
     for i in range(n):
         fleet.world.say(f"said {i}")
     first = await told(fleet.world)
-    other = await fleet.another()
-    slow_to_answer(other, monkeypatch)
-    gate = asyncio.Event()
-    for _ in range(n):
-        fleet.world.say("sampled twice", gate=gate)
-    assert await told(other, extra_headers=RETRY) == first
-    gate.set()
-    assert len(fleet.world.stored()) == n
+    assert await told(await fleet.another(), extra_headers=RETRY) == first
+    assert len(fleet.world.stored()) == len(fleet.world.engine.requests) == n
 
 
 async def test_a_baseline_that_another_gateway_was_told_of_is_greedy_from_its_first_call(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet,
 ) -> None:
     url = f"{fleet.world.url}/init_trajectory"
     metadata = {"greedy_baseline": True}
     await post(url, trajectory_uid="t1", prompt_uid="p1", metadata=metadata)
     other = await fleet.another()
-    slow_to_answer(other, monkeypatch)
-    fleet.world.say("sampled")
     fleet.world.say("the likeliest")
     await ask(await other.client(), [user("hi")], temperature=0.5)
     (step,) = fleet.world.stored()
@@ -613,25 +571,23 @@ async def test_a_baseline_that_another_gateway_was_told_of_is_greedy_from_its_fi
 
 
 async def test_a_trajectory_that_another_gateway_put_into_a_channel_is_sampled_as_that_one(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet,
 ) -> None:
     url = f"{fleet.world.url}/init_trajectory"
     await post(url, trajectory_uid="t1", prompt_uid="p1", channel="val")
     sampling = {"train": ChannelSampling(1.0), "val": ChannelSampling(0.2)}
     other = await fleet.another(sampling=sampling)
-    slow_to_answer(other, monkeypatch)
     await ask(await other.client(), [user("hi")])
     (step,) = fleet.world.stored()
     assert step.metadata["sampling_params"]["temperature"] == 0.2
 
 
 async def test_a_first_call_on_a_trajectory_that_is_closed_elsewhere_answers_410(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet,
 ) -> None:
     await ask(await fleet.world.client(), [user("hi")])
     await post(f"{fleet.world.base_url()}/v1/complete_trajectory", reward=1.0)
     other = await fleet.another()
-    slow_to_answer(other, monkeypatch)
     with pytest.raises(openai.APIStatusError) as closed:
         await ask(await other.client(), [user("another")])
     assert closed.value.status_code == 410
@@ -642,17 +598,20 @@ async def test_a_first_call_on_a_trajectory_that_is_closed_elsewhere_answers_410
 async def test_a_first_call_that_the_pool_did_not_answer_is_made_again(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def cut(*args: Any, **options: Any) -> Any:
+        raise ConnectionError("the line is cut")
+
     client = await fleet.world.client()
     with monkeypatch.context() as broken:
-        slow_to_answer(fleet.world, broken, "the line is cut")
+        broken.setattr(fleet.pool, "resume_trajectory", cut)
         with pytest.raises(openai.InternalServerError, match="did not answer"):
             await ask(client, [user("hi")])
     assert fleet.world.stored() == []
     await ask(client, [user("hi")], extra_headers=RETRY)
-    assert len(fleet.world.stored()) == 1
+    assert len(fleet.world.stored()) == len(fleet.world.engine.requests) == 1
 
 
-async def test_a_retry_that_joined_a_first_call_goes_on_when_the_pool_answers_it(
+async def test_a_retry_of_a_first_call_goes_on_when_the_pool_answers_it(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool fails the first of two questions about the trajectory, while both wait."""
@@ -663,20 +622,22 @@ async def test_a_retry_that_joined_a_first_call_goes_on_when_the_pool_answers_it
         nonlocal asked
         asked += 1
         if asked == 1:
-            await joined.wait()
+            began.set()
+            await both_wait.wait()
             raise ConnectionError("the line is cut")
         return await resume(*args, **options)
 
-    joined = asyncio.Event()
+    began, both_wait = asyncio.Event(), asyncio.Event()
     monkeypatch.setattr(fleet.pool, "resume_trajectory", fails_once)
     client = await fleet.world.client()
     first = asyncio.create_task(ask(client, [user("hi")]))
-    await fleet.world.engine.arrived.wait()
+    await began.wait()
     again = asyncio.create_task(ask(client, [user("hi")], extra_headers=RETRY))
+    (trajectory,) = fleet.world.gateway.trajectories
     async with asyncio.timeout(10):
-        while fleet.world.gateway.calls.counts["retries"] == 0:  # noqa: ASYNC110 - no event for it
+        while trajectory._users < 2:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.005)
-    joined.set()
+    both_wait.set()
     with pytest.raises(openai.InternalServerError, match="did not answer"):
         await first
     assert (await again).choices[0].message.content == "fine"
@@ -719,39 +680,46 @@ def noted(text: Any) -> Step:
 
 
 _key = st.binary(min_size=16, max_size=16)
+_digest = st.binary(min_size=8, max_size=8)
 _notes = st.builds(
     TurnNote,
-    retry=st.binary(min_size=8, max_size=8),
+    keys=st.builds(TurnKeys, _key, _key, _key, st.none() | st.integers(0, 2**40)),
+    retry=_digest,
     created=st.integers(0, 2**32 - 1),
-    keys=st.none() | st.builds(TurnKeys, _key, _key, _key),
-    has_reasoning=st.booleans(),
-    n_forced=st.integers(0, 2**32 - 1),
-    text_length=st.none() | st.integers(0, 2**32 - 1),
-    body=st.none() | st.binary(min_size=8, max_size=8),
-    tool_calls=st.lists(st.builds(ToolCall, st.text(), st.text(), st.text())).map(tuple),
+    body=st.none() | _digest,
     is_retry=st.booleans(),
+    n_forced=st.integers(0, 2**32 - 1),
+    calls=st.lists(st.tuples(st.text(), st.text(), st.text())).map(tuple),
+    has_reasoning=st.booleans(),
 )
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(_notes)
 def test_a_note_reads_back_as_it_was(note: TurnNote) -> None:
-    text = note.text()
-    assert json.loads(json.dumps(text)) == text
-    assert read_note(noted(text)) == note
+    value = note.as_json()
+    assert json.loads(json.dumps(value)) == value
+    assert read_note(noted(value)) == note
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["keys", "retry"]), inner),
+)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(st.text() | st.binary() | st.integers() | _notes.map(lambda n: n.text()[:-4]))
-def test_what_is_no_note_is_ignored(text: Any) -> None:
+@given(_json | st.binary() | _notes.map(lambda n: {**n.as_json(), "keys": ["", "", 1]}))
+def test_what_is_no_note_is_ignored(value: Any) -> None:
     graph = TurnGraph()
-    restore(graph, [noted(text)])  # a note without its end may be a shorter one
-    assert len(graph.steps()) <= 1
+    assert restore(graph, [noted(value)]) == []
+    assert not graph.steps
 
 
-def test_a_note_takes_84_characters() -> None:
+def test_a_note_takes_few_bytes() -> None:
     keys = TurnKeys(b"r" * 16, b"p" * 16, b"k" * 16)
-    assert len(TurnNote(b"12345678", 1_700_000_000, keys).text()) == 84
+    note = TurnNote(keys=keys, retry=b"12345678", created=1_700_000_000)
+    assert len(json.dumps(note.as_json(), separators=(",", ":"))) <= 160
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -14,7 +14,7 @@ from stepwell.gateway.errors import RequestError
 from stepwell.gateway.tokens.graph import TurnGraph, join
 from stepwell.gateway.tokens.messages import root_key
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
-from tests.gateway.conftest import make_template
+from tests.gateway.conftest import add_turn, make_template
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -97,14 +97,12 @@ def test_every_continued_turn_strictly_extends_what_was_sampled(
                     }
                     for j in range(n_calls)
                 ]
-            graph.add(
-                root,
+            add_turn(
+                graph,
                 attachment,
-                parent=parent,
+                reply,
                 new_prompt_ids=new_ids,
-                response_ids=np.asarray(said, np.int32),
-                reply=reply,
-                has_reasoning=False,
+                response_ids=said,
                 step_index=i,
             )
             messages = [*messages, reply]
@@ -147,14 +145,12 @@ def test_the_cut_yields_what_the_whole_template_writes_there(
         tools = TOOLS if calls else None
         graph = TurnGraph()
         root = root_key(tools, {})
-        turn = graph.add(
-            root,
+        turn = add_turn(
+            graph,
             graph.attach(root, known[:1]),
-            parent=None,
+            reply,
             new_prompt_ids=renderer.whole(known[:1], tools, {}),
-            response_ids=np.asarray([renderer.turn_close_id], np.int32),
-            reply=reply,
-            has_reasoning=False,
+            response_ids=[renderer.turn_close_id],
             step_index=0,
         )
         suffix = tokenizer.decode(renderer.suffix(turn, known, new, tools, {}).tolist())
@@ -233,13 +229,11 @@ def test_user_text_round_trips_without_control_tokens(tokenizer: Any) -> None:
 
 def _first_turn(renderer: ChatRenderer) -> Any:
     graph, root = TurnGraph(), root_key(None, {})
-    return graph.add(
-        root,
+    return add_turn(
+        graph,
         graph.attach(root, [{"role": "user", "content": "q"}]),
-        parent=None,
-        new_prompt_ids=np.asarray([1], np.int32),
-        response_ids=np.asarray([2], np.int32),
-        reply={"role": "assistant", "content": "a"},
-        has_reasoning=False,
+        {"role": "assistant", "content": "a"},
+        new_prompt_ids=[1],
+        response_ids=[2],
         step_index=0,
     )

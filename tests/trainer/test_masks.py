@@ -19,7 +19,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.tokens.graph import Turn as GatewayTurn
-from stepwell.gateway.tokens.graph import TurnGraph
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.trainer.masks import (
@@ -327,9 +326,7 @@ def test_a_row_is_what_the_gateway_would_have_built_in_a_rollout(
             (c["id"], c["function"]["name"], c["function"]["arguments"])
             for c in messages[index].get("tool_calls") or ()
         )
-        turn = GatewayTurn(
-            TurnGraph(), 0, None, response, response, 0, b"", b"", calls, False, None
-        )
+        turn = GatewayTurn(None, response, response, 0, calls, False, None)
         ids += response.tolist()
         known = index + 1
     assert ids == row.token_ids.tolist()

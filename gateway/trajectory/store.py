@@ -1,0 +1,132 @@
+"""This module keeps the trajectories of one gateway by their uid, so that a URL always means the
+same one, also when it was closed.
+
+Does not own: what happens to one of them (`trajectory.py`), which one a call is of (`identity.py`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stepwell.gateway.config import REMEMBERED
+from stepwell.gateway.errors import TrajectoryConflictError
+from stepwell.gateway.trajectory.groups import Identity
+from stepwell.gateway.trajectory.recording import Recording, Unrecorded
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
+
+
+class TrajectoryStore:
+    """Open trajectories by uid, and a bounded memory of closed ones."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        *,
+        channel_of: Callable[[str, str | None], str],
+        on_left: Callable[[LiveTrajectory], None],
+        remembered_calls: int,
+    ) -> None:
+        """
+        Args:
+            channel_of: of a prompt_uid and the channel of a caller's key.
+            on_left: told of every trajectory that was closed, or was refused before the pool heard
+                of it.
+        """
+        self._recording = recording
+        self._channel_of = channel_of
+        self._on_left = on_left
+        self._remembered_calls = remembered_calls
+        self._open: dict[str, LiveTrajectory] = {}
+        self._closed: OrderedDict[str, tuple[Identity, str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[LiveTrajectory]:
+        return iter(tuple(self._open.values()))
+
+    def get(self, uid: str, prompt_uid: str, of_key: str | None = None) -> LiveTrajectory:
+        """The open trajectory of this URL; an unknown one begins here.
+
+        Args:
+            of_key: the channel of the caller's key, for one that begins.
+
+        Raises:
+            TrajectoryClosedError, TrajectoryConflictError
+        """
+        trajectory = self.find(uid, prompt_uid, of_key)
+        if trajectory.closed is not None:
+            raise closed_error(uid, trajectory.closed)
+        return trajectory
+
+    def find(self, uid: str, prompt_uid: str, of_key: str | None = None) -> LiveTrajectory:
+        """As `get`, but closed ones are returned too: closing them again is the pool's to judge."""
+        trajectory = self._open.get(uid)
+        if trajectory is None and uid in self._closed:
+            identity, how = self._closed[uid]
+            trajectory = self._make(identity, self._leaves, closed=how)
+        elif trajectory is None:
+            channel = self._channel_of(prompt_uid, of_key)
+            trajectory = self.begin(Identity(uid, prompt_uid, channel))
+        if trajectory.prompt_uid != prompt_uid:
+            raise TrajectoryConflictError(
+                f"trajectory {uid!r} belongs to prompt_uid {trajectory.prompt_uid!r}, not "
+                f"{prompt_uid!r}; use the base_url as it was handed out"
+            )
+        return trajectory
+
+    def begin(self, identity: Identity, unrecorded: Unrecorded | None = None) -> LiveTrajectory:
+        """A trajectory of this gateway that is not known yet. `unrecorded`: as the field."""
+        trajectory = self._make(identity, self._leaves, unrecorded=unrecorded)
+        self._open[identity.uid] = trajectory
+        return trajectory
+
+    def unrecorded(self, why: Unrecorded, of_key: str | None) -> LiveTrajectory:
+        """A trajectory for one request, of which nothing is stored or kept.
+
+        Args:
+            of_key: the channel of the caller's key, as which it is sampled.
+        """
+        uid = f"unrecorded-{uuid.uuid4().hex}"
+        return self.begin(Identity(uid, f"prompt-{uid}", self._channel_of("", of_key)), why)
+
+    def elsewhere(self, uid: str, prompt_uid: str) -> LiveTrajectory:
+        """A trajectory to open for another gateway: it is not kept here."""
+        identity = Identity(uid, prompt_uid, self._channel_of(prompt_uid, None))
+        return self._make(identity, lambda _: None, is_elsewhere=True)
+
+    def known(self, uid: str) -> LiveTrajectory | None:
+        """The open trajectory of this id, if this gateway serves it."""
+        return self._open.get(uid)
+
+    def is_closed(self, uid: str) -> bool:
+        return uid in self._closed
+
+    def channel(self, uid: str) -> str | None:
+        """Of a trajectory that is open here, or was closed here not long ago."""
+        if (trajectory := self._open.get(uid)) is not None:
+            return trajectory.channel
+        return self._closed[uid][0].channel if uid in self._closed else None
+
+    def note_step(self, uid: str, step_index: int) -> None:
+        """A Step was submitted from outside (white-box)."""
+        if (trajectory := self._open.get(uid)) is not None:
+            trajectory.note_steps(step_index)
+
+    def _make(
+        self, identity: Identity, on_left: Callable[[LiveTrajectory], None], **how: Any
+    ) -> LiveTrajectory:
+        return LiveTrajectory(self._recording, identity, on_left, self._remembered_calls, **how)
+
+    def _leaves(self, trajectory: LiveTrajectory) -> None:
+        """Of a closed one keep what answers 410; of one that the pool never heard of, nothing."""
+        self._open.pop(trajectory.uid, None)
+        self._on_left(trajectory)
+        if trajectory.closed is not None:
+            identity = Identity(trajectory.uid, trajectory.prompt_uid, trajectory.channel)
+            self._closed[trajectory.uid] = (identity, trajectory.closed)
+            while len(self._closed) > REMEMBERED:
+                self._closed.popitem(last=False)
