@@ -109,7 +109,7 @@ async def test_rollouts_that_begin_together_render_their_prompt_once(
     worlds: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = await worlds(offload_chars=10)
-    renderer = world.gateway.calls.renderer
+    renderer = world.gateway.calls.prompts.renderer
     rendered: list[Any] = []
     whole = renderer.whole
     monkeypatch.setattr(renderer, "whole", lambda *a: (rendered.append(a), whole(*a))[1])
