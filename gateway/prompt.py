@@ -163,10 +163,8 @@ class Prompts:
         if parent is not None:
             known = request.messages[: attachment.n_known]
             new = request.messages[attachment.n_known :]
-            cut = partial(
-                *(self.renderer.suffix, parent, known, new),
-                *(request.tools, request.template_args or {}, context),
-            )
+            shape = request.tools, request.template_args or {}
+            cut = partial(self.renderer.suffix, parent, known, new, *shape, context)
             try:
                 new_ids = await self._offload(_length(new), cut)
             except CutError as e:
