@@ -40,11 +40,28 @@ from typing import ClassVar
 
 
 class GatewayError(Exception):
-    """Base of all errors that the gateway raises."""
+    """Base of all errors that the gateway raises. Subclasses name what differs from it."""
 
     status: int = 500
     kind: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
+    retry_after_s: ClassVar[float | None] = None
+    more_headers: ClassVar[dict[str, str]] = {}
+    """Of the HTTP answer, beside the usual ones."""
+
+    def __init_subclass__(
+        cls,
+        status: int | None = None,
+        kind: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        cls.status = status or cls.status
+        cls.kind = kind or cls.kind
+        cls.code = code or cls.code
+        cls.retry_after_s = retry_after_s or cls.retry_after_s
+        cls.more_headers = headers or cls.more_headers
 
     @property
     def param(self) -> str | None:
@@ -52,8 +69,9 @@ class GatewayError(Exception):
         return None
 
     def headers(self) -> dict[str, str]:
-        """Of the HTTP answer, beside the usual ones."""
-        return {}
+        if self.retry_after_s is None:
+            return dict(self.more_headers)
+        return {"retry-after": str(ceil(self.retry_after_s)), **self.more_headers}
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__
@@ -67,21 +85,16 @@ class PortInUseError(GatewayError, OSError):
     """`gateway.port` is taken."""
 
 
-class RequestError(GatewayError, ValueError):
+class RequestError(GatewayError, ValueError, status=400, kind="invalid_request_error"):
     """A request's field is malformed or unsupported: `RequestError(message, param)`."""
-
-    status = 400
-    kind = "invalid_request_error"
 
     @property
     def param(self) -> str | None:
         return self.args[1] if len(self.args) > 1 else None
 
 
-class ContextLengthError(RequestError):
+class ContextLengthError(RequestError, code="context_length_exceeded"):
     """The prompt leaves no room for a response: (message, param, tokens of the prompt, limit)."""
-
-    code = "context_length_exceeded"
 
     @classmethod
     def of(cls, n: int, context: int, *, at_least: bool = False) -> ContextLengthError:
@@ -101,151 +114,120 @@ class ContextLengthError(RequestError):
         return (self.args[2], self.args[3]) if len(self.args) == 4 else None
 
 
-class TrajectoryLimitError(RequestError):
+class TrajectoryLimitError(RequestError, code="trajectory_limit_exceeded"):
     """The trajectory has all the turns or tokens it may have."""
 
-    code = "trajectory_limit_exceeded"
 
-
-class BodyTooLargeError(RequestError):
+class BodyTooLargeError(RequestError, status=413):
     """The request's body exceeds `gateway.max_body_bytes`."""
 
-    status = 413
 
-
-class MediaTypeError(RequestError):
+class MediaTypeError(RequestError, status=415):
     """The request's body is not said to be JSON. Not read as such on purpose: a web page could send
     a form to a server on loopback."""
 
-    status = 415
 
-
-class HeaderTooLargeError(RequestError):
+class HeaderTooLargeError(RequestError, status=431):
     """The request's headers exceed `gateway.max_header_bytes`."""
 
-    status = 431
 
-
-class PreviousResponseError(RequestError):
+class PreviousResponseError(RequestError, code="previous_response_not_found"):
     """`previous_response_id` names no response that is stored here."""
 
-    code = "previous_response_not_found"
 
-
-class UnknownItemError(RequestError):
+class UnknownItemError(RequestError, status=404):
     """No response or item of this id is stored here."""
 
-    status = 404
 
-
-class AuthenticationError(GatewayError, PermissionError):
+class AuthenticationError(
+    GatewayError,
+    PermissionError,
+    status=401,
+    kind="authentication_error",
+    code="invalid_api_key",
+    headers={"www-authenticate": "Bearer"},
+):
     """The request carries no key, or none that is known."""
 
-    status = 401
-    kind = "authentication_error"
-    code = "invalid_api_key"
 
-    def headers(self) -> dict[str, str]:
-        return {"www-authenticate": "Bearer"}
-
-
-class PermissionDeniedError(GatewayError, PermissionError):
+class PermissionDeniedError(
+    GatewayError, PermissionError, status=403, kind="permission_error", code="permission_denied"
+):
     """The key is known, but not for this endpoint or trajectory."""
 
-    status = 403
-    kind = "permission_error"
-    code = "permission_denied"
 
-
-class HostError(PermissionDeniedError):
+class HostError(PermissionDeniedError, code="host_not_allowed"):
     """The request's Host is no name of this gateway."""
 
-    code = "host_not_allowed"
 
-
-class OriginError(PermissionDeniedError):
+class OriginError(PermissionDeniedError, code="origin_not_allowed"):
     """The request's Origin is another site's page."""
 
-    code = "origin_not_allowed"
 
-
-class PathError(GatewayError, LookupError):
+class PathError(GatewayError, LookupError, status=404, kind="invalid_request_error"):
     """No such path, or not with this method."""
 
-    status = 404
-    kind = "invalid_request_error"
 
-
-class BodyTimeoutError(GatewayError, TimeoutError):
+class BodyTimeoutError(
+    GatewayError,
+    TimeoutError,
+    status=408,
+    kind="invalid_request_error",
+    code="request_timeout",
+    headers={"connection": "close"},  # what still comes of the body is not read
+):
     """The request's body did not arrive within `gateway.body_timeout_s`."""
 
-    status = 408
-    kind = "invalid_request_error"
-    code = "request_timeout"
 
-    def headers(self) -> dict[str, str]:
-        # What still comes of the body is not read.
-        return {"connection": "close"}
-
-
-class HeaderTimeoutError(GatewayError, TimeoutError):
+class HeaderTimeoutError(
+    GatewayError, TimeoutError, status=408, kind="invalid_request_error", code="request_timeout"
+):
     """The request's headers did not arrive within `gateway.header_timeout_s`."""
 
-    status = 408
-    kind = "invalid_request_error"
-    code = "request_timeout"
 
-
-class TooManyConnectionsError(GatewayError, RuntimeError):
+class TooManyConnectionsError(
+    GatewayError, RuntimeError, status=503, code="too_many_connections", retry_after_s=1
+):
     """A peer has `gateway.max_unauthenticated_connections`."""
 
-    status = 503
-    code = "too_many_connections"
 
-    def headers(self) -> dict[str, str]:
-        return {"retry-after": "1"}
-
-
-class TrajectoryConflictError(GatewayError, RuntimeError):
+class TrajectoryConflictError(
+    GatewayError,
+    RuntimeError,
+    status=409,
+    kind="invalid_request_error",
+    code="trajectory_conflict",
+    headers={"x-should-retry": "false"},  # the SDKs would try a 409 again
+):
     """The trajectory exists with another prompt_uid, channel or outcome."""
 
-    status = 409
-    kind = "invalid_request_error"
-    code = "trajectory_conflict"
 
-    def headers(self) -> dict[str, str]:
-        """The SDKs would try a 409 again."""
-        return {"x-should-retry": "false"}
-
-
-class TrajectoryClosedError(GatewayError, RuntimeError):
+class TrajectoryClosedError(
+    GatewayError,
+    RuntimeError,
+    status=410,
+    kind="invalid_request_error",
+    code="trajectory_closed",
+):
     """The trajectory takes no more Steps."""
 
-    status = 410
-    kind = "invalid_request_error"
-    code = "trajectory_closed"
 
-
-class RateLimitedError(GatewayError, RuntimeError):
+class RateLimitedError(
+    GatewayError,
+    RuntimeError,
+    status=429,
+    kind="rate_limit_error",
+    code="rate_limit_exceeded",
+    retry_after_s=1,
+):
     """No room within `gateway.queue_timeout_s`: `RateLimitedError(message, retry_after_s)`."""
 
-    status = 429
-    kind = "rate_limit_error"
-    code = "rate_limit_exceeded"
-
-    @property
-    def retry_after_s(self) -> float:
-        return float(self.args[1]) if len(self.args) > 1 else 1.0
-
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(ceil(self.retry_after_s))}
+        return {"retry-after": str(ceil(self.args[1]))} if len(self.args) > 1 else super().headers()
 
 
-class EngineError(GatewayError, RuntimeError):
+class EngineError(GatewayError, RuntimeError, status=502, code="engine_error"):
     """An engine's answer cannot be used: (what an agent may read, what only the log may hold)."""
-
-    status = 502
-    code = "engine_error"
 
     @property
     def detail(self) -> str:
@@ -253,43 +235,29 @@ class EngineError(GatewayError, RuntimeError):
         return str(self.args[1]) if len(self.args) > 1 else ""
 
 
-class EngineUnavailableError(EngineError, ConnectionError):
+class EngineUnavailableError(
+    EngineError,
+    ConnectionError,
+    status=503,
+    code="engine_unavailable",
+    retry_after_s=5,  # one that is started again loads its model first
+):
     """No engine could be reached within the allowed tries."""
 
-    status = 503
-    code = "engine_unavailable"
 
-    def headers(self) -> dict[str, str]:
-        return {"retry-after": "5"}  # one that is started again loads its model first
-
-
-class EngineTimeoutError(EngineError, TimeoutError):
+class EngineTimeoutError(EngineError, TimeoutError, status=504, code="engine_timeout"):
     """The call took longer than `gateway.request_timeout_s`."""
 
-    status = 504
-    code = "engine_timeout"
 
-
-class PoolUnavailableError(GatewayError, ConnectionError):
+class PoolUnavailableError(
+    GatewayError, ConnectionError, status=503, code="pool_unavailable", retry_after_s=1
+):
     """The DataPool did not store the Step; nothing was acknowledged."""
 
-    status = 503
-    code = "pool_unavailable"
-    retry_after_s: ClassVar[int] = 1
 
-    def headers(self) -> dict[str, str]:
-        return {"retry-after": str(self.retry_after_s)}
-
-
-class ChannelFullError(PoolUnavailableError):
+class ChannelFullError(PoolUnavailableError, code="channel_full", retry_after_s=5):
     """The channel holds all that it may (`overflow: block`) until something is leased."""
 
-    code = "channel_full"
-    retry_after_s = 5
 
-
-class PoolStorageError(PoolUnavailableError):
+class PoolStorageError(PoolUnavailableError, code="pool_storage_error", retry_after_s=10):
     """The DataPool's journal cannot be written or read; mostly, its disk is full."""
-
-    code = "pool_storage_error"
-    retry_after_s = 10

@@ -1,59 +1,60 @@
 """`/openapi.json`: what the gateway serves, with the body of each LLM endpoint as its SDK types it.
 
-The hot routes take bare requests, so FastAPI knows nothing of their bodies; the vendors' SDKs do.
-Made on the first request for it. An SDK that is not installed leaves its endpoint's body an object.
+FastAPI describes its own routes and leaves out the plain ones (`routes.py`), which are described
+here; their fields are checked in `dialects/`, but conversations are best typed by the vendors'
+SDKs. Made on the first request for it. An SDK that is not installed leaves a body an object.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import TypeAdapter
+from starlette.routing import Route
 
+from stepwell.gateway.lifecycle import CompleteTrajectory
+
+_OPENAI = "openai.types"
 SDK_TYPES: Mapping[str, tuple[str, str]] = {
-    "/v1/chat/completions": (
-        "openai.types.chat.completion_create_params",
+    "chat/completions": (
+        f"{_OPENAI}.chat.completion_create_params",
         "CompletionCreateParamsNonStreaming",
     ),
-    "/v1/completions": (
-        "openai.types.completion_create_params",
-        "CompletionCreateParamsNonStreaming",
-    ),
-    "/v1/responses": (
-        "openai.types.responses.response_create_params",
+    "completions": (f"{_OPENAI}.completion_create_params", "CompletionCreateParamsNonStreaming"),
+    "responses": (
+        f"{_OPENAI}.responses.response_create_params",
         "ResponseCreateParamsNonStreaming",
     ),
-    "/v1/messages": ("anthropic.types.message_create_params", "MessageCreateParamsNonStreaming"),
-    "/v1/messages/count_tokens": (
+    "messages": ("anthropic.types.message_create_params", "MessageCreateParamsNonStreaming"),
+    "messages/count_tokens": (
         "anthropic.types.message_count_tokens_params",
         "MessageCountTokensParams",
     ),
 }
+"""By path below `/v1/`."""
 _STREAM = {"type": "boolean", "description": "Answer with server-sent events."}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_NUMBERS = {"type": "array", "items": {"type": "number"}}
+_NAME = {"type": "string", "minLength": 1}
+_COUNT = {"type": "integer", "minimum": 0}
 _STEP = {
     "type": "object",
     "additionalProperties": False,
     "required": ["prompt_ids", "response_ids", "trajectory_uid", "prompt_uid", "step_index"],
     "properties": {
-        "prompt_ids": _TOKEN_IDS,
-        "response_ids": _TOKEN_IDS,
+        **dict.fromkeys(("prompt_ids", "response_ids"), _TOKEN_IDS),
+        **dict.fromkeys(("trajectory_uid", "prompt_uid"), _NAME),
+        **dict.fromkeys(("step_index", "policy_version"), _COUNT),
+        "parent_index": {"type": ["integer", "null"]},
         "reward": {"type": ["number", "null"]},
-        "trajectory_uid": {"type": "string", "minLength": 1},
-        "prompt_uid": {"type": "string", "minLength": 1},
-        "step_index": {"type": "integer", "minimum": 0},
-        "policy_version": {"type": "integer", "minimum": 0},
         "is_last": {"type": "boolean"},
         "metadata": {"type": "object"},
-        "rollout_log_probs": {"anyOf": [_NUMBERS, {"type": "null"}]},
+        "rollout_log_probs": {"type": ["array", "null"], "items": {"type": "number"}},
         "finish_reason": {"type": ["string", "null"]},
-        "parent_index": {"type": ["integer", "null"]},
         "version_spans": {"type": "array", "items": {"type": "object"}},
         "multi_modal_data": {"type": ["object", "null"]},
         "routed_experts": {"type": ["array", "null"], "items": {}},
@@ -81,10 +82,9 @@ _OWN: Mapping[str, dict[str, Any]] = {
         },
     },
     "/compute_reward": {"type": "object"},
+    "complete_trajectory": CompleteTrajectory.model_json_schema(),
 }
-"""Bodies of the gateway's own bare routes."""
-
-
+"""Bodies of the gateway's own plain routes."""
 _KEYS: Mapping[str, dict[str, str]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -93,50 +93,41 @@ _KEYS: Mapping[str, dict[str, str]] = {
 
 
 def install_openapi(app: FastAPI) -> None:
-    """Let `app` describe the bodies of its bare routes."""
+    """Let `app` describe its plain routes, too."""
 
     def described() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _describe(document)
+            components = document.setdefault("components", {})
+            components["securitySchemes"] = _KEYS
+            document["security"] = [{}, *({name: []} for name in _KEYS)]
+            definitions = components.setdefault("schemas", {})
+            for route in app.routes:
+                if type(route) is Route and route.include_in_schema:
+                    document["paths"][route.path] = _described(route, definitions)
             app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = described  # type: ignore[method-assign]  # FastAPI's documented way
 
 
-def _describe(document: dict[str, Any]) -> None:
-    components = document.setdefault("components", {})
-    definitions = components.setdefault("schemas", {})
-    components["securitySchemes"] = _KEYS
-    document["security"] = [{}, *({name: []} for name in _KEYS)]
-    bodies: dict[str, dict[str, Any]] = {}
-    for path, operations in document["paths"].items():
-        _, found, below = path.partition("/v1/")
-        plain = f"/v1/{below}" if found else path
-        for operation in operations.values():
-            _name_path_parameters(path, operation)
-        operation = operations.get("post")
-        if operation is None or "requestBody" in operation:
-            continue
-        if plain in SDK_TYPES and plain not in bodies:
-            bodies[plain] = _sdk_schema(plain, definitions)
-        schema = bodies.get(plain) or _OWN.get(plain)
-        if schema is not None:
-            operation["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": schema}},
-            }
-
-
-def _name_path_parameters(path: str, operation: dict[str, Any]) -> None:
-    """A handler that does not take its path's parameters leaves them undocumented."""
-    named = {p["name"] for p in operation.get("parameters", ()) if p["in"] == "path"}
-    for name in re.findall(r"{(\w+)}", path):
-        if name not in named:
-            operation.setdefault("parameters", []).append(
-                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            )
+def _described(route: Route, definitions: dict[str, Any]) -> dict[str, Any]:
+    _, found, below = route.path.partition("/v1/")
+    operation: dict[str, Any] = {
+        "summary": inspect.getdoc(route.endpoint) or below or route.path,
+        "responses": {"200": {"description": "Successful Response"}},
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in route.param_convertors
+        ],
+    }
+    path = below if found else route.path
+    schema = _sdk_schema(path, definitions) if path in SDK_TYPES else _OWN.get(path)
+    if schema is not None:
+        content = {"application/json": {"schema": schema}}
+        operation["requestBody"] = {"required": path != "complete_trajectory", "content": content}
+    methods = (route.methods or set()) - {"HEAD"}
+    return {method.lower(): operation for method in sorted(methods)}
 
 
 def _sdk_schema(path: str, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from urllib.parse import quote, unquote
 from pydantic import AfterValidator
 from starlette.types import Scope
 
+UNDER = "/{trajectory_uid}/{prompt_uid}/v1"
+"""What the paths of a trajectory's own routes begin with."""
+
 
 def routing_path(scope: Scope) -> str:
     """The path of a request as routes match it."""

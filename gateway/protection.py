@@ -13,13 +13,13 @@ Does not own: whose page and for which host (`hosts.py`), who may what (`keys.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import lru_cache
 
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.dialects.registry import error_response
 from stepwell.gateway.errors import (
     BodyTimeoutError,
     BodyTooLargeError,
@@ -29,34 +29,24 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.keys import KeyRing, needed_by
 from stepwell.gateway.paths import routing_path
-from stepwell.gateway.web import CONNECTION, Connection
+from stepwell.gateway.web import connection_of
 
 
 class Protection:
     """ASGI middleware. Handlers find the caller in `request.state.principal`."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        answer_of: Callable[[str, GatewayError], Response],
-        *,
-        keys: KeyRing,
-        hosts: Hosts,
-        max_body_bytes: int,
-        body_timeout_s: float,
-    ) -> None:
-        """`answer_of`: a path and what is wrong, in the shape that the path's clients read."""
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, hosts: Hosts, config: GatewayConfig) -> None:
         self._app = app
-        self._answer_of = answer_of
         self._hosts = hosts
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
+        self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        if scope["type"] == "http" and scope["method"] == "POST":
+            await scope["app"].state.services.engine.pace.enter()  # before any work is done for it
         scope["path"] = path = routing_path(scope)
         headers = dict(scope["headers"])
         needed, url = needed_by(scope.get("method", "GET"), path)
@@ -64,40 +54,24 @@ class Protection:
             self._hosts.check(scope, headers.get(b"host"), headers.get(b"origin"))
             principal = self._keys.authorize(Headers(scope=scope), needed, url)
         except GatewayError as e:
-            await self._answer_of(path, e)(scope, receive, send)
+            await error_response(path, e)(scope, receive, send)
             return
         scope.setdefault("state", {})["principal"] = principal
         if scope["type"] == "http":
-            kind = headers.get(b"content-type", b"")
-            body = _Body(scope, receive, kind, self._max_body_bytes, self._body_timeout_s)
-            if needed != "open" and body.connection is not None:
-                body.connection.authenticated()
-            receive = body
+            receive = _Body(scope, receive, headers.get(b"content-type", b""), self._config)
+            if needed != "open":
+                receive.connection.authenticated()
         await self._app(scope, receive, send)
 
 
 class _Body:
     """`receive` of one request, bounded until the body has arrived."""
 
-    __slots__ = (
-        "_arrived",
-        "_deadline",
-        "_kind",
-        "_max_bytes",
-        "_receive",
-        "_size",
-        "_timeout_s",
-        "connection",
-    )
-
-    def __init__(
-        self, scope: Scope, receive: Receive, kind: bytes, max_bytes: int, timeout_s: float
-    ) -> None:
-        self.connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
+    def __init__(self, scope: Scope, receive: Receive, kind: bytes, config: GatewayConfig) -> None:
+        self.connection = connection_of(scope)
         self._kind = kind
         self._receive = receive
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
+        self._config = config
         self._deadline: float | None = None
         self._size = 0
         self._arrived = False
@@ -109,7 +83,7 @@ class _Body:
         """
         if self._arrived:
             return await self._receive()
-        if self.connection is not None and self.connection.has_body:
+        if self.connection.has_body:
             message = await self._receive()  # at once: no timer is needed
         else:
             message = await self._wait()
@@ -122,24 +96,26 @@ class _Body:
                 "the header content-type: application/json (curl --json does)",
                 None,
             )
-        if self._size > self._max_bytes:
+        if self._size > self._config.max_body_bytes:
             self._arrived = True
             raise BodyTooLargeError(
-                f"the request's body exceeds {self._max_bytes} bytes (gateway.max_body_bytes)", None
+                f"the request's body exceeds {self._config.max_body_bytes} bytes "
+                "(gateway.max_body_bytes)",
+                None,
             )
         return message
 
     async def _wait(self) -> Message:
+        timeout_s = self._config.body_timeout_s
         if self._deadline is None:
-            self._deadline = asyncio.get_running_loop().time() + self._timeout_s
+            self._deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await self._receive()
         except TimeoutError as e:
             self._arrived = True
             raise BodyTimeoutError(
-                f"the request's body did not arrive within {self._timeout_s:g} s "
-                "(gateway.body_timeout_s)"
+                f"the request's body did not arrive within {timeout_s:g} s (gateway.body_timeout_s)"
             ) from e
 
 

@@ -89,14 +89,14 @@ async def serve(
     )
     if call.stream:
         try:
-            with aborts_on_disconnect(request.scope, request.receive, exchange):
+            with aborts_on_disconnect(request.scope, exchange):
                 await exchange.begin()
         except BaseException:  # nobody reads what the other samples say
             exchange.close()
             raise
         return _told(EventStream(dialect.frames(exchange), exchange), services, exchange)
     try:
-        with aborts_on_disconnect(request.scope, request.receive, exchange):
+        with aborts_on_disconnect(request.scope, exchange):
             replies = await exchange.results()
         await services.engine.pace.keep()  # the pool answers for many at once
         answer = OrjsonResponse(dialect.answer(exchange, replies))

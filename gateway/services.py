@@ -1,18 +1,18 @@
-"""This module holds what the routes share, so that a route knows the parts it uses and not how they
-were made.
+"""This module puts the parts of a gateway together, so that a route knows the parts it uses and not
+how they were made.
 
-    app.py makes it ──► Services ──► routes.py, serve.py, shortcut.py, slime_buffer/
+    create_app ── lifespan ──► Services ──► routes.py, lifecycle.py, serve.py, slime_buffer/
 
-One per running application, in `app.state.services`. Does not own: how the parts are put together
-(`app.py`), paths and bodies (the routes).
+One per running application, in `app.state.services`; there are no globals, and no part is told
+later of another one. Does not own: paths and bodies (the routes), layers before them (`app.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.requests import Request
@@ -21,46 +21,104 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.gateway.addresses import Addresses
 from stepwell.gateway.call_service import CallService
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.dialects.base import Dialect
 from stepwell.gateway.dialects.openai_responses import OpenAIResponses
+from stepwell.gateway.dialects.registry import make_dialects
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.functions import Function
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.keys import KeyRing
+from stepwell.gateway.limits import CallLimits
+from stepwell.gateway.prompt import Prompts
+from stepwell.gateway.reply.reader import ReplyFormat
 from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
+from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.tokens.turn_messages import TurnMessages
+from stepwell.gateway.trajectory.conversations import Conversations
 from stepwell.gateway.trajectory.groups import Groups
 from stepwell.gateway.trajectory.identity import Identities
 from stepwell.gateway.trajectory.outcomes import Outcomes
 from stepwell.gateway.trajectory.recording import Recording
 from stepwell.gateway.trajectory.store import TrajectoryStore
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory
+from stepwell.gateway.wiring import Wiring
+
+log = logging.getLogger(__name__)
+
+PROMPT_CACHE_TOKENS = 4_000_000
+"""Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Services:
     """The parts of one gateway, for as long as the application runs."""
 
-    config: GatewayConfig
-    keys: KeyRing
-    hosts: Hosts
-    addresses: Addresses
-    pool: DataPoolClient
-    tokenizer: ChatTokenizer
-    engine: EngineClient
-    calls: CallService
-    trajectories: TrajectoryStore
-    groups: Groups
-    outcomes: Outcomes
-    recording: Recording
-    identities: Identities
-    dialects: Mapping[str, Dialect]
-    """By path below `/v1/`."""
-    responses: OpenAIResponses
-    """One of `dialects`: its answers can be read again."""
-    rollout_buffer: RolloutBuffer
-    reward: Function | None
-    started_at: float = field(default_factory=time.monotonic)
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        *,
+        config: GatewayConfig,
+        wiring: Wiring,
+        pool: DataPoolClient,
+        tokenizer: ChatTokenizer,
+        turn_messages: TurnMessages,
+        keys: KeyRing,
+        hosts: Hosts,
+        reward: Function | None,
+        generator: Function | None,
+    ) -> None:
+        self.started_at = time.monotonic()
+        self.config, self.pool, self.tokenizer = config, pool, tokenizer
+        self.keys, self.hosts, self.reward = keys, hosts, reward
+        self.addresses = Addresses(wiring, config.public_url)
+        self.engine = EngineClient(config, wiring, tokenizer.vocabulary)
+        self.recording = Recording(pool, config)
+        self.groups = Groups(config)
+        conversations = Conversations()
+
+        def left(trajectory: LiveTrajectory) -> None:
+            conversations.forget(trajectory)
+            if trajectory.closed is None:
+                self.groups.leave(trajectory.group)
+
+        self.trajectories = TrajectoryStore(
+            self.recording,
+            channel_of=self.groups.channel,
+            on_left=left,
+            remembered_calls=config.remembered_calls,
+        )
+        renderer = ChatRenderer(
+            tokenizer, thinking=config.thinking, cache_tokens=PROMPT_CACHE_TOKENS
+        )
+        if renderer.turn_close_id is None:
+            log.warning(
+                "the chat template ends assistant turns with no special token: every later turn "
+                "of a conversation becomes a branch"
+            )
+        self.calls = CallService(
+            engine=self.engine,
+            prompts=Prompts(config, renderer, threads),
+            format=ReplyFormat(tokenizer, config),
+            limits=CallLimits(config),
+            turn_messages=turn_messages,
+            thinking=config.thinking,
+            channel_sampling=wiring.sampling,
+            replicas=config.replicas,
+            on_turn=conversations.note_turn,
+        )
+        self.outcomes = Outcomes(config, self.recording, self.trajectories)
+        self.identities = Identities(
+            *(self.trajectories, conversations, self.groups, keys.read),
+            idle_s=config.conversation_idle_s,
+        )
+        template = tokenizer.template_text
+        self.responses = OpenAIResponses(config.stored_response_chars, template)
+        """One of `dialects`: its answers can be read again."""
+        self.dialects = make_dialects(template, self.responses)
+        """By path below `/v1/`."""
+        self.rollout_buffer = RolloutBuffer(
+            *(config, wiring.engine_urls, pool, tokenizer, self.outcomes), generator
+        )
 
     async def start(self) -> None:
         await self.engine.start()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -86,15 +85,6 @@ def _is_too_deep(value: Any) -> bool:
     return False
 
 
-def invalid_body(errors: Sequence[Mapping[str, Any]]) -> RequestError:
-    """What pydantic found wrong with a body, in one line."""
-    first = errors[0]
-    name = ".".join(str(p) for p in first["loc"] if p != "body") or None
-    return RequestError(
-        f"{name or 'the body'}: {first['msg']} (got {first.get('input')!r:.80})", name
-    )
-
-
 def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
     """What makes a request a repetition: OpenAI's SDKs count retries, others send a key."""
     digest = hashlib.blake2b(body, digest_size=16).hexdigest()
@@ -132,18 +122,15 @@ class Connection:
 CONNECTION = "stepwell.connection"
 
 
+def connection_of(scope: Scope) -> Connection:
+    connection: Connection = scope["extensions"][CONNECTION]
+    return connection
+
+
 @contextmanager
-def aborts_on_disconnect(scope: Scope, receive: Receive, listener: Closing) -> Iterator[None]:
+def aborts_on_disconnect(scope: Scope, listener: Closing) -> Iterator[None]:
     """Within the block, a client that goes away is no listener any more."""
-    connection: Connection | None = scope.get("extensions", {}).get(CONNECTION)
-    if connection is None:  # another server than ours
-        watch = asyncio.create_task(_disconnected(receive))
-        watch.add_done_callback(lambda w: None if w.cancelled() else listener.close())
-        try:
-            yield
-        finally:
-            watch.cancel()
-        return
+    connection = connection_of(scope)
     connection.listeners.add(listener)
     if connection.is_lost:
         listener.close()
@@ -151,11 +138,6 @@ def aborts_on_disconnect(scope: Scope, receive: Receive, listener: Closing) -> I
         yield
     finally:
         connection.listeners.discard(listener)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class EventStream(Response):
@@ -172,14 +154,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with aborts_on_disconnect(scope, receive, self._listener):
-                await send(
-                    {
-                        "type": "http.response.start",
-                        "status": self.status_code,
-                        "headers": self.raw_headers,
-                    }
-                )
+            with aborts_on_disconnect(scope, self._listener):
+                head = {"status": self.status_code, "headers": self.raw_headers}
+                await send({"type": "http.response.start", **head})
                 async for frame in self._frames:
                     await send({"type": "http.response.body", "body": frame, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
@@ -214,16 +191,4 @@ def number(
     value = field(body, name, int if integral else (int, float), wanted)
     if value is not None and not low <= value <= high:
         raise RequestError(f"{name} is {value}; send {wanted}", name)
-    return value
-
-
-def top_p(body: Mapping[str, Any]) -> float | None:
-    """The field of this name: a number in (0, 1], or None.
-
-    Raises:
-        RequestError
-    """
-    value: float | None = number(body, "top_p", 0, 1)
-    if value == 0:
-        raise RequestError("top_p is 0; send a number in (0, 1]", "top_p")
     return value

@@ -436,13 +436,13 @@ class ScriptedEngine:
         )
 
 
-SERVED_BY: dict[str, Any] = {"ours": http_protocol(GatewayConfig()), "another": "auto"}
-"""The protocol that `stepwell.gateway.server` runs, and uvicorn's own."""
+OURS = http_protocol(GatewayConfig())
+"""The protocol that `stepwell.gateway.server` runs."""
 
 
 @asynccontextmanager
 async def serving(
-    app: Any, *, graceful: bool = True, http: Any = SERVED_BY["ours"], port: int = 0
+    app: Any, *, graceful: bool = True, http: Any = OURS, port: int = 0
 ) -> AsyncIterator[str]:
     """`app` over HTTP, on a free port unless one is given, in this event loop."""
     listening = bind("127.0.0.1", port)
@@ -644,7 +644,6 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
         async def make(
             family: str = "chatml",
             engines: int = 1,
-            served_by: str = "ours",
             pool: DataPoolClient | None = None,
             pool_config: PoolConfig | None = None,
             pool_folder: Path | None = None,
@@ -666,8 +665,7 @@ async def worlds() -> AsyncIterator[Callable[..., Any]]:
             config = GatewayConfig(port=0, **{"retry_backoff_s": 0.01, **options})
             urls = tuple(e.url for e in made) if engine_urls is None else engine_urls
             app = create_app(config, Wiring(urls, sampling=sampling or {}), pool, tokenizer)
-            http = http_protocol(config) if served_by == "ours" else SERVED_BY[served_by]
-            url = await stack.enter_async_context(serving(app, http=http))
+            url = await stack.enter_async_context(serving(app, http=http_protocol(config)))
             clients = await stack.enter_async_context(AsyncExitStack())
             world = World(url, made[0], pool, tokenizer, app, clients)
             world.engines = made  # type: ignore[attr-defined]  # only the failover tests look

@@ -129,6 +129,8 @@ async def _ask(
             lines.sort()
         told = {k.lower(): names.put(v) for k, v in answer.headers.items()}
         kept = {k: told[k] for k in sorted(told) if k not in OF_THE_SERVER}
+        if "allow" in kept:  # a set, in any order
+            kept["allow"] = ", ".join(sorted(kept["allow"].split(", ")))
         return {"status": answer.status, "headers": kept, "body": lines}
 
 

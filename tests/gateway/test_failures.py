@@ -14,7 +14,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from stepwell.gateway.web import retry_key
-from tests.gateway.conftest import SERVED_BY, Sampled, log_prob
+from tests.gateway.conftest import Sampled, log_prob
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
@@ -250,12 +250,9 @@ async def test_a_retry_of_a_call_that_failed_samples_anew(world: Any) -> None:
 # -- clients that go away --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("served_by", SERVED_BY)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_aborts_its_generation(
-    worlds: Any, stream: bool, served_by: str
-) -> None:
-    world = await worlds(served_by=served_by)
+async def test_a_client_that_goes_away_aborts_its_generation(worlds: Any, stream: bool) -> None:
+    world = await worlds()
     gate = asyncio.Event()
     world.say("never finished", gate=gate)
     body = {"model": "m", "messages": MESSAGES, "stream": stream}

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import RateLimitedError, TrajectoryLimitError
 from stepwell.gateway.limits import CallLimits
-from tests.gateway.conftest import SERVED_BY
 
 TIMEOUT_S = 10.0
 
@@ -259,11 +258,10 @@ async def raw(url: str, head: str, body: bytes) -> tuple[int, dict[str, Any]]:
 @pytest.mark.parametrize(
     "path", ["/t/p/v1/chat/completions", "/init_trajectory", "/submit_steps", "/buffer/write"]
 )
-@pytest.mark.parametrize("served_by", SERVED_BY)
 async def test_a_body_that_does_not_arrive_is_answered_408_and_the_connection_closed(
-    worlds: Any, path: str, served_by: str
+    worlds: Any, path: str
 ) -> None:
-    world = await worlds(body_timeout_s=0.05, served_by=served_by)
+    world = await worlds(body_timeout_s=0.05)
     head = (
         f"POST {path} HTTP/1.1\r\nhost: localhost\r\n"
         "content-type: application/json\r\ncontent-length: 1000"
@@ -274,11 +272,8 @@ async def test_a_body_that_does_not_arrive_is_answered_408_and_the_connection_cl
     assert not world.engine.requests
 
 
-@pytest.mark.parametrize("served_by", SERVED_BY)
-async def test_bodies_in_pieces_and_requests_behind_one_another_are_read_whole(
-    worlds: Any, served_by: str
-) -> None:
-    world = await worlds(body_timeout_s=10, served_by=served_by)
+async def test_bodies_in_pieces_and_requests_behind_one_another_are_read_whole(worlds: Any) -> None:
+    world = await worlds(body_timeout_s=10)
     said = ["one", "two", "three"]
     bodies = [
         orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
@@ -310,11 +305,10 @@ async def test_bodies_in_pieces_and_requests_behind_one_another_are_read_whole(
     assert all(f"user\n{text}<" in prompt for text, prompt in zip(said, prompts, strict=True))
 
 
-@pytest.mark.parametrize("served_by", SERVED_BY)
 async def test_a_client_that_leaves_in_the_middle_of_its_body_begins_no_call(
-    worlds: Any, served_by: str, caplog: pytest.LogCaptureFixture
+    worlds: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = await worlds(body_timeout_s=10, served_by=served_by)
+    world = await worlds(body_timeout_s=10)
     _, writer = await asyncio.open_connection(*world.url.removeprefix("http://").split(":"))
     writer.write(
         b"POST /t/p/v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"

@@ -520,7 +520,7 @@ async def test_what_is_tagged_as_it_is_opened_is_deleted_by_its_tag(
     deleted = await world.pool.delete(tag="user-7")
     assert deleted.trajectories == ("t1", "p3-0", "p3-1")
     status, got = await agent.post("/init_trajectory", {"tags": [""]})
-    assert (status, got["error"]["param"]) == (400, "tags.0")
+    assert (status, got["error"]["param"]) == (400, "tags[0]")
 
 
 # -- calls that are not recorded -------------------------------------------------------------

@@ -1,0 +1,299 @@
+"""This module opens, closes, scores and deletes trajectories and groups over HTTP.
+
+Bodies are pydantic models, which FastAPI reads and describes. Owns: these routes. Does not own: the
+hot ones, calls and completing a trajectory by its URL (`routes.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, TypeAlias
+from urllib.parse import unquote
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from stepwell.datapool.errors import (
+    ChannelShutDownError,
+    GroupClosedError,
+    GroupConflictError,
+    UnknownTrajectoryError,
+)
+from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
+from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
+from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.types import MAX_REWARD
+from stepwell.gateway.config import MOST_OF_A_GROUP
+from stepwell.gateway.errors import (
+    PermissionDeniedError,
+    RequestError,
+    TrajectoryClosedError,
+    TrajectoryConflictError,
+    UnknownItemError,
+)
+from stepwell.gateway.keys import Principal
+from stepwell.gateway.paths import UNDER, Uid, quoted
+from stepwell.gateway.services import Services, services_of
+from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.web import OrjsonResponse
+
+router = APIRouter()
+
+
+async def _principal(request: Request) -> Principal:
+    principal: Principal = request.state.principal
+    return principal
+
+
+async def _services(request: Request) -> Services:
+    return services_of(request)
+
+
+Parts: TypeAlias = Annotated[Services, Depends(_services)]
+Caller: TypeAlias = Annotated[Principal, Depends(_principal)]
+Name: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class InitTrajectory(Body):
+    prompt_uid: Name | None = None
+    """Group of the rollout; null: a group of its own."""
+    trajectory_uid: Name | None = None
+    """null: made here. Given, a repeated request is the same trajectory."""
+    channel: Name | None = None
+    metadata: dict[str, Any] = {}
+    tags: list[Name] = []
+    """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
+    attempt: int = Field(default=0, ge=0, lt=2**31, strict=True)
+
+
+class DeclareGroup(Body):
+    n: int = Field(ge=1, le=MOST_OF_A_GROUP, strict=True)
+    """Trajectories, which are opened and handed out."""
+    prompt_uid: Name | None = None
+    """null: made here. Given, a repeated request is the same group."""
+    channel: Name | None = None
+    metadata: dict[str, Any] = {}
+    tags: list[Name] = []
+    """As of a trajectory, for the group."""
+    deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """After which it is served with what is complete; null: as the pool's channel says."""
+
+
+class RegisterTrajectory(Body):
+    channel: Name | None = None
+    metadata: dict[str, Any] = {}
+
+
+class CompleteTrajectory(Body):
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    metadata: dict[str, Any] = {}
+
+
+class CompleteByName(CompleteTrajectory):
+    trajectory_uid: Name
+    """As a reply's header `x-stepwell-trajectory` says it."""
+
+
+class Reward(Body):
+    trajectory_uid: Name
+    """As a reply's header `x-stepwell-trajectory` says it."""
+    reward: float = Field(allow_inf_nan=False, ge=-MAX_REWARD, le=MAX_REWARD)
+
+
+class AbortTrajectory(Body):
+    reason: Name
+    will_retry: bool = False
+
+
+@router.post("/init_trajectory")
+async def init_trajectory(
+    request: Request, services: Parts, body: InitTrajectory | None = None
+) -> Response:
+    body = body or InitTrajectory()
+    uid = body.trajectory_uid or uuid.uuid4().hex
+    prompt_uid = body.prompt_uid or f"prompt-{uid}"
+    _check_names(trajectory_uid=uid, prompt_uid=prompt_uid)
+    opening = {"channel": body.channel, "attempt": body.attempt, "metadata": body.metadata}
+    replica = await services.addresses.place(body.trajectory_uid)
+    address = await _hand_out(request, replica, uid, prompt_uid, body.tags, **opening)
+    return OrjsonResponse({**address, "prompt_uid": prompt_uid})
+
+
+@router.post("/v1/groups")
+async def declare_group(
+    request: Request, services: Parts, caller: Caller, body: DeclareGroup
+) -> Response:
+    """Declare a group and open its trajectories."""
+    if caller.is_bound:
+        raise PermissionDeniedError(
+            "this API key is for one trajectory; declare groups with an agent or admin key"
+        )
+    caller.check_channel(body.channel)
+    prompt_uid = body.prompt_uid or f"group-{uuid.uuid4().hex}"
+    _check_names(prompt_uid=prompt_uid)
+    channel = body.channel or services.groups.channel(prompt_uid, caller.channel)
+    pool, patience_s = services.pool, services.config.pool_timeout_s
+    room_s = services.config.queue_timeout_s
+    try:
+        opened = pool.open_group(
+            *(prompt_uid, body.n, body.deadline_s),
+            metadata=body.metadata,
+            channel=channel,
+            timeout_s=room_s,
+        )
+        await ask(opened, patience_s + room_s)
+        if body.tags:
+            await ask(pool.mark(prompt_uid, channel=channel, tags=body.tags), patience_s)
+    except GroupClosedError as e:
+        raise TrajectoryClosedError(str(e)) from e
+    except (GroupConflictError, ChannelShutDownError) as e:
+        raise TrajectoryConflictError(str(e)) from e
+    uids = [f"{prompt_uid}-{i}" for i in range(body.n)]
+    replicas = [await services.addresses.place(uid) for uid in uids]
+    addresses = await asyncio.gather(
+        *(
+            _hand_out(request, replica, uid, prompt_uid, (), channel=channel, metadata={})
+            for replica, uid in zip(replicas, uids, strict=True)
+        )
+    )
+    return OrjsonResponse({"prompt_uid": prompt_uid, "trajectories": addresses})
+
+
+def _check_names(**names: str) -> None:
+    for name, value in names.items():
+        if value in (".", ".."):
+            raise RequestError(
+                f"{name} is {value!r}; it is part of a URL, so use no bare dots", name
+            )
+
+
+async def _hand_out(
+    request: Request,
+    replica: int | None,
+    uid: str,
+    prompt_uid: str,
+    tags: Sequence[str],
+    **opening: Any,
+) -> dict[str, str]:
+    """Open a trajectory and tag it; what its agent needs to know.
+
+    Args:
+        replica: that is to serve it; None: there is only this one.
+    """
+    services = services_of(request)
+    addresses, trajectories = services.addresses, services.trajectories
+    if replica is not None and trajectories.known(uid) is not None:
+        replica = addresses.index
+    if replica in (None, addresses.index):
+        trajectory = trajectories.get(uid, prompt_uid)
+    else:
+        trajectory = trajectories.elsewhere(uid, prompt_uid)
+    await trajectory.open(**opening)
+    if tags and trajectory.unrecorded is None:
+        mark = services.pool.mark(trajectory_uid=uid, channel=trajectory.channel, tags=list(tags))
+        await ask(mark, services.config.pool_timeout_s)
+    if replica is None:
+        origin = services.config.public_url or services.hosts.origin(request.scope)
+    else:
+        origin = addresses.origin(replica)
+    return {
+        "trajectory_uid": uid,
+        "base_url": f"{origin.rstrip('/')}/{quoted(uid)}/{quoted(prompt_uid)}",
+        "api_key": services.keys.issue(uid, prompt_uid),
+    }
+
+
+@router.post(f"{UNDER}/register_trajectory")
+async def register_trajectory(
+    services: Parts,
+    caller: Caller,
+    trajectory_uid: Uid,
+    prompt_uid: Uid,
+    body: RegisterTrajectory | None = None,
+) -> Response:
+    body = body or RegisterTrajectory()
+    caller.check_channel(body.channel)
+    trajectory = services.trajectories.get(trajectory_uid, prompt_uid, caller.channel)
+    await trajectory.open(channel=body.channel, metadata=body.metadata)
+    uids = {"trajectory_uid": trajectory_uid, "prompt_uid": prompt_uid}
+    return OrjsonResponse({**uids, "channel": trajectory.channel})
+
+
+@router.post(f"{UNDER}/abort_trajectory")
+async def abort_trajectory(
+    services: Parts, trajectory_uid: Uid, prompt_uid: Uid, body: AbortTrajectory
+) -> Response:
+    trajectory = services.trajectories.find(trajectory_uid, prompt_uid)
+    outcome = await trajectory.abort(body.reason, will_retry=body.will_retry)
+    return OrjsonResponse({"trajectory_uid": trajectory_uid, "outcome": outcome})
+
+
+@router.post("/v1/complete_trajectory")
+async def complete_by_name(services: Parts, caller: Caller, body: CompleteByName) -> Response:
+    """For agents that know a trajectory by the header of a reply."""
+
+    def do(uid: str) -> Awaitable[TrajectoryOutcome | SubmitOutcome]:
+        return services.outcomes.complete(uid, body.reward, body.metadata, caller.channel)
+
+    return await _by_name(caller, body.trajectory_uid, do)
+
+
+@router.post("/v1/rewards")
+async def late_reward(services: Parts, caller: Caller, body: Reward) -> Response:
+    """The reward of a trajectory, open or complete, until its group is leased."""
+
+    def do(uid: str) -> Awaitable[TrajectoryOutcome | SubmitOutcome]:
+        return services.outcomes.score(uid, body.reward, caller.channel)
+
+    return await _by_name(caller, body.trajectory_uid, do)
+
+
+async def _by_name(
+    caller: Principal,
+    name: str,
+    do: Callable[[str], Awaitable[TrajectoryOutcome | SubmitOutcome]],
+) -> Response:
+    """Do it to the trajectory of this name, which may be percent-encoded as headers are."""
+    uids = tuple(dict.fromkeys((name, unquote(name))))
+    if caller.is_bound and caller.trajectory is not None:
+        uids = tuple(uid for uid in uids if uid == caller.trajectory[0])
+        if not uids:
+            caller.check_trajectory(name)
+    for uid in uids:
+        try:
+            outcome = await do(uid)
+        except UnknownTrajectoryError:
+            continue
+        except (PoolTrajectoryClosedError, PoolTrajectoryConflictError) as e:
+            raise TrajectoryConflictError(str(e)) from e
+        return OrjsonResponse({"trajectory_uid": uid, "outcome": outcome})
+    raise UnknownItemError(
+        f"trajectory_uid is {name!r:.200}, which no channel knows; send what a reply's header "
+        "x-stepwell-trajectory says",
+        "trajectory_uid",
+    )
+
+
+@router.delete("/v1/trajectories/{trajectory_uid}")
+async def delete_trajectory(services: Parts, caller: Caller, trajectory_uid: Uid) -> Response:
+    """Forget what this gateway has of it, and delete it from the pool with its group."""
+    named = caller.trajectory
+    if named[0] != trajectory_uid if named is not None else caller.access != "admin":
+        raise PermissionDeniedError(
+            "this API key does not delete this trajectory; use an admin key "
+            "(gateway.admin_keys), or the trajectory's own"
+        )
+    if (trajectory := services.trajectories.known(trajectory_uid)) is not None:
+        trajectory.forget()
+    services.responses.store.forget(trajectory_uid)
+    services.calls.prompts.renderer.forget()
+    deleted = await ask(services.pool.delete(trajectory_uid), services.config.pool_timeout_s)
+    return OrjsonResponse({"deleted": deleted.trajectories, "leased": deleted.leased})

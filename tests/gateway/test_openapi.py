@@ -1,0 +1,33 @@
+"""`/openapi.json` describes every route that is meant for agents, the plain ones too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from stepwell.gateway.dialects.registry import PATHS
+
+
+@pytest.mark.parametrize("path", [*PATHS, "messages/count_tokens"])
+async def test_a_dialect_is_described_with_and_without_a_trajectorys_url(
+    world: Any, path: str
+) -> None:
+    async with httpx.AsyncClient(base_url=world.url) as http:
+        document = (await http.get("/openapi.json")).json()
+    for before in ("/v1", "/{trajectory_uid}/{prompt_uid}/v1"):
+        operation = document["paths"][f"{before}/{path}"]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert {"messages", "prompt", "input"} & schema["properties"].keys()
+        named = [p["name"] for p in operation["parameters"]]
+        assert named == ([] if before == "/v1" else ["trajectory_uid", "prompt_uid"])
+
+
+async def test_all_that_takes_a_body_says_which(world: Any) -> None:
+    async with httpx.AsyncClient(base_url=world.url) as http:
+        document = (await http.get("/openapi.json")).json()
+    posts = {path: ops["post"] for path, ops in document["paths"].items() if "post" in ops}
+    bare = {path for path, operation in posts.items() if "requestBody" not in operation}
+    # slime's own say nothing of theirs
+    assert bare == {"/start_rollout", "/buffer/write", "/get_rollout_data", "/ack_rollout_data"}
