@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -13,10 +13,7 @@ def resolve(path: str) -> Any:
         ImportError: there is no such module, or nothing of that name in it. What the module itself
             raises at import passes through.
     """
-    module_name, sep, name = path.partition(":")
-    if not sep:
-        module_name, _, name = path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module_name), name)
+        return resolve_name(path)
     except (AttributeError, ValueError) as e:
         raise ImportError(str(e)) from e

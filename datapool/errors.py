@@ -4,33 +4,36 @@ Every error names the field or id, its value and the remedy, survives pickling (
 and also subclasses the matching built-in::
 
     DataPoolError
-    ├── InvalidStepError(ValueError)          a Step that cannot be trained on
-    ├── InvalidRequestError(ValueError)       an argument outside its range
+    ├── InvalidStepError(ValueError)          a field of a Step is malformed
+    ├── InvalidRequestError(ValueError)       an argument of an operation is outside its range
     ├── StepConflictError(ValueError)         same (trajectory_uid, step_index), other content
-    ├── UnknownBaseError(KeyError)            a step relative to one that is not stored
+    ├── UnknownBaseError(KeyError)            a step relative to one that is not stored; the client
+    │                                         sends it whole
     ├── StepIndexError(ValueError)            contradicts the trajectory's is_last step
     ├── TrajectoryConflictError(ValueError)   trajectory_uid used under two prompt_uids
     ├── TrajectoryClosedError(ValueError)     contradicts how the trajectory was closed before
-    ├── UnknownTrajectoryError(KeyError)
+    ├── UnknownTrajectoryError(KeyError)      the channel never saw it
     ├── GroupConflictError(ValueError)        prompt_uid declared again, with other numbers
-    ├── GroupClosedError(ValueError)          the group has left the pool, or is leased
-    ├── UnknownGroupError(KeyError)
-    ├── UnknownLeaseError(KeyError)
+    ├── GroupClosedError(ValueError)          the group was acked or dropped, or is leased
+    ├── UnknownGroupError(KeyError)           the channel never saw it
+    ├── UnknownLeaseError(KeyError)           the pool never gave it out, or forgot it in a restart
     ├── LeaseExpiredError(TimeoutError)       its groups went back to the pool
     ├── LeaseClosedError(ValueError)          ack after nack, or nack after ack
     ├── PoolFullError(TimeoutError)           no admission credit within timeout_s
-    ├── ChannelShutDownError(RuntimeError)    no group can be opened any more
+    ├── ChannelShutDownError(RuntimeError)    takes steps and serves what is ready; opens no group
     ├── SelectionError(ValueError)            an order or filter failed, or does not exist
     ├── ExportError(ValueError)               a file that is no export, or a value that fits in none
     ├── JournalError(OSError)                 the journal cannot be read or written:
-    │   ├── JournalFullError(OSError)           the disk is full; what was to be written is kept
+    │   ├── JournalFullError(OSError)           the disk is full; what was to be written is kept,
+    │   │                                       and goes with the next transaction
     │   ├── JournalCorruptError(OSError)        the file is damaged
     │   ├── JournalVersionError(OSError)        another version wrote it
     │   ├── JournalLockedError(OSError)         another process has it open
     │   └── JournalFencedError(OSError)         a successor of this process has taken it over
     ├── ReplayError(ValueError)               the journal's rows contradict each other
-    ├── PoolUnavailableError(ConnectionError) the actor cannot be reached
-    └── PoolReplacedError(ConnectionError)    the pool is another one than before, or its journal is
+    ├── PoolUnavailableError(ConnectionError) the actor is dead, restarting or was never started
+    └── PoolReplacedError(ConnectionError)    the pool has another journal than before, or an older
+                                              copy of it
 
 What is merely late (a step for a group that was served meanwhile) is no error: it is the outcome
 "late", because a producer can do nothing about it.
@@ -47,109 +50,82 @@ class DataPoolError(Exception):
         return Exception.__str__(self)
 
 
-class InvalidStepError(DataPoolError, ValueError):
-    """A Step's field is malformed."""
+class InvalidStepError(DataPoolError, ValueError): ...
 
 
-class InvalidRequestError(DataPoolError, ValueError):
-    """An argument of a pool operation is outside its range."""
+class InvalidRequestError(DataPoolError, ValueError): ...
 
 
-class StepConflictError(DataPoolError, ValueError):
-    """A step with this trajectory_uid and step_index is stored with other content."""
+class StepConflictError(DataPoolError, ValueError): ...
 
 
-class UnknownBaseError(DataPoolError, KeyError):
-    """A step was sent relative to one that the pool does not hold; the client sends it whole."""
+class UnknownBaseError(DataPoolError, KeyError): ...
 
 
-class StepIndexError(DataPoolError, ValueError):
-    """The step's index contradicts the trajectory's `is_last` step."""
+class StepIndexError(DataPoolError, ValueError): ...
 
 
-class TrajectoryConflictError(DataPoolError, ValueError):
-    """The trajectory_uid belongs to another prompt_uid."""
+class TrajectoryConflictError(DataPoolError, ValueError): ...
 
 
-class TrajectoryClosedError(DataPoolError, ValueError):
-    """The trajectory was already completed or aborted, in a way that contradicts this call."""
+class TrajectoryClosedError(DataPoolError, ValueError): ...
 
 
-class UnknownTrajectoryError(DataPoolError, KeyError):
-    """The channel never saw this trajectory_uid."""
+class UnknownTrajectoryError(DataPoolError, KeyError): ...
 
 
-class GroupConflictError(DataPoolError, ValueError):
-    """The group is already declared with other parameters."""
+class GroupConflictError(DataPoolError, ValueError): ...
 
 
-class GroupClosedError(DataPoolError, ValueError):
-    """The group was acked or dropped, or is leased to a consumer."""
+class GroupClosedError(DataPoolError, ValueError): ...
 
 
-class UnknownGroupError(DataPoolError, KeyError):
-    """The channel never saw this prompt_uid."""
+class UnknownGroupError(DataPoolError, KeyError): ...
 
 
-class UnknownLeaseError(DataPoolError, KeyError):
-    """The pool never gave out this lease_id (or its state did not survive a restart)."""
+class UnknownLeaseError(DataPoolError, KeyError): ...
 
 
-class LeaseExpiredError(DataPoolError, TimeoutError):
-    """The lease ran out; its groups went back to the pool and may be with another consumer."""
+class LeaseExpiredError(DataPoolError, TimeoutError): ...
 
 
-class LeaseClosedError(DataPoolError, ValueError):
-    """The lease was already acked or nacked, and this call says the opposite."""
+class LeaseClosedError(DataPoolError, ValueError): ...
 
 
-class PoolFullError(DataPoolError, TimeoutError):
-    """The channel holds `max_outstanding_groups` open and ready groups."""
+class PoolFullError(DataPoolError, TimeoutError): ...
 
 
-class ChannelShutDownError(DataPoolError, RuntimeError):
-    """The channel was shut down: it takes steps and serves what is ready, but opens no group."""
+class ChannelShutDownError(DataPoolError, RuntimeError): ...
 
 
-class SelectionError(DataPoolError, ValueError):
-    """A selection is misconfigured, or one of its functions failed or answered nonsense."""
+class SelectionError(DataPoolError, ValueError): ...
 
 
-class ExportError(DataPoolError, ValueError):
-    """A trajectory that no row can carry, or a file that is not a whole export of ours."""
+class ExportError(DataPoolError, ValueError): ...
 
 
-class JournalError(DataPoolError, OSError):
-    """The journal could not be read or written."""
+class JournalError(DataPoolError, OSError): ...
 
 
-class JournalFullError(JournalError):
-    """The disk took no more; what was to be written is kept and goes with the next transaction."""
+class JournalFullError(JournalError): ...
 
 
-class JournalCorruptError(JournalError):
-    """What the file holds is not what was written to it."""
+class JournalCorruptError(JournalError): ...
 
 
-class JournalVersionError(JournalError):
-    """The file was written by another version of this schema."""
+class JournalVersionError(JournalError): ...
 
 
-class JournalLockedError(JournalError):
-    """A live process has the folder open."""
+class JournalLockedError(JournalError): ...
 
 
-class JournalFencedError(JournalError):
-    """This process was declared dead, and its successor writes the journal now."""
+class JournalFencedError(JournalError): ...
 
 
-class ReplayError(DataPoolError, ValueError):
-    """The journal's rows contradict each other."""
+class ReplayError(DataPoolError, ValueError): ...
 
 
-class PoolUnavailableError(DataPoolError, ConnectionError):
-    """The pool's actor is dead, restarting or was never started."""
+class PoolUnavailableError(DataPoolError, ConnectionError): ...
 
 
-class PoolReplacedError(DataPoolError, ConnectionError):
-    """The pool has another journal than before, or an older copy of it."""
+class PoolReplacedError(DataPoolError, ConnectionError): ...

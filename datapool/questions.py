@@ -47,15 +47,8 @@ class Credit(NamedTuple):
 
 
 class GetStatistics(Op[dict[str, Any]], frozen=True, array_like=True):
-    """Counts of one channel, or `{channel: counts}`; see docs/design/datapool.md for the keys.
-
-    At every moment, per channel::
-
-        groups.submitted       = open + ready + leased + acked + dropped
-        trajectories.submitted = open + complete + acked + dropped + aborted
-        steps.submitted        = accepted + duplicate + late + conflict + rejected
-        steps.accepted         = stored + acked + dropped
-    """
+    """Counts of one channel, or `{channel: counts}`: docs/design/datapool.md says which there are,
+    `core/accounting.py` how they add up."""
 
     channel: Text | None = None
 

@@ -16,28 +16,23 @@ from typing import Any, get_args
 import msgspec
 from msgspec.structs import asdict, replace
 
+from stepwell.datapool import errors
 from stepwell.datapool.codec import decoder, encoder
+from stepwell.datapool.core import rows
 from stepwell.datapool.core.accounting import count_reason
 from stepwell.datapool.core.orders import KeyedOrder
 from stepwell.datapool.core.records import Remembered
-from stepwell.datapool.core.rows import POOL, LeaseEnd, LeaseEnded, LeaseRecord, Log, write
-from stepwell.datapool.errors import (
-    DataPoolError,
-    LeaseClosedError,
-    LeaseExpiredError,
-    UnknownLeaseError,
-)
 
 
 class LeaseCounts(msgspec.Struct):
     """Of one channel."""
 
     issued: int = 0
-    ended: dict[LeaseEnd, int] = msgspec.field(default_factory=lambda: dict.fromkeys(ENDS, 0))
+    ended: dict[rows.LeaseEnd, int] = msgspec.field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     nack_reasons: dict[str, int] = {}
 
 
-ENDS: tuple[LeaseEnd, ...] = get_args(LeaseEnd)
+ENDS: tuple[rows.LeaseEnd, ...] = get_args(rows.LeaseEnd)
 _State = tuple[int, dict[str, LeaseCounts]]
 _state_decoder = decoder(_State)
 
@@ -52,17 +47,17 @@ class LeaseBook:
     def __init__(self, remembered: int) -> None:
         self.expiries: KeyedOrder[str] = KeyedOrder()
         self.n_issued = 0
-        self.log: Log | None = None
+        self.log: rows.Log | None = None
         """Where leases are written down."""
-        self._active: dict[str, LeaseRecord] = {}
+        self._active: dict[str, rows.LeaseRecord] = {}
         self._requests: dict[str, str] = {}
-        self._ended: Remembered[LeaseEnd] = Remembered(remembered)
+        self._ended: Remembered[rows.LeaseEnd] = Remembered(remembered)
         self._ended_rows: deque[int] = deque()
         self._remembered = remembered
         self._counts: dict[str, LeaseCounts] = {}
         self._changed = False
 
-    def issue(self, epoch: str, lease: LeaseRecord, now: float) -> str:
+    def issue(self, epoch: str, lease: rows.LeaseRecord, now: float) -> str:
         """A lease becomes active; the id that it is given."""
         self.n_issued += 1
         lease_id = f"{epoch}-{self.n_issued}"
@@ -70,12 +65,12 @@ class LeaseBook:
         self._count(lease.channel).issued += 1
         return lease_id
 
-    def answer_to(self, request_id: str | None) -> LeaseRecord | None:
+    def answer_to(self, request_id: str | None) -> rows.LeaseRecord | None:
         """The active lease that a call of this id was given before."""
         lease_id = None if request_id is None else self._requests.get(request_id)
         return None if lease_id is None else self._active[lease_id]
 
-    def get(self, lease_id: str, wanted: str) -> LeaseRecord:
+    def get(self, lease_id: str, wanted: str) -> rows.LeaseRecord:
         """An active lease.
 
         Raises:
@@ -86,7 +81,7 @@ class LeaseBook:
             raise self._no_lease(lease_id, wanted)
         return lease
 
-    def active(self, channel: str | None = None) -> list[LeaseRecord]:
+    def active(self, channel: str | None = None) -> list[rows.LeaseRecord]:
         """Leases that somebody holds, the oldest first."""
         return [r for r in self._active.values() if channel in (None, r.channel)]
 
@@ -100,8 +95,8 @@ class LeaseBook:
         self._put(replace(lease, expires_at=expires_at, row=0), now)
 
     def end(
-        self, lease_id: str, how: LeaseEnd, now: float, reason: str | None = None
-    ) -> LeaseRecord | None:
+        self, lease_id: str, how: rows.LeaseEnd, now: float, reason: str | None = None
+    ) -> rows.LeaseRecord | None:
         """The lease, ended; None if it ended the same way before. Raises as `get`."""
         if lease_id not in self._active and self._ended.get(lease_id) == how:
             return None
@@ -113,14 +108,14 @@ class LeaseBook:
         counts.ended[how] += 1
         if reason is not None:
             count_reason(counts.nack_reasons, reason)
-        ended, row = LeaseEnded(lease_id, how), None
+        ended, row = rows.LeaseEnded(lease_id, how), None
         if self.log is not None:
             self.log.delete([lease.row])
-            row = write(self.log, POOL, ended, now)
+            row = rows.write(self.log, rows.POOL, ended, now)
         self.restore_ended(ended, row)
         return lease
 
-    def expire(self, now: float) -> LeaseRecord | None:
+    def expire(self, now: float) -> rows.LeaseRecord | None:
         """End the lease that ran out first by `now`, if there is one."""
         first = self.expiries.first()
         if first is None or first[0] > now:
@@ -146,14 +141,14 @@ class LeaseBook:
     def restore_counts(self, state: bytes) -> None:
         self.n_issued, self._counts = _state_decoder.decode(state)
 
-    def restore(self, lease: LeaseRecord) -> None:
+    def restore(self, lease: rows.LeaseRecord) -> None:
         """A lease that is active."""
         self._active[lease.lease_id] = lease
         if lease.request_id is not None:
             self._requests[lease.request_id] = lease.lease_id
         self.expiries.set(lease.lease_id, lease.expires_at)
 
-    def restore_ended(self, ended: LeaseEnded, row: int | None) -> None:
+    def restore_ended(self, ended: rows.LeaseEnded, row: int | None) -> None:
         self._ended[ended.lease_id] = ended.how
         if row is not None:
             self._ended_rows.append(row)
@@ -162,25 +157,25 @@ class LeaseBook:
 
     # -- inside ------------------------------------------------------------------------------
 
-    def _put(self, lease: LeaseRecord, now: float) -> None:
+    def _put(self, lease: rows.LeaseRecord, now: float) -> None:
         if self.log is not None:
-            lease = replace(lease, row=write(self.log, POOL, lease, now))
+            lease = replace(lease, row=rows.write(self.log, rows.POOL, lease, now))
         self.restore(lease)
 
     def _count(self, channel: str) -> LeaseCounts:
         self._changed = True
         return self._counts.setdefault(channel, LeaseCounts())
 
-    def _no_lease(self, lease_id: str, wanted: str) -> DataPoolError:
+    def _no_lease(self, lease_id: str, wanted: str) -> errors.DataPoolError:
         ended = self._ended.get(lease_id)
         if ended is None:
-            return UnknownLeaseError(
+            return errors.UnknownLeaseError(
                 f"lease {lease_id!r} is unknown and cannot be {wanted}; it is not from this pool, "
                 "or from before a restart: lease again"
             )
         if ended == "expired":
-            return LeaseExpiredError(
+            return errors.LeaseExpiredError(
                 f"lease {lease_id!r} expired and cannot be {wanted}: its groups went back to the "
                 "pool; raise lease_s, or renew the lease while working"
             )
-        return LeaseClosedError(f"lease {lease_id!r} was {ended} and cannot be {wanted}")
+        return errors.LeaseClosedError(f"lease {lease_id!r} was {ended} and cannot be {wanted}")

@@ -21,15 +21,9 @@ from typing import Final
 
 from stepwell.datapool.codec import PackedGroup, PackedTrajectory
 from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.core import rows
 from stepwell.datapool.core.groups import DEADLINE, IDLE, RETENTION, REWARD_WAIT, Groups
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
-from stepwell.datapool.core.rows import (
-    GroupDue,
-    GroupLeased,
-    GroupRetired,
-    GroupReturned,
-    RewardsAwaited,
-)
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.questions import Available, DryRunOf, WaitAvailable
 from stepwell.datapool.selection import (
@@ -158,7 +152,7 @@ class Serving(Groups):
         elif uid in self._ready and self.config.reward_wait_s is not None:
             if group.reward_due is None:
                 group.reward_due = self.now + self.config.reward_wait_s
-                self._write(group, RewardsAwaited(uid, group.reward_due))
+                self._write(group, rows.RewardsAwaited(uid, group.reward_due))
             self.timers.set((REWARD_WAIT, uid), group.reward_due)
         if isinstance(verdict, Drop):
             self._drop(group, verdict.reason)
@@ -190,7 +184,7 @@ class Serving(Groups):
             return Drop(UNSCORED) if verdict == AWAITS_REWARDS else verdict, key
         return AWAITS_REWARDS, key
 
-    def await_rewards(self, record: RewardsAwaited) -> None:
+    def await_rewards(self, record: rows.RewardsAwaited) -> None:
         self.prompt_groups[record.prompt_uid].reward_due = record.until
 
     def _judge_again(self, group: GroupRecord) -> None:
@@ -278,7 +272,7 @@ class Serving(Groups):
         packed = {r.trajectory_uid: self.packed(r) for g in groups for r in g.complete}
         for group in groups:
             excluded, n_asked = self._excluded(group), n_rollouts or self.config.n_rollouts
-            leased = GroupLeased(group.prompt_uid, excluded, n_asked)
+            leased = rows.GroupLeased(group.prompt_uid, excluded, n_asked)
             self._write(group, leased)
             self.begin_lease(leased)
             self._notice("leased", group.prompt_uid, delivery=group.delivery)
@@ -313,7 +307,7 @@ class Serving(Groups):
         kept = {t.trajectory_uid for t in served.trajectories}
         return tuple(r.trajectory_uid for r in group.complete if r.trajectory_uid not in kept)
 
-    def begin_lease(self, leased: GroupLeased) -> None:
+    def begin_lease(self, leased: rows.GroupLeased) -> None:
         """A consumer has it; the first time, what is served is settled: all complete
         trajectories that are not excluded."""
         group = self.prompt_groups[leased.prompt_uid]
@@ -341,7 +335,7 @@ class Serving(Groups):
         self.counts.trajectories.acked += len(group.complete)
         self._notice("acked", prompt_uid)
 
-    def give_back(self, returned: GroupReturned) -> None:
+    def give_back(self, returned: rows.GroupReturned) -> None:
         """Return a leased group to the front. Call in reverse order for the groups of one lease."""
         group = self._leased.pop(returned.prompt_uid)
         if group.retired is not None:
@@ -366,16 +360,16 @@ class Serving(Groups):
             timer, group = due[0], self.prompt_groups[due[1]]
             if timer == RETENTION:
                 n += group.size
-                self.retire(GroupRetired(group.prompt_uid, RETENTION))
+                self.retire(rows.GroupRetired(group.prompt_uid, RETENTION))
             elif timer == REWARD_WAIT:
-                over = RewardsAwaited(group.prompt_uid, -math.inf)
+                over = rows.RewardsAwaited(group.prompt_uid, -math.inf)
                 self._write(group, over)
                 self.await_rewards(over)
                 self._judge(group)
             else:
-                self.close_by_deadline(GroupDue(group.prompt_uid), timer)
+                self.close_by_deadline(rows.GroupDue(group.prompt_uid), timer)
 
-    def close_by_deadline(self, due: GroupDue, reason: str = DEADLINE) -> None:
+    def close_by_deadline(self, due: rows.GroupDue, reason: str = DEADLINE) -> None:
         """Serve it with what is complete, or drop it."""
         group = self.prompt_groups[due.prompt_uid]
         if len(group.complete) >= (group.terms.min_rollouts if group.terms else 1):

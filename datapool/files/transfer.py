@@ -28,14 +28,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from stepwell.datapool.errors import (
-    GroupClosedError,
-    GroupConflictError,
-    StepConflictError,
-    StepIndexError,
-    TrajectoryClosedError,
-    TrajectoryConflictError,
-)
+from stepwell.datapool import errors
 from stepwell.datapool.files.export import ExportFormat, ExportSummary, read, write
 from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.inspect.rows import ExportedPage
@@ -174,12 +167,12 @@ async def import_channel(
 
 
 _CONTRADICTIONS = (
-    GroupClosedError,
-    GroupConflictError,
-    StepConflictError,
-    StepIndexError,
-    TrajectoryClosedError,
-    TrajectoryConflictError,
+    errors.GroupClosedError,
+    errors.GroupConflictError,
+    errors.StepConflictError,
+    errors.StepIndexError,
+    errors.TrajectoryClosedError,
+    errors.TrajectoryConflictError,
 )
 
 
@@ -270,7 +263,7 @@ class _Import:
         uid = exported.trajectory.trajectory_uid
         try:
             await self.client.mark(trajectory_uid=uid, channel=self.channel, **exported.marks)
-        except TrajectoryClosedError:
+        except errors.TrajectoryClosedError:
             if outcome != "duplicate":  # imported before, and served with its marks
                 raise
 
@@ -288,7 +281,7 @@ class _Import:
 
     def _refuse_late(self, outcome: str, what: Trajectory | Step) -> None:
         if outcome == "late":
-            raise GroupClosedError(
+            raise errors.GroupClosedError(
                 f"trajectory {what.trajectory_uid!r} of group {what.prompt_uid!r} was already "
                 f"served, dropped or aborted in channel {self.channel!r}"
             )
