@@ -28,12 +28,11 @@ from sortedcontainers import SortedDict
 
 from stepwell.datapool.codec import decoder, encoder
 from stepwell.datapool.config import ChannelConfig
-from stepwell.datapool.core import rows
 from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.orders import KeyedOrder, ReadyOrder
 from stepwell.datapool.core.payloads import Payloads
 from stepwell.datapool.core.records import Closing, GroupRecord, Remembered, TrajectoryRecord
-from stepwell.datapool.core.rows import GroupClosed, GroupRetired, Log
+from stepwell.datapool.core.rows import GroupClosed, GroupRetired, Writer
 from stepwell.datapool.errors import PoolFullError, UnknownGroupError, UnknownTrajectoryError
 from stepwell.datapool.ops import AdvanceVersion
 from stepwell.datapool.questions import Credit, WaitCredit, WaitForRoom
@@ -67,7 +66,7 @@ class Groups:
         self,
         name: str,
         config: ChannelConfig,
-        remembered_uids: int,
+        writer: Writer,
         notice: Notice,
         retention_s: float | None,
     ) -> None:
@@ -84,9 +83,7 @@ class Groups:
         self.timers: KeyedOrder[tuple[Timer, str]] = KeyedOrder()
         """When which group is due for what."""
         self.counts = Counts()
-        self.payloads = Payloads()
-        self.log: Log | None = None
-        """Where changes are written down; None: nowhere."""
+        self.payloads = Payloads(writer)
         self.changed = False
         """The counts changed since they were last written down."""
         self.replaying = False
@@ -104,10 +101,10 @@ class Groups:
         """Oldest policy version of each ready group."""
         self._tagged: dict[str, dict[str, None]] = {}
         """Live groups by the tags of their marks."""
-        self._closed_trajectories: Remembered[Closing] = Remembered(remembered_uids)
-        self._closed_groups: Remembered[str] = Remembered(remembered_uids)
+        self._closed_trajectories: Remembered[Closing] = Remembered(writer.remembered)
+        self._closed_groups: Remembered[str] = Remembered(writer.remembered)
         self._closed_rows: deque[int] = deque()
-        self._remembered_uids = remembered_uids
+        self._writer = writer
         self._retention_s = retention_s
 
     @property
@@ -149,10 +146,9 @@ class Groups:
     ) -> int | None:
         """A change of a live group; its row."""
         self.changed = True
-        if self.log is None:
-            return None
-        row = rows.write(self.log, self.name, record, self.now, group.number, payload)
-        group.rows.append(row)
+        row = self._writer.write(self.name, record, self.now, group.number, payload)
+        if row is not None:
+            group.rows.append(row)
         return row
 
     def group_of(self, record: Any) -> GroupRecord:
@@ -410,10 +406,9 @@ class Groups:
         del self.groups_by_number[group.number]
         self._untag(group, group.tags)
         self._stop_timers(group, RETENTION)
-        if self.log is not None:
-            self.log.delete(group.rows)
-            if group.retired is not None:
-                self.log.scrub()
+        self._writer.delete(group.rows)
+        if group.retired is not None and self._writer.log is not None:
+            self._writer.log.scrub()
         self._remember(GroupClosed(group.prompt_uid, how, closings))
         return n_steps
 
@@ -426,10 +421,7 @@ class Groups:
     def _remember(self, closed: GroupClosed) -> None:
         """Leave behind how a group and its trajectories were closed."""
         self.changed = True
-        row = None
-        if self.log is not None:
-            row = rows.write(self.log, self.name, closed, self.now)
-        self.recall(closed, row)
+        self.recall(closed, self._writer.write(self.name, closed, self.now))
 
     def recall(self, closed: GroupClosed, row: int | None) -> None:
         """Remember closed uids, as far as the memory for them reaches."""
@@ -437,7 +429,4 @@ class Groups:
             self._closed_trajectories[uid] = closing
         if closed.how is not None:
             self._closed_groups[closed.prompt_uid] = closed.how
-        if row is not None:
-            self._closed_rows.append(row)
-        if self.log is not None and len(self._closed_rows) > self._remembered_uids:
-            self.log.delete([self._closed_rows.popleft()])
+        self._writer.bury(row, self._closed_rows)

@@ -38,22 +38,16 @@ _state_decoder = decoder(_State)
 
 
 class LeaseBook:
-    """All leases of a pool.
+    """All leases of a pool."""
 
-    Args:
-        remembered: ended leases that are remembered.
-    """
-
-    def __init__(self, remembered: int) -> None:
+    def __init__(self, writer: rows.Writer) -> None:
         self.expiries: KeyedOrder[str] = KeyedOrder()
         self.n_issued = 0
-        self.log: rows.Log | None = None
-        """Where leases are written down."""
+        self._writer = writer
         self._active: dict[str, rows.LeaseRecord] = {}
         self._requests: dict[str, str] = {}
-        self._ended: Remembered[rows.LeaseEnd] = Remembered(remembered)
+        self._ended: Remembered[rows.LeaseEnd] = Remembered(writer.remembered)
         self._ended_rows: deque[int] = deque()
-        self._remembered = remembered
         self._counts: dict[str, LeaseCounts] = {}
         self._changed = False
 
@@ -77,9 +71,20 @@ class LeaseBook:
             UnknownLeaseError, LeaseExpiredError, LeaseClosedError: it cannot be `wanted`.
         """
         lease = self._active.get(lease_id)
-        if lease is None:
-            raise self._no_lease(lease_id, wanted)
-        return lease
+        if lease is not None:
+            return lease
+        ended = self._ended.get(lease_id)
+        if ended is None:
+            raise errors.UnknownLeaseError(
+                f"lease {lease_id!r} is unknown and cannot be {wanted}; it is not from this pool, "
+                "or from before a restart: lease again"
+            )
+        if ended == "expired":
+            raise errors.LeaseExpiredError(
+                f"lease {lease_id!r} expired and cannot be {wanted}: its groups went back to the "
+                "pool; raise lease_s, or renew the lease while working"
+            )
+        raise errors.LeaseClosedError(f"lease {lease_id!r} was {ended} and cannot be {wanted}")
 
     def active(self, channel: str | None = None) -> list[rows.LeaseRecord]:
         """Leases that somebody holds, the oldest first."""
@@ -87,8 +92,7 @@ class LeaseBook:
 
     def renew(self, lease_id: str, expires_at: float, now: float) -> None:
         lease = self.get(lease_id, "renewed")
-        if self.log is not None:
-            self.log.delete([lease.row])
+        self._writer.delete([lease.row])
         # Last among the active ones and among equal expiries, as its row in the log is.
         del self._active[lease_id]
         self.expiries.discard(lease_id)
@@ -108,11 +112,9 @@ class LeaseBook:
         counts.ended[how] += 1
         if reason is not None:
             count_reason(counts.nack_reasons, reason)
-        ended, row = rows.LeaseEnded(lease_id, how), None
-        if self.log is not None:
-            self.log.delete([lease.row])
-            row = rows.write(self.log, rows.POOL, ended, now)
-        self.restore_ended(ended, row)
+        self._writer.delete([lease.row])
+        ended = rows.LeaseEnded(lease_id, how)
+        self.restore_ended(ended, self._writer.write(rows.POOL, ended, now))
         return lease
 
     def expire(self, now: float) -> rows.LeaseRecord | None:
@@ -132,11 +134,11 @@ class LeaseBook:
 
     # -- the log -----------------------------------------------------------------------------
 
-    def write_counts(self) -> None:
+    def write_counts(self, log: rows.Log) -> None:
         """Put the counts into the log, if they changed."""
-        if self._changed and self.log is not None:
+        if self._changed:
             self._changed = False
-            self.log.put_state("leases", encoder.encode((self.n_issued, self._counts)))
+            log.put_state("leases", encoder.encode((self.n_issued, self._counts)))
 
     def restore_counts(self, state: bytes) -> None:
         self.n_issued, self._counts = _state_decoder.decode(state)
@@ -150,32 +152,13 @@ class LeaseBook:
 
     def restore_ended(self, ended: rows.LeaseEnded, row: int | None) -> None:
         self._ended[ended.lease_id] = ended.how
-        if row is not None:
-            self._ended_rows.append(row)
-        if self.log is not None and len(self._ended_rows) > self._remembered:
-            self.log.delete([self._ended_rows.popleft()])
+        self._writer.bury(row, self._ended_rows)
 
     # -- inside ------------------------------------------------------------------------------
 
     def _put(self, lease: rows.LeaseRecord, now: float) -> None:
-        if self.log is not None:
-            lease = replace(lease, row=rows.write(self.log, rows.POOL, lease, now))
-        self.restore(lease)
+        self.restore(replace(lease, row=self._writer.write(rows.POOL, lease, now) or 0))
 
     def _count(self, channel: str) -> LeaseCounts:
         self._changed = True
         return self._counts.setdefault(channel, LeaseCounts())
-
-    def _no_lease(self, lease_id: str, wanted: str) -> errors.DataPoolError:
-        ended = self._ended.get(lease_id)
-        if ended is None:
-            return errors.UnknownLeaseError(
-                f"lease {lease_id!r} is unknown and cannot be {wanted}; it is not from this pool, "
-                "or from before a restart: lease again"
-            )
-        if ended == "expired":
-            return errors.LeaseExpiredError(
-                f"lease {lease_id!r} expired and cannot be {wanted}: its groups went back to the "
-                "pool; raise lease_s, or renew the lease while working"
-            )
-        return errors.LeaseClosedError(f"lease {lease_id!r} was {ended} and cannot be {wanted}")

@@ -13,18 +13,17 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 
 from stepwell.datapool.codec import PackedStep
-from stepwell.datapool.core.rows import Load
+from stepwell.datapool.core.rows import Writer
 from stepwell.datapool.errors import JournalError
 
 
 class Payloads:
     """The account of one channel."""
 
-    def __init__(self) -> None:
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
         self.memory_bytes = 0
         """Payloads and prompts in memory."""
-        self.load: Load | None = None
-        """Reads payloads back that are in the log only."""
         self._unwritten: list[tuple[PackedStep, int]] = []
         """Steps that came in since the log was last flushed, and their rows."""
 
@@ -54,9 +53,10 @@ class Payloads:
         copies = [copy(step) for step in steps]
         spilled = [step for step in copies if step.is_spilled]
         if spilled:
-            if self.load is None:
+            load = self._writer.load
+            if load is None:
                 raise JournalError(f"row {spilled[0].row} cannot be read: the pool has no journal")
-            for step, payload in zip(spilled, self.load([s.row for s in spilled]), strict=True):
+            for step, payload in zip(spilled, load([s.row for s in spilled]), strict=True):
                 step.payload = payload
         return copies
 

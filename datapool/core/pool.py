@@ -28,7 +28,7 @@ from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.channel import METHODS, Channel
 from stepwell.datapool.core.leases import LeaseBook
-from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Load, Log
+from stepwell.datapool.core.rows import GroupReturned, LeaseRecord, Load, Log, Writer
 from stepwell.datapool.inspect.events import EventLog, Events
 from stepwell.datapool.inspect.listing import listed
 from stepwell.datapool.types import TRAIN, VAL
@@ -54,11 +54,10 @@ class DataPool:
     ) -> None:
         self.config = config or PoolConfig()
         self.epoch = epoch
-        self.log: Log | None = None
+        self._writer = Writer(self.config.remembered_uids)
         self.events = EventLog(life or epoch)
         self.channels: dict[str, Channel] = {}
-        self.leases = LeaseBook(self.config.remembered_uids)
-        self._load: Load | None = None
+        self.leases = LeaseBook(self._writer)
         self._shut_down = self._changed = False
         for name in (TRAIN, VAL, *self.config.channels):
             self.channel(name)
@@ -93,8 +92,8 @@ class DataPool:
         for name in self.channels:
             if not found.more:
                 found += self._at(name, now).delete(op)
-        if self.log is not None:
-            self.log.scrub()  # also what was acked before
+        if self._writer.log is not None:
+            self._writer.log.scrub()  # also what was acked before
         return found
 
     # -- consumers ---------------------------------------------------------------------------
@@ -205,23 +204,20 @@ class DataPool:
 
     def attach(self, log: Log, load: Load) -> None:
         """Write every change down from now on, and read payloads back that are only there."""
-        self.log = self.leases.log = log
-        self._load = load
-        for channel in self.channels.values():
-            channel.log, channel.payloads.load = log, load
+        self._writer.log, self._writer.load = log, load
 
     def write_counts(self) -> None:
         """Put the counts that changed into the log. Before a flush."""
-        if self.log is None:
+        if (log := self._writer.log) is None:
             return
         for channel in self.channels.values():
             if channel.changed:
                 channel.changed = False
-                self.log.put_state(f"channel/{channel.name}", channel.dump_counts())
-        self.leases.write_counts()
+                log.put_state(f"channel/{channel.name}", channel.dump_counts())
+        self.leases.write_counts(log)
         if self._changed:
             self._changed = False
-            self.log.put_state("pool", msgspec.msgpack.encode(self._shut_down))
+            log.put_state("pool", msgspec.msgpack.encode(self._shut_down))
 
     def restore_state(self, state: bytes) -> None:
         """What `write_counts` wrote of the pool itself."""
@@ -249,9 +245,8 @@ class DataPool:
     def _new_channel(self, name: str) -> Channel:
         days = self.config.retention_days
         retention_s = None if days is None else days * DAY_S
-        config, remembered = self.config.channel(name), self.config.remembered_uids
-        channel = Channel(name, config, remembered, self._notice, retention_s)
-        channel.log, channel.payloads.load = self.log, self._load
+        config = self.config.channel(name)
+        channel = Channel(name, config, self._writer, self._notice, retention_s)
         channel.counts.shut_down = self._shut_down
         return channel
 

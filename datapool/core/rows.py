@@ -16,6 +16,7 @@ where they are kept (`store/journal.py`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
@@ -47,6 +48,42 @@ class Log(Protocol):
 
     def scrub(self) -> None:
         """Erase the rows that were forgotten, so that nobody can read them any more."""
+
+
+class Writer:
+    """How channels and leases of a pool write to its log and read from it. Before there is a log,
+    nothing is written.
+
+    Args:
+        remembered: rows of what is gone that each of them keeps.
+    """
+
+    def __init__(self, remembered: int) -> None:
+        self.remembered = remembered
+        self.log: Log | None = None
+        self.load: Load | None = None
+
+    def write(
+        self,
+        channel: str,
+        record: msgspec.Struct,
+        now: float,
+        number: int = 0,
+        payload: bytes | None = None,
+    ) -> int | None:
+        """Append a row; its number."""
+        return None if self.log is None else write(self.log, channel, record, now, number, payload)
+
+    def delete(self, rows: Iterable[int]) -> None:
+        if self.log is not None:
+            self.log.delete(rows)
+
+    def bury(self, row: int | None, graves: deque[int]) -> None:
+        """A row that tells of something gone joins those of its kind; the oldest goes."""
+        if row is not None:
+            graves.append(row)
+        if self.log is not None and len(graves) > self.remembered:
+            self.log.delete([graves.popleft()])
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
