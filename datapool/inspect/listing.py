@@ -1,5 +1,7 @@
 """What is in a channel, page by page: rows for people to read, whole trajectories for an export.
 
+    cursor ──► group 17, its 3rd trajectory, step 5 ──► looks_at, admits … ──► next cursor
+
 A page walks the channel's live groups in the order they were opened in, from its cursor, and looks
 at a bounded number of them, whatever the filters are. So a page may be empty and still have a
 cursor; only a page without one is the last. `prompt_uid` and `trajectory_uid` go straight to what
@@ -8,55 +10,39 @@ what comes or goes meanwhile may be seen or not. Groups that were acked or dropp
 here (`get_events`, `get_statistics` tell of them).
 
 A page costs what it looks at, and what lies before its cursor inside one group or trajectory.
-
-Owns the walk and what can be filtered. Does not own cursors and costs (`paging.py`), nor rows
-(`rows.py`). Changes nothing, and makes no channel.
+Changes nothing, and makes no channel. Does not own the rows (`rows.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from itertools import islice
-from typing import Any, Final, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 from stepwell.datapool import questions
 from stepwell.datapool.codec import PackedTrajectory, read_extra, unpack
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
+from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.files.rows import ExportedTrajectory
-from stepwell.datapool.inspect.paging import FLAG, NUMBER, Filters, Pager, some_of
-from stepwell.datapool.inspect.rows import (
-    ExportedPage,
-    GroupRow,
-    GroupState,
-    Page,
-    StepRow,
-    TrajectoryRow,
-    TrajectoryState,
-)
-from stepwell.datapool.ops import NATURAL, TEXT
+from stepwell.datapool.inspect import rows
+from stepwell.datapool.ops import NATURAL, TEXT, Check
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import FinishReason, Trajectory
 
+MAX_LIMIT: Final = 1000
+LOOKS_PER_ITEM: Final = 10
+MIN_LOOKS: Final = 1000
+STEPS_PER_LOOK: Final = 16
+"""Steps summed up for a row that cost as much as looking at one more item."""
+BYTES_PER_LOOK: Final = 1 << 14
+"""The same for payload bytes, which may have to be read from the disk."""
+
+_SEVERAL: Final = (list, tuple, set, frozenset)
 PAGE_BYTES: Final = 8 << 20
 """Payload bytes of an export's page."""
-
-_EVERYWHERE: Final[Filters] = {
-    "tag": TEXT,  # of a group's own marks; of a trajectory or step, also of its group's
-    "trainable": FLAG,  # False: marked so, in the same places; True: not
-    "min_reward": NUMBER,  # a group's mean, a trajectory's sum, a step's own as served
-    "max_reward": NUMBER,
-    "min_version": NATURAL,  # all of an item's steps lie in the range; a group's complete ones
-    "max_version": NATURAL,
-}
-_OF_TRAJECTORIES: Final[Filters] = {
-    "state": some_of(TrajectoryState),  # of a step: that of its trajectory
-    "group_state": some_of(GroupState),
-    "prompt_uid": TEXT,
-    "trajectory_uid": TEXT,
-    "scored": FLAG,
-    **_EVERYWHERE,
-}
 
 
 def listed(channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Any:
@@ -73,9 +59,156 @@ def listed(channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Any:
         items.append(item)
         pager.left -= 1
     if not isinstance(asked, questions.ReadTrajectories):
-        return Page(tuple(items), pager.cursor)
+        return rows.Page(tuple(items), pager.cursor)
     heads, packed = zip(*items, strict=True) if items else ((), ())
-    return ExportedPage(heads, packed, pager.cursor)
+    return rows.ExportedPage(heads, packed, pager.cursor)
+
+
+# -- filters -----------------------------------------------------------------------------------
+
+Filters: TypeAlias = Mapping[str, Check]
+"""The filters of a listing. `min_x` and `max_x` bound the x of an item, and what has no x is in no
+range; any other filter is what the item's own value of that name must be."""
+
+
+def some_of(literal: object) -> Check:
+    """One or several of a `Literal`'s values."""
+    known = get_args(literal)
+
+    def accepts(value: Any) -> bool:
+        return all(v in known for v in (value if isinstance(value, _SEVERAL) else [value]))
+
+    return Check(accepts, f"one or several of {', '.join(known)}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not (isinstance(value, bool) or math.isnan(value))
+
+
+FLAG: Final = Check(lambda value: isinstance(value, bool), "True or False")
+NUMBER: Final = Check(_is_number, "a number")
+
+
+def _parsed(given: Mapping[str, Any], known: Filters) -> dict[str, Any]:
+    """The filters that are given; None is none."""
+    for name, value in given.items():
+        if name not in known:
+            near = get_close_matches(str(name), known, 1, 0.0)[0]
+            raise InvalidRequestError(
+                f"there is no filter {name!r} (did you mean {near!r}?); there are "
+                f"{', '.join(known)}"
+            )
+        if value is not None and not known[name].accepts(value):
+            known[name].refuse(f"filter {name}", value)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _check(name: str, wanted: Any) -> tuple[str, Callable[[Any], bool]]:
+    """What a filter looks at, and whether it lets that pass."""
+    bound, _, rest = name.partition("_")
+    if bound == "min":
+        return rest, lambda found: found is not None and found >= wanted
+    if bound == "max":
+        return rest, lambda found: found is not None and found <= wanted
+    if isinstance(wanted, _SEVERAL):
+        return name, lambda found: found in wanted
+    return name, lambda found: wanted in found if isinstance(found, frozenset) else found == wanted
+
+
+# -- pages -------------------------------------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """The first thing that a page has not looked at."""
+
+    group: int
+    """`GroupRecord.number`"""
+    position: int = 0
+    """of the trajectory in its group"""
+    step: int = 0
+    """`step_index`"""
+
+
+class Pager:
+    """What one page may look at.
+
+    Args:
+        kind: of the listing; a cursor of another one is refused.
+        epoch: of the pool; cursors of a pool that has lost its content are refused.
+        cursor: where to begin; None: at the beginning.
+
+    Raises:
+        InvalidRequestError: an unknown filter, a malformed value, limit or cursor.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        known: Filters,
+        epoch: str,
+        cursor: str | None,
+        limit: int,
+        filters: Mapping[str, Any],
+    ) -> None:
+        if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_LIMIT:
+            raise InvalidRequestError(
+                f"limit is {limit!r}; pass 1 to {MAX_LIMIT}, and go on with the page's cursor"
+            )
+        self.wanted = _parsed(filters, known)
+        self._checks = [_check(name, wanted) for name, wanted in self.wanted.items()]
+        self._name = f"{kind}:{epoch}"
+        self.start = Place(0) if cursor is None else self._parse(cursor)
+        self._next: Place | None = None
+        self.left = limit
+        """Items that the page may still hold."""
+        self._looks: float = max(MIN_LOOKS, LOOKS_PER_ITEM * limit)
+
+    def _parse(self, cursor: str) -> Place:
+        name, *numbers = cursor.rsplit(":", 3) if isinstance(cursor, str) else [""]
+        if len(numbers) != 3 or not all(n.isascii() and n.isdigit() for n in numbers):
+            raise InvalidRequestError(
+                f"cursor is {cursor!r:.80}; pass one that the page before came with, or None"
+            )
+        if name != self._name:
+            same_kind = name.partition(":")[0] == self._name.partition(":")[0]
+            raise InvalidRequestError(
+                f"cursor {cursor!r:.80} is of another {'pool' if same_kind else 'listing'}, or of "
+                "this one before it lost its content; begin again with cursor=None"
+            )
+        return Place(*map(int, numbers))
+
+    @property
+    def cursor(self) -> str | None:
+        """Where the next page begins; None: there is nothing more."""
+        return None if self._next is None else f"{self._name}:{':'.join(map(str, self._next))}"
+
+    def looks_at(self, *place: int) -> bool:
+        """Whether this page does; else the next one begins there."""
+        if self.left > 0 and self._looks > 0:
+            self._looks -= 1
+            return True
+        self._next = Place(*place)
+        return False
+
+    def spend(self, items: int = 0, steps: int = 0, n_bytes: int = 0) -> None:
+        """A look cost more than one."""
+        self._looks -= items + steps / STEPS_PER_LOOK + n_bytes / BYTES_PER_LOOK
+
+    def admits(self, **found: Any) -> bool:
+        """Whether the filters let an item pass that has these values."""
+        return all(passes(found[name]) for name, passes in self._checks if name in found)
+
+    def admits_marks(self, *marks: Marks) -> bool:
+        """Those of an item and of what it belongs to."""
+        if self.wanted.keys().isdisjoint(("tag", "trainable")):
+            return True
+        tags = frozenset(tag for m in marks for tag in m.tags)
+        return self.admits(tag=tags, trainable=all(m.trainable is not False for m in marks))
+
+    def admits_sums(self, reward: float | None, oldest: int | None, newest: int | None) -> bool:
+        """Both versions must lie in the range."""
+        passes = self.admits(reward=reward, scored=reward is not None, version=oldest)
+        return passes and self.admits(version=newest)
 
 
 # -- the walk ----------------------------------------------------------------------------------
@@ -85,19 +218,19 @@ class _Found(NamedTuple):
     """A trajectory on the way."""
 
     group: GroupRecord
-    group_state: GroupState
+    group_state: rows.GroupState
     record: TrajectoryRecord
-    state: TrajectoryState
+    state: rows.TrajectoryState
     position: int
     """In its group."""
 
 
-def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, GroupState]]:
+def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, rows.GroupState]]:
     for group in _live_groups(channel, pager):
         position = pager.start.position if group.number == pager.start.group else 0
         if not pager.looks_at(group.number, position):
             return
-        state = cast(GroupState, channel.state(group)[0])
+        state = cast(rows.GroupState, channel.state(group)[0])
         if pager.admits(group_state=state):
             yield group, state
 
@@ -127,7 +260,7 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
         for position, record in enumerate(records, start=first):
             if not pager.looks_at(group.number, position):
                 return
-            state: TrajectoryState = "complete" if record.is_complete else "aborted"
+            state: rows.TrajectoryState = "complete" if record.is_complete else "aborted"
             state = "open" if record.closing is None else state
             passes = pager.admits(state=state, reason=_reason(record))
             if passes and pager.admits_marks(record.marks, group.marks):
@@ -155,7 +288,7 @@ def _reason(record: TrajectoryRecord) -> str | None:
     return None if record.closing is None else record.closing.aborted
 
 
-def _group_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[GroupRow]:
+def _group_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[rows.GroupRow]:
     for group, state in _groups(channel, pager):
         age_s = channel.now - group.opened_at
         if not (pager.admits(state=state, age_s=age_s) and pager.admits_marks(group.marks)):
@@ -165,7 +298,7 @@ def _group_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[GroupRow]:
         pager.spend(items=len(group.trajectories), steps=len(steps))
         if not pager.admits_sums(info.reward_mean, info.oldest_version, info.newest_version):
             continue
-        yield GroupRow(
+        yield rows.GroupRow(
             prompt_uid=group.prompt_uid,
             state=state,
             reason=channel.describe(group)["why"] if state == "open" else channel.state(group)[1],
@@ -187,7 +320,7 @@ def _group_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[GroupRow]:
         )
 
 
-def _trajectory_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[TrajectoryRow]:
+def _trajectory_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[rows.TrajectoryRow]:
     for found in _trajectories(channel, pager):
         if _passes(found, pager):
             yield _trajectory_row(found)
@@ -202,10 +335,10 @@ def _passes(found: _Found, pager: Pager) -> bool:
     )
 
 
-def _trajectory_row(found: _Found) -> TrajectoryRow:
+def _trajectory_row(found: _Found) -> rows.TrajectoryRow:
     record, steps = found.record, found.record.steps
     oldest, newest = record.versions() if steps else (None, None)
-    return TrajectoryRow(
+    return rows.TrajectoryRow(
         trajectory_uid=record.trajectory_uid,
         prompt_uid=record.prompt_uid,
         state=found.state,
@@ -223,7 +356,9 @@ def _trajectory_row(found: _Found) -> TrajectoryRow:
     )
 
 
-def _step_rows(channel: Channel, pager: Pager, asked: questions.ListSteps) -> Iterator[StepRow]:
+def _step_rows(
+    channel: Channel, pager: Pager, asked: questions.ListSteps
+) -> Iterator[rows.StepRow]:
     for found, index in _steps(channel, pager):
         record = found.record
         chain, is_last = record.chain(index), index == record.max_index
@@ -241,7 +376,7 @@ def _step_rows(channel: Channel, pager: Pager, asked: questions.ListSteps) -> It
             step, *_ = unpack(PackedTrajectory(record.trajectory_uid, record.prompt_uid, packed))
             for name in ("prompt_ids", "response_ids", "rollout_log_probs"):
                 columns[name] = _frozen(getattr(step, name))
-        yield StepRow(
+        yield rows.StepRow(
             trajectory_uid=record.trajectory_uid,
             prompt_uid=record.prompt_uid,
             step_index=index,
@@ -309,12 +444,28 @@ def _plain(marks: Marks) -> dict[str, Any] | None:
 
 # -- the listings ------------------------------------------------------------------------------
 
+_EVERYWHERE: Final[Filters] = {
+    "tag": TEXT,  # of a group's own marks; of a trajectory or step, also of its group's
+    "trainable": FLAG,  # False: marked so, in the same places; True: not
+    "min_reward": NUMBER,  # a group's mean, a trajectory's sum, a step's own as served
+    "max_reward": NUMBER,
+    "min_version": NATURAL,  # all of an item's steps lie in the range; a group's complete ones
+    "max_version": NATURAL,
+}
+_OF_TRAJECTORIES: Final[Filters] = {
+    "state": some_of(rows.TrajectoryState),  # of a step: that of its trajectory
+    "group_state": some_of(rows.GroupState),
+    "prompt_uid": TEXT,
+    "trajectory_uid": TEXT,
+    "scored": FLAG,
+    **_EVERYWHERE,
+}
 _Walk: TypeAlias = Callable[[Channel, Pager, Any], Iterator[Any]]
 _TRAJECTORY_FILTERS: Final[Filters] = {**_OF_TRAJECTORIES, "reason": TEXT}  # of an abort
 _LISTINGS: Final[Mapping[type, tuple[str, Filters, _Walk]]] = {
     questions.ListGroups: (
         "groups",
-        {"state": some_of(GroupState), "prompt_uid": TEXT, "min_age_s": NUMBER, **_EVERYWHERE},
+        {"state": some_of(rows.GroupState), "prompt_uid": TEXT, "min_age_s": NUMBER, **_EVERYWHERE},
         _group_rows,
     ),
     questions.ListTrajectories: ("trajectories", _TRAJECTORY_FILTERS, _trajectory_rows),

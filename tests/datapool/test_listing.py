@@ -21,8 +21,7 @@ from stepwell.datapool import (
     Step,
     VersionSpan,
 )
-from stepwell.datapool.inspect.listing import PAGE_BYTES
-from stepwell.datapool.inspect.paging import MAX_LIMIT, MIN_LOOKS
+from stepwell.datapool.inspect.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from tests.datapool.conftest import SyncPool
