@@ -12,14 +12,10 @@ from __future__ import annotations
 
 from zlib import crc32
 
+import msgspec
+
 from stepwell.datapool import errors, ops
-from stepwell.datapool.codec import (
-    PackedStep,
-    PackedTrajectory,
-    chain_tokens,
-    relative,
-    unpack,
-)
+from stepwell.datapool.codec import PackedStep, PackedTrajectory, chain_tokens, relative, unpack
 from stepwell.datapool.core.accounting import count_reason
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
 from stepwell.datapool.core.rows import GroupClosed, PromptStored, StepStored
@@ -39,25 +35,18 @@ class Steps(Serving):
         answers: list[ops.SubmitOutcome | ops.Refusal] = []
         for packed in op.trajectories:
             for step in packed.steps:
+                counted: str
                 try:
-                    outcome = self._submit(packed.trajectory_uid, packed.prompt_uid, step)
+                    counted = outcome = self._submit(packed.trajectory_uid, packed.prompt_uid, step)
+                    answers.append(outcome)
                 except errors.DataPoolError as e:
                     answers.append(ops.Refusal.of(e))
                     if isinstance(e, errors.UnknownBaseError):
                         continue  # not an answer yet: it comes again, whole
-                    if isinstance(e, errors.StepConflictError):
-                        counts.conflict += 1
-                    else:
-                        counts.rejected += 1
-                else:
-                    answers.append(outcome)
-                    if outcome == "accepted":
-                        counts.accepted += 1
-                    elif outcome == "duplicate":
-                        counts.duplicate += 1
-                    else:
-                        counts.late += 1
+                    is_conflict = isinstance(e, errors.StepConflictError)
+                    counted = "conflict" if is_conflict else "rejected"
                 counts.submitted += 1
+                setattr(counts, counted, getattr(counts, counted) + 1)
         return answers
 
     def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
@@ -100,17 +89,7 @@ class Steps(Serving):
         prompt, prompt_row = None, None
         if sent.prompt is not None:
             prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
-        index, base = sent.step_index, sent.base
-        step = PackedStep(
-            index,
-            sent.policy_version,
-            sent.reward,
-            sent.is_last,
-            sent.parent_index,
-            base,
-            None,
-            b"",
-        )
+        step = msgspec.structs.replace(sent, prompt=None, payload=b"")
         row = StepStored(record.trajectory_uid, record.prompt_uid, prompt_row, step)
         number = self._write(group, row, sent.payload)
         step.prompt, step.payload = prompt, sent.payload
