@@ -24,7 +24,7 @@ import threading
 from collections.abc import Awaitable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -39,8 +39,6 @@ from stepwell.datapool.types import TRAIN, Step, Trajectory
 NOT_IMPORTED = "not_imported"
 EXPORT_PAGE = 256
 """Trajectories of an export that travel together, if they are small."""
-GROUPS_AT_ONCE = 8
-"""Groups that an import reads and fills side by side."""
 
 T = TypeVar("T")
 
@@ -144,16 +142,12 @@ async def import_channel(
     """
     run = _Import(client, ImportSummary(Path(path), channel), timeout_s)
     groups = groupby(read(path), key=lambda exported: exported.trajectory.prompt_uid)
-    each = (list(group) for _, group in groups)
     try:
-        while some := await asyncio.to_thread(list, islice(each, GROUPS_AT_ONCE)):
-            for group in some:
-                chosen = [_renamed(e, uid_suffix) for e in group if e.state == "complete"]
-                run.summary.n_left_out += len(group) - len(chosen)
-                if chosen:
-                    await run.add(chosen)
-            while run.filling:
-                await run.filling.pop(0)
+        while group := await asyncio.to_thread(lambda: list(next(groups, (None, ()))[1])):
+            chosen = [_renamed(e, uid_suffix) for e in group if e.state == "complete"]
+            run.summary.n_left_out += len(group) - len(chosen)
+            if chosen:
+                await run.add(chosen)
         await run.close_groups()
     except _CONTRADICTIONS as e:
         raise type(e)(
@@ -161,8 +155,6 @@ async def import_channel(
             f"{'another' if uid_suffix else 'a'} uid_suffix (for instance '-again'), or import it "
             "into another channel"
         ) from e
-    finally:
-        await asyncio.gather(*run.filling, return_exceptions=True)
     return run.summary
 
 
@@ -202,15 +194,14 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
 
 @dataclass(slots=True)
 class _Import:
-    """One import on its way. Groups are opened in the order of the file, as there is credit for
-    them, and filled side by side: what the next one waits for may be that these are served."""
+    """One import on its way. Each group is filled before the next one is opened: what that waits
+    for may be that this one is served."""
 
     client: DataPoolClient
     summary: ImportSummary
     timeout_s: float | None
     missing: dict[str, int] = field(default_factory=dict)
     """Rollouts that a group was declared with and that the file did not have so far."""
-    filling: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def channel(self) -> str:
@@ -232,21 +223,10 @@ class _Import:
             self.missing[uid] = first.n_rollouts or 0
             self.summary.n_groups += 1
         self.missing[uid] -= len(group)
-        self.filling.append(asyncio.create_task(self._fill(group)))
-
-    async def _open(self, t: Trajectory) -> SubmitOutcome:
-        outcome = await self.client.open_trajectory(
-            t.trajectory_uid, t.prompt_uid, t.attempt, t.metadata, self.channel
-        )
-        self._refuse_late(outcome, t)
-        return outcome
-
-    async def _fill(self, group: list[ExportedTrajectory]) -> None:
-        """Marks first, so that the group is not served without them."""
+        # Marks first, so that the group is not served without them.
         outcomes = await _all(self._open(e.trajectory) for e in group)
-        if group[0].group_marks is not None:
-            uid = group[0].trajectory.prompt_uid
-            await self.client.mark(uid, channel=self.channel, **group[0].group_marks)
+        if first.group_marks is not None:
+            await self.client.mark(uid, channel=self.channel, **first.group_marks)
         for exported, outcome in zip(group, outcomes, strict=True):
             await self._mark(exported, outcome)
         # Most complete themselves, all at once, with their `is_last` steps. Those that do not come
@@ -256,6 +236,13 @@ class _Import:
         await _all(self._complete(e.trajectory) for e in slower)
         await self._submit([e for e in group if _completes_itself(e)])
         self.summary.n_trajectories += len(group)
+
+    async def _open(self, t: Trajectory) -> SubmitOutcome:
+        outcome = await self.client.open_trajectory(
+            t.trajectory_uid, t.prompt_uid, t.attempt, t.metadata, self.channel
+        )
+        self._refuse_late(outcome, t)
+        return outcome
 
     async def _mark(self, exported: ExportedTrajectory, outcome: SubmitOutcome) -> None:
         if exported.marks is None:
