@@ -8,12 +8,13 @@ from the rest, so that the rollouts of a group share one copy of their common pr
     step 1            └── base 0 ──┴ new ids ── response ── log-probs ── extra
     step 2                             └── base 1 ── …
 
-    payload  header (6 × uint32) │ new prompt ids, response ids: int32 │ log-probs: float32 │ extra
+    payload  header │ new prompt ids, response ids: int32 │ log-probs: float32 │ extra
 
 A step names the tokens that it is relative to by their CRC-32, too: a pool that holds other ones
 asks for it whole, whatever was lost or refused on the way.
 
-A `PackedStep` is one object with one buffer wherever it is: on its way, in the pool, in a lease.
+A `PackedStep` is one object with one buffer wherever it is: on its way, in the pool, in a lease,
+and in the journal. What indexes look at is in its header (`Header`), at fixed places.
 `extra` is what no index looks at (metadata, version spans, multi-modal data, …), as msgpack; arrays
 in it are `.npy` bytes. Nothing is ever pickled.
 
@@ -23,6 +24,7 @@ Owns the layout. Does not decide which step is whose base, nor where the bytes a
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
@@ -45,21 +47,35 @@ from stepwell.datapool.types import (
     trusted_step,
 )
 
-_HEADER = Struct("<6I")
-_N_TOKENS = Struct("<I4xI")
+_HEADER = Struct("<iiiIqdIIIII")
+_INDEX, _FLAGS_AT, _SCORE = Struct("<i"), 12, Struct("<16xqd")
+_N_TOKENS = Struct("<32xI4xI")
+"""Parts of a header that are looked at often."""
 _SPILLED_BYTES = _HEADER.size + 5
 """A header and a number below 10^12. A payload has one more at least: a token, and what is extra.
 """
+_LOG_PROBS, _MORE, _LAST, _REASON_SHIFT = 1, 2, 4, 3
+_REASONS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
+_ARRAY = 1
+"""Extension type of msgpack."""
 
 
 class Header(NamedTuple):
     """What a payload begins with. Counts are in tokens."""
 
+    step_index: int
+    parent: int
+    """-1: none."""
+    base_index: int
+    """-1: none, the prompt is whole."""
+    flags: int
+    policy_version: int
+    own_reward: float
+    """NaN: not scored."""
     n_prompt: int
     n_new: int
     """Prompt tokens after the base's; 0 without a base."""
     n_response: int
-    flags: int
     crc: int
     """CRC-32 of prompt and response."""
     base_crc: int
@@ -73,11 +89,26 @@ class Header(NamedTuple):
     def has_log_probs(self) -> bool:
         return bool(self.flags & _LOG_PROBS)
 
+    @property
+    def is_last(self) -> bool:
+        return bool(self.flags & _LAST)
 
-_LOG_PROBS, _MORE, _REASON_SHIFT = 1, 2, 2
-_REASONS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
-_ARRAY = 1
-"""Extension type of msgpack."""
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return _REASONS[self.flags >> _REASON_SHIFT]
+
+    @property
+    def parent_index(self) -> int | None:
+        return None if self.parent < 0 else self.parent
+
+    @property
+    def base(self) -> int | None:
+        """`step_index` of the step whose tokens the prompt begins with."""
+        return None if self.base_index < 0 else self.base_index
+
+    @property
+    def reward(self) -> float | None:
+        return None if math.isnan(self.own_reward) else self.own_reward
 
 
 # -- values of no fixed type -------------------------------------------------------------------
@@ -170,13 +201,6 @@ else:
 class PackedStep(msgspec.Struct, array_like=True, gc=False):
     """A step without its uids, which its trajectory has."""
 
-    step_index: int
-    policy_version: int
-    reward: float | None
-    is_last: bool
-    parent_index: int | None
-    base: int | None
-    """`step_index` of the step whose tokens the prompt begins with; None: `prompt` is whole."""
     prompt: Prompt | None
     """The whole prompt, int32; None with a base."""
     payload: bytes
@@ -185,6 +209,29 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     @property
     def header(self) -> Header:
         return Header._make(_HEADER.unpack_from(self.payload))
+
+    @property
+    def step_index(self) -> int:
+        index: int = _INDEX.unpack_from(self.payload)[0]
+        return index
+
+    @property
+    def is_last(self) -> bool:
+        return bool(self.payload[_FLAGS_AT] & _LAST)
+
+    @property
+    def score(self) -> tuple[int, float | None]:
+        """Policy version, and own reward."""
+        version, reward = _SCORE.unpack_from(self.payload)
+        return version, None if math.isnan(reward) else reward
+
+    def served(self, reward: float | None, is_last: bool) -> PackedStep:
+        """This step with another reward, or the last one."""
+        header = self.header
+        own = math.nan if reward is None else reward
+        flags = header.flags | _LAST if is_last else header.flags & ~_LAST
+        changed = _HEADER.pack(*header._replace(flags=flags, own_reward=own))
+        return PackedStep(self.prompt, changed + self.payload[_HEADER.size :])
 
     @property
     def n_tokens(self) -> int:
@@ -243,44 +290,35 @@ def pack(step: Step, base: Tokens | None = None) -> PackedStep:
     log_probs = step.rollout_log_probs
     more = step.version_spans or step.multi_modal_data is not None
     more = more or step.routed_experts is not None
-    flags = (
+    header = Header(
+        step.step_index,
+        -1 if step.parent_index is None else step.parent_index,
+        -1 if base is None else base.step_index,
         (_LOG_PROBS if log_probs is not None else 0)
         | (_MORE if more else 0)
-        | _REASONS.index(step.finish_reason) << _REASON_SHIFT
-    )
-    n_tokens = len(prompt) // 4, len(new) // 4, len(response) // 4
-    payload = b"".join(
-        (
-            _HEADER.pack(*n_tokens, flags, crc, base_crc),
-            new,
-            response,
-            b"" if log_probs is None else as_bytes(log_probs),
-            _pack_extra(step, more),
-        )
-    )
-    return PackedStep(
-        step.step_index,
+        | (_LAST if step.is_last else 0)
+        | _REASONS.index(step.finish_reason) << _REASON_SHIFT,
         step.policy_version,
-        step.reward,
-        step.is_last,
-        step.parent_index,
-        None if base is None else base.step_index,
-        prompt if base is None else None,
-        payload,
+        math.nan if step.reward is None else step.reward,
+        len(prompt) // 4,
+        len(new) // 4,
+        len(response) // 4,
+        crc,
+        base_crc,
     )
+    columns = new, response, b"" if log_probs is None else as_bytes(log_probs)
+    payload = b"".join((_HEADER.pack(*header), *columns, _pack_extra(step, more)))
+    return PackedStep(prompt if base is None else None, payload)
 
 
-def relative(step: PackedStep, base: int, base_header: Header) -> PackedStep:
-    """A step with a whole prompt, relative to step `base`, with whose tokens it begins."""
-    header = step.header
-    new = (step.prompt or b"")[4 * base_header.n_tokens :]
-    changed = header._replace(n_new=len(new) // 4, base_crc=base_header.crc)
-    return msgspec.structs.replace(
-        step,
-        base=base,
-        prompt=None,
-        payload=b"".join((_HEADER.pack(*changed), new, step.payload[_HEADER.size :])),
+def relative(step: PackedStep, base: Header) -> PackedStep:
+    """A step with a whole prompt, relative to the step with this header, with whose tokens it
+    begins."""
+    new = (step.prompt or b"")[4 * base.n_tokens :]
+    header = step.header._replace(
+        base_index=base.step_index, n_new=len(new) // 4, base_crc=base.crc
     )
+    return PackedStep(None, b"".join((_HEADER.pack(*header), new, step.payload[_HEADER.size :])))
 
 
 def as_bytes(column: npt.NDArray[Any]) -> bytes:
@@ -359,14 +397,20 @@ def unpack(trajectory: PackedTrajectory) -> list[Step]:
 
     Every base must be among them. Prompts of one chain are views of one array.
     """
-    steps = trajectory.steps
-    by_index = {packed.step_index: packed for packed in steps}
+    found = {header.step_index: (header, p) for p in trajectory.steps for header in [p.header]}
     tokens: dict[int, TokenIds] = {}
-    for index in sorted(by_index, reverse=True):
+    for index in sorted(found, reverse=True):
         if index not in tokens:
-            _lay_out(by_index[index], by_index, tokens)
+            # The tokens of a chain, from its leaf, in one array; each step of it sees its part.
+            chain = path_to_root(
+                found[index],
+                lambda at: None if at[0].base_index < 0 else found[at[0].base_index],
+            )
+            array = np.frombuffer(chain_tokens([packed for _, packed in chain]), np.int32)
+            for header, _ in chain:
+                tokens.setdefault(header.step_index, array[: header.n_tokens])
     uids = trajectory.trajectory_uid, trajectory.prompt_uid
-    return [_unpack(packed, tokens[packed.step_index], *uids) for packed in steps]
+    return [_unpack(header, p, tokens[index], *uids) for index, (header, p) in found.items()]
 
 
 def chain_tokens(chain: Sequence[PackedStep]) -> bytes:
@@ -374,63 +418,45 @@ def chain_tokens(chain: Sequence[PackedStep]) -> bytes:
     return b"".join((chain[-1].prompt or b"", *(p.tokens for p in reversed(chain))))
 
 
-def _lay_out(
-    leaf: PackedStep, by_index: Mapping[int, PackedStep], tokens: dict[int, TokenIds]
-) -> None:
-    """The tokens of a chain, from its leaf, in one array; each step of it sees its part."""
-    chain = path_to_root(leaf, lambda p: None if p.base is None else by_index[p.base])
-    array = np.frombuffer(chain_tokens(chain), np.int32)
-    for packed in chain:
-        if packed.step_index not in tokens:
-            tokens[packed.step_index] = array[: packed.header.n_tokens]
-
-
 class Extra(NamedTuple):
     """What no index looks at."""
 
     metadata: dict[str, Any]
-    finish_reason: FinishReason | None
     version_spans: tuple[VersionSpan, ...]
     multi_modal_data: dict[str, Any] | None
     routed_experts: npt.NDArray[Any] | None
 
 
-def read_extra(packed: PackedStep) -> Extra:
+def read_extra(packed: PackedStep, header: Header) -> Extra:
     """What a step holds besides its columns."""
-    payload, header = packed.payload, packed.header
     n_columns = header.n_new + header.n_response * (2 if header.has_log_probs else 1)
-    extra = memoryview(payload)[_HEADER.size + 4 * n_columns :]
+    extra = memoryview(packed.payload)[_HEADER.size + 4 * n_columns :]
     metadata, *more = _extra_decoder.decode(extra)
     spans, multi_modal_data, routed_experts = more or ((), None, None)
-    return Extra(
-        metadata,
-        _REASONS[header.flags >> _REASON_SHIFT],
-        tuple(VersionSpan(*span) for span in spans) if spans else (),
-        multi_modal_data,
-        routed_experts,
-    )
+    return Extra(metadata, tuple(VersionSpan(*s) for s in spans), multi_modal_data, routed_experts)
 
 
-def _unpack(packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str) -> Step:
-    n_prompt, n_new, n_response, flags, _, _ = _HEADER.unpack_from(packed.payload)
+def _unpack(
+    header: Header, packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str
+) -> Step:
     log_probs = None
-    if flags & _LOG_PROBS:
-        offset = _HEADER.size + 4 * (n_new + n_response)
-        log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
-    metadata, finish_reason, spans, multi_modal_data, routed_experts = read_extra(packed)
+    if header.has_log_probs:
+        offset = _HEADER.size + 4 * (header.n_new + header.n_response)
+        log_probs = np.frombuffer(packed.payload, np.float32, header.n_response, offset)
+    metadata, spans, multi_modal_data, routed_experts = read_extra(packed, header)
     return trusted_step(
-        tokens[:n_prompt],
-        tokens[n_prompt:],
-        packed.reward,
+        tokens[: header.n_prompt],
+        tokens[header.n_prompt :],
+        header.reward,
         trajectory_uid,
         prompt_uid,
-        packed.step_index,
-        packed.policy_version,
-        packed.is_last,
+        header.step_index,
+        header.policy_version,
+        header.is_last,
         metadata,
         log_probs,
-        finish_reason,
-        packed.parent_index,
+        header.finish_reason,
+        header.parent_index,
         spans,
         multi_modal_data,
         routed_experts,

@@ -132,15 +132,15 @@ def _is_uid(value: object) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+def _is_below(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
 _CHECKS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("trajectory_uid", _is_uid, "a non-empty string"),
     ("prompt_uid", _is_uid, "a non-empty string"),
-    ("step_index", _is_index, "an integer in [0, 2**63)"),
-    ("policy_version", _is_index, "an integer in [0, 2**63)"),
+    ("step_index", lambda value: _is_below(value, 2**31), "an integer in [0, 2**31)"),
+    ("policy_version", lambda value: _is_below(value, _MOST), "an integer in [0, 2**63)"),
     ("is_last", lambda value: isinstance(value, bool), "True or False"),
     ("finish_reason", _FINISH_REASONS.__contains__, "'stop', 'length', 'abort' or None"),
     ("metadata", lambda value: isinstance(value, Mapping), "a mapping"),

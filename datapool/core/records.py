@@ -112,7 +112,7 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
         if self.step_rewards is not None and index in self.step_rewards:
             return self.step_rewards[index]
         step = self.step(index)
-        return None if step is None else step.reward
+        return None if step is None else step.score[1]
 
     def last_reward(self) -> float | None:
         """What the last step is served with: its own reward plus the outcome."""
@@ -122,13 +122,13 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def reward(self) -> float | None:
         """Sum over the steps and the outcome; None if nothing is scored."""
         late = self.step_rewards or {}
-        rewards = [late.get(s.step_index, s.reward) for s in self.steps]
+        rewards = [late.get(s.step_index, s.score[1]) if late else s.score[1] for s in self.steps]
         scored = [r for r in (*rewards, self.outcome) if r is not None]
         return sum(scored) if scored else None
 
     def versions(self) -> tuple[int, int]:
         """Smallest and largest policy version of its steps, of which there is one at least."""
-        versions = [step.policy_version for step in self.steps]
+        versions = [step.score[0] for step in self.steps]
         return min(versions), max(versions)
 
     def info(self) -> TrajectoryInfo:
@@ -152,16 +152,16 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
         at: int | None = index
         while at is not None and (step := self.step(at)) is not None:
             chain.append(step)
-            at = step.base
+            at = step.header.base
         return chain
 
     def as_served(self, steps: list[PackedStep]) -> list[PackedStep]:
         """Copies of its steps, made what a consumer gets: later rewards applied, `is_last` on the
         last one."""
-        for step in steps if self.step_rewards else ():
-            step.reward = self.step_reward(step.step_index)
+        for at, step in enumerate(steps if self.step_rewards else ()):
+            steps[at] = step.served(self.step_reward(step.step_index), False)
         if steps:
-            steps[-1].reward, steps[-1].is_last = self.last_reward(), True
+            steps[-1] = steps[-1].served(self.last_reward(), True)
         return steps
 
 

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 import msgspec
 
 from stepwell.datapool import ops
-from stepwell.datapool.codec import PackedStep, decoder, encoder
+from stepwell.datapool.codec import decoder, encoder
 from stepwell.datapool.core.records import Closing
 
 POOL = ""
@@ -97,12 +97,12 @@ class PromptStored(_Record, frozen=True, array_like=True, gc=False):
 
 
 class StepStored(_Record, frozen=True, array_like=True, gc=False):
-    """A step was accepted. Without prompt and payload, which is the row's."""
+    """A step was accepted; the payload is its own."""
 
     trajectory_uid: str
     prompt_uid: str
     prompt_row: int | None
-    step: PackedStep
+    """Of a root: the row of its prompt."""
 
 
 class GroupDue(_Record, frozen=True, array_like=True, gc=False):

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from zlib import crc32
 
-import msgspec
-
 from stepwell.datapool import errors, ops
-from stepwell.datapool.codec import PackedStep, PackedTrajectory, chain_tokens, relative, unpack
+from stepwell.datapool.codec import (
+    Header,
+    PackedStep,
+    PackedTrajectory,
+    chain_tokens,
+    relative,
+    unpack,
+)
 from stepwell.datapool.core.accounting import count_reason
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
 from stepwell.datapool.core.rows import GroupClosed, PromptStored, StepStored
@@ -51,49 +56,47 @@ class Steps(Serving):
 
     def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
         """Apply one step. Changes nothing if it contradicts another."""
-        if step.is_spilled or (step.base is None) is (step.prompt is None):
+        if step.is_spilled or ((header := step.header).base is None) is (step.prompt is None):
             raise errors.InvalidStepError(
-                f"{self._name(uid, step)} is packed without its payload, or with base "
-                f"{step.base} and {'no' if step.prompt is None else 'a'} prompt; pack it with "
-                "codec.pack"
+                f"a step of trajectory {uid!r} in channel {self.name!r} is packed without its "
+                f"payload, or with {'no' if step.prompt is None else 'a'} prompt, which its base "
+                "contradicts; pack it with codec.pack"
             )
         record = self._find(uid, prompt_uid)
         if record is None:
-            if step.base is not None and not self._is_settled(prompt_uid):
-                raise self._unknown_base(uid, step)
+            if header.base is not None and not self._is_settled(prompt_uid):
+                raise self._unknown_base(uid, header)
             record = self._begin(uid, prompt_uid)
             if record is None:
                 return "late"
         elif isinstance(record, Closing):
             return "late"
-        if (stored := record.step(step.step_index)) is not None:
-            if self._is_same(record, stored, step):
+        if record.step(header.step_index) is not None:
+            if self._is_same(record, step, header):
                 return "duplicate"
             raise errors.StepConflictError(
-                f"step {uid!r}[{step.step_index}] is already stored in channel {self.name!r} with "
-                "other content; give every call its own step_index"
+                f"step {uid!r}[{header.step_index}] is already stored in channel {self.name!r} "
+                "with other content; give every call its own step_index"
             )
         if record.closing is not None:
             return "late"
-        self._check_index(record, step)
-        self._check_base(record, step)
+        self._check_index(record, header)
+        self._check_base(record, header)
         group = self.prompt_groups[record.prompt_uid]
-        self._store(group, record, self._relative(record, step))
+        self._store(group, record, self._relative(record, step, header))
         if self.config.max_bytes is not None:
             # Last, because it may drop the very group that the step belongs to.
             self._trim(sparing=prompt_uid)
         return "accepted"
 
     def _store(self, group: GroupRecord, record: TrajectoryRecord, sent: PackedStep) -> None:
-        """Keep a copy, which shares its prompt with others; its trajectory may be complete now."""
+        """Keep it, with a prompt that it shares with others; its trajectory may be complete now."""
         prompt, prompt_row = None, None
         if sent.prompt is not None:
             prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
-        step = msgspec.structs.replace(sent, prompt=None, payload=b"")
-        row = StepStored(record.trajectory_uid, record.prompt_uid, prompt_row, step)
+        row = StepStored(record.trajectory_uid, record.prompt_uid, prompt_row)
         number = self._write(group, row, sent.payload)
-        step.prompt, step.payload = prompt, sent.payload
-        self._put(group, record, step, number)
+        self._put(group, record, PackedStep(prompt, sent.payload), number)
 
     def _put(
         self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, row: int | None
@@ -103,8 +106,8 @@ class Steps(Serving):
         self.counts.tokens += step.n_tokens
         self.counts.steps.stored += 1
         self._touch(group)
-        last = record.steps[-1]
-        if last.is_last and len(record.steps) == last.step_index + 1:
+        last = record.last_index
+        if last is not None and len(record.steps) == last + 1:
             before = group.complete[-1].closing if group.complete else None
             closing = Closing(record.prompt_uid, "is_last")
             self._complete(record, before if before is not None and before == closing else closing)
@@ -119,41 +122,42 @@ class Steps(Serving):
             self.payloads.memory_bytes += len(prompt)
         return kept
 
-    def _relative(self, record: TrajectoryRecord, step: PackedStep) -> PackedStep:
+    def _relative(self, record: TrajectoryRecord, step: PackedStep, header: Header) -> PackedStep:
         """A step that came with a whole prompt, relative to the stored step that it extends."""
         if step.prompt is None:
             return step
-        base = step.step_index - 1 if step.parent_index is None else step.parent_index
-        stored = record.step(base) if base >= 0 else None
+        index = header.step_index - 1 if header.parent_index is None else header.parent_index
+        stored = record.step(index) if index >= 0 else None
         if stored is None:
             return step
-        header, known = stored.header, step.prompt[: 4 * stored.n_tokens]
+        base = stored.header
+        known = step.prompt[: 4 * base.n_tokens]
         # Most that extend nothing are told by the sum; what is as long and has it is looked at.
-        if len(known) < 4 * stored.n_tokens or crc32(known) != header.crc:
+        if len(known) < 4 * base.n_tokens or crc32(known) != base.crc:
             return step
-        chain = self.payloads.loaded(record.chain(base))
-        return relative(step, base, header) if known == chain_tokens(chain) else step
+        chain = self.payloads.loaded(record.chain(index))
+        return relative(step, base) if known == chain_tokens(chain) else step
 
-    def _is_same(self, record: TrajectoryRecord, stored: PackedStep, step: PackedStep) -> bool:
-        """Whether a stored step has the same content as one of its index, however it is packed."""
-        self._check_base(record, step)
-        ours = self.payloads.read(record.chain(step.step_index))
+    def _is_same(self, record: TrajectoryRecord, step: PackedStep, header: Header) -> bool:
+        """Whether a step has the content of the stored one of its index, however it is packed."""
+        self._check_base(record, header)
+        ours = self.payloads.read(record.chain(header.step_index))
         if ours[0] == step:
             return True
-        theirs = [] if step.base is None else self.payloads.read(record.chain(step.base))
+        theirs = [] if header.base is None else self.payloads.read(record.chain(header.base))
         uids = record.trajectory_uid, record.prompt_uid
         stored_step, *_ = unpack(PackedTrajectory(*uids, ours))
         sent_step, *_ = unpack(PackedTrajectory(*uids, [step, *theirs]))
         return stored_step == sent_step
 
-    def _check_base(self, record: TrajectoryRecord, step: PackedStep) -> None:
+    def _check_base(self, record: TrajectoryRecord, step: Header) -> None:
         """The tokens that it is relative to are those that are stored."""
         if step.base is not None:
             base = record.step(step.base)
-            if base is None or base.header.crc != step.header.base_crc:
+            if base is None or base.header.crc != step.base_crc:
                 raise self._unknown_base(record.trajectory_uid, step)
 
-    def _check_index(self, record: TrajectoryRecord, step: PackedStep) -> None:
+    def _check_index(self, record: TrajectoryRecord, step: Header) -> None:
         last, highest = record.last_index, record.max_index
         if last is not None and step.step_index > last:
             why = f"lies beyond the step marked is_last, {last}"
@@ -164,16 +168,15 @@ class Steps(Serving):
             why += " step_index"
         else:
             return
-        raise errors.StepIndexError(f"{self._name(record.trajectory_uid, step)} {why}")
-
-    def _unknown_base(self, uid: str, step: PackedStep) -> errors.UnknownBaseError:
-        return errors.UnknownBaseError(
-            f"{self._name(uid, step)} is packed relative to step {step.base}, which is not stored, "
-            "or with other tokens; send it whole"
+        raise errors.StepIndexError(
+            f"step {record.trajectory_uid!r}[{step.step_index}] in channel {self.name!r} {why}"
         )
 
-    def _name(self, uid: str, step: PackedStep) -> str:
-        return f"step {uid!r}[{step.step_index}] in channel {self.name!r}"
+    def _unknown_base(self, uid: str, step: Header) -> errors.UnknownBaseError:
+        return errors.UnknownBaseError(
+            f"step {uid!r}[{step.step_index}] in channel {self.name!r} is packed relative to step "
+            f"{step.base}, which is not stored, or with other tokens; send it whole"
+        )
 
     # -- after a restart ---------------------------------------------------------------------
 
@@ -186,14 +189,13 @@ class Steps(Serving):
 
     def adopt(self, stored: StepStored, prompt: bytes | None, payload: bytes, row: int) -> None:
         """A step of before: it was accepted then, so nothing about it is checked."""
-        prompt_uid, step = stored.prompt_uid, stored.step
+        prompt_uid = stored.prompt_uid
         group = self.prompt_groups.get(prompt_uid) or self._begin_group(prompt_uid)
         record = group.trajectories.get(stored.trajectory_uid)
         if record is None:
             record = self._new_trajectory(stored.trajectory_uid, group)
-        step.prompt, step.payload = prompt, payload
         group.rows.append(row)
-        self._put(group, record, step, row)
+        self._put(group, record, PackedStep(prompt, payload), row)
 
     def _find(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | Closing | None:
         """The live record, the tombstone, or None; never one of another prompt."""

@@ -363,14 +363,15 @@ def _step_rows(
         record = found.record
         chain, is_last = record.chain(index), index == record.max_index
         reward = record.last_reward() if is_last else record.step_reward(index)
-        version = chain[0].policy_version
+        version, _ = chain[0].score
         if not pager.admits_sums(reward, version, version):
             continue
         packed = channel.payloads.read(chain if asked.include_tokens else chain[:1])
         pager.spend(n_bytes=sum(len(step.payload) for step in packed))
-        header, extra = packed[0].header, read_extra(packed[0])
-        if not pager.admits(finish_reason=extra.finish_reason):
+        header = packed[0].header
+        if not pager.admits(finish_reason=header.finish_reason):
             continue
+        extra = read_extra(packed[0], header)
         columns: dict[str, Any] = {}
         if asked.include_tokens:
             step, *_ = unpack(PackedTrajectory(record.trajectory_uid, record.prompt_uid, packed))
@@ -385,12 +386,12 @@ def _step_rows(
             policy_version=version,
             version_spans=extra.version_spans,
             reward=reward,
-            is_last=packed[0].is_last or (record.is_complete and is_last),
-            parent_index=packed[0].parent_index,
+            is_last=header.is_last or (record.is_complete and is_last),
+            parent_index=header.parent_index,
             n_prompt=header.n_prompt,
             n_response=header.n_response,
             has_log_probs=header.has_log_probs,
-            finish_reason=extra.finish_reason,
+            finish_reason=header.finish_reason,
             metadata=extra.metadata,
             **columns,
         )
@@ -417,8 +418,8 @@ def _exported(
         record, group, is_open = found.record, found.group, found.state == "open"
         packed = channel.packed(record)
         if is_open and packed.steps:  # it came as if it were complete
-            packed.steps[-1].reward = record.step_reward(record.max_index)
-            packed.steps[-1].is_last = record.last_index is not None
+            own = record.step_reward(record.max_index), record.last_index is not None
+            packed.steps[-1] = packed.steps[-1].served(*own)
         n_bytes += sum(len(step.payload) + len(step.prompt or b"") for step in packed.steps)
         if n_bytes >= PAGE_BYTES:
             pager.left = 0

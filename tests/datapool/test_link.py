@@ -635,10 +635,10 @@ def long_step(make_step):
 
 def test_a_step_is_sent_relative_to_the_one_before_it(long_step):
     tips = Tips()
-    assert tips.pack(long_step("a", 0), "train").base is None
-    assert tips.pack(long_step("a", 1), "train").base == 0
-    assert tips.pack(long_step("b", 1), "train").base is None
-    assert tips.pack(long_step("a", 2), "val").base is None
+    assert tips.pack(long_step("a", 0), "train").header.base is None
+    assert tips.pack(long_step("a", 1), "train").header.base == 0
+    assert tips.pack(long_step("b", 1), "train").header.base is None
+    assert tips.pack(long_step("a", 2), "val").header.base is None
 
 
 def test_nothing_is_kept_of_a_trajectory_that_ended(long_step):
@@ -647,8 +647,8 @@ def test_nothing_is_kept_of_a_trajectory_that_ended(long_step):
         for index in range(3):
             tips.pack(long_step(uid, index), "train")
     tips.end("a", "train")
-    assert tips.pack(long_step("a", 3), "train").base is None
-    assert tips.pack(long_step("b", 3), "train").base == 2
+    assert tips.pack(long_step("a", 3), "train").header.base is None
+    assert tips.pack(long_step("b", 3), "train").header.base == 2
     for uid in ("a", "a", "b"):
         tips.end(uid, "train")
     assert (tips._n_bytes, len(tips._tokens)) == (0, 0)

@@ -242,7 +242,7 @@ def test_branches_share_the_trunk_in_bytes_and_not_each_others_tokens() -> None:
         for i, new in ((1, 7), (2, 8))
     )
     packed = pack_all([trunk, left, right], whole=False)
-    assert [(p.base, p.header.n_new) for p in packed] == [(None, 0), (0, 1), (0, 1)]
+    assert [(p.header.base, p.header.n_new) for p in packed] == [(None, 0), (0, 1), (0, 1)]
     assert unpacked(packed) == [trunk, left, right]
 
 
@@ -274,7 +274,7 @@ def test_a_parent_that_is_none_is_packed_whole() -> None:
         parent_index=0,
     )
     packed = pack(liar, tokens_of(first))
-    assert (packed.base, packed.prompt) == (None, liar.prompt_ids.tobytes())
+    assert (packed.header.base, packed.prompt) == (None, liar.prompt_ids.tobytes())
     assert unpacked([pack(first), packed])[1] == liar
 
 

@@ -703,7 +703,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         sent = [(s.trajectory_uid, s.prompt_uid, p) for s, p in zip(steps, packed, strict=True)]
         answers = self.call("apply_steps", sent, channel)
         for step, base, now_packed, answer in zip(steps, bases, packed, answers, strict=True):
-            known = None if now_packed.base is None else base
+            known = None if now_packed.header.base is None else base
             assert answer == self.models[channel].submit(step, known, self.now)
             if answer not in ("accepted", "duplicate", "late"):
                 self.tips.pop((channel, step.trajectory_uid, step.step_index), None)

@@ -102,8 +102,15 @@ def test_apply_steps_tells_each_step_its_own_answer(pool, make_step):
 
 def test_a_step_without_its_bytes_is_refused(pool, make_step):
     sent = pack(make_step("t"))
-    for broken in ({"payload": b""}, {"payload": sent.payload[:24]}, {"prompt": None}, {"base": 0}):
-        (answer,) = pool.apply_steps([("t", "p", replace(sent, **broken))])
+    based = pack(make_step("t"), Tokens(0, np.int32([1]).tobytes(), np.int32([2]).tobytes(), 0))
+    assert based.header.base == 0
+    for broken in (
+        replace(sent, payload=b""),
+        replace(sent, payload=sent.payload[:24]),
+        replace(sent, prompt=None),
+        replace(based, prompt=sent.prompt),
+    ):
+        (answer,) = pool.apply_steps([("t", "p", broken)])
         assert isinstance(answer, InvalidStepError)
     assert pool.submit_step(make_step("t")) == "accepted"
 
