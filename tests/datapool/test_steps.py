@@ -130,9 +130,9 @@ def test_a_step_relative_to_other_tokens_than_the_stored_ones_is_asked_for_whole
 def test_nothing_that_the_pool_keeps_is_in_an_answer_or_in_what_was_sent(pool, make_step):
     sent = pack(make_step("t", reward=0.5, is_last=True))
     pool.apply_steps([("t", "p", sent)])
-    sent.reward, sent.payload = 9.0, b""
+    sent.payload = b""
     lease = pool.lease_packed()
-    lease.groups[0].trajectories[0].steps[0].reward = 9.0
+    lease.groups[0].trajectories[0].steps[0].payload = b""
     pool.nack(lease.lease_id)
     assert pool.fetch_batch() == [make_step("t", reward=0.5, is_last=True)]
 
