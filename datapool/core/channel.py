@@ -239,7 +239,7 @@ class Channel(Steps):
             marked = group = self.prompt_groups[uid]
         marked.marks = marked.marks.merged(op.marks)
         group.is_marked = True
-        tags = group.marks.tags.union(*(t.marks.tags for t in group.trajectories.values()))
+        tags = group.marks.tags.union(*(t.marks.tags for t in group.trajectories))
         self._untag(group, group.tags - tags)
         for tag in tags - group.tags:
             self._tagged.setdefault(tag, {})[group.prompt_uid] = None
@@ -266,11 +266,10 @@ class Channel(Steps):
                 break
             if group.prompt_uid not in self._leased:
                 n += group.size
-                gone += group.trajectories
+                gone += [t.trajectory_uid for t in group.trajectories]
                 self.retire(GroupRetired(group.prompt_uid, DELETED))
-        return ops.Deleted(
-            tuple(gone), tuple(u for g in leased for u in g.trajectories), n >= AT_ONCE
-        )
+        kept = tuple(t.trajectory_uid for group in leased for t in group.trajectories)
+        return ops.Deleted(tuple(gone), kept, n >= AT_ONCE)
 
     # -- what is asked -----------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ class Groups:
     def _new_trajectory(self, trajectory_uid: str, group: GroupRecord) -> TrajectoryRecord:
         record = TrajectoryRecord(trajectory_uid, group.prompt_uid)
         self.trajectory_index[trajectory_uid] = record
-        group.trajectories[trajectory_uid] = record
+        group.trajectories.append(record)
         group.n_open += 1
         self.counts.trajectories.submitted += 1
         self.counts.trajectories.open += 1
@@ -363,7 +363,7 @@ class Groups:
 
     def _drop(self, group: GroupRecord, reason: str, returned: bool = False) -> None:
         self._unqueue(group)
-        for record in group.trajectories.values():
+        for record in group.trajectories:
             if record.closing is None:
                 self._abort(record, Closing(group.prompt_uid, "pool", aborted=GROUP_DROPPED))
         counts = self.counts
@@ -395,10 +395,10 @@ class Groups:
         """Forget the group's content, remember its uids; how many steps that released."""
         n_steps = 0
         closings: dict[str, Closing] = {}
-        for uid, record in group.trajectories.items():
-            del self.trajectory_index[uid]
+        for record in group.trajectories:
+            del self.trajectory_index[record.trajectory_uid]
             if record.closing is not None:
-                closings[uid] = record.closing
+                closings[record.trajectory_uid] = record.closing
             n_steps += self._forget_steps(record)
         self.counts.trajectories.complete -= len(group.complete)
         self.payloads.memory_bytes -= sum(map(len, group.prompts))

@@ -176,7 +176,8 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """None while undeclared."""
     metadata: Mapping[str, Any] = NO_METADATA
     deadline: float | None = None
-    trajectories: dict[str, TrajectoryRecord] = {}
+    trajectories: list[TrajectoryRecord] = []
+    """In the order they were opened in."""
     complete: list[TrajectoryRecord] = []
     """In the order of completion, which is the order they are served in."""
     prompts: dict[bytes, tuple[bytes, int | None]] = {}
@@ -216,7 +217,7 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     @property
     def size(self) -> int:
         """Itself, its trajectories and their steps."""
-        return 1 + sum(1 + len(t.steps) for t in self.trajectories.values())
+        return 1 + sum(1 + len(t.steps) for t in self.trajectories)
 
     def is_ready_for(self, n_rollouts: int) -> bool:
         """Whether a consumer of so many could have it now, were it not held."""

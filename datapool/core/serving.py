@@ -318,11 +318,11 @@ class Serving(Groups):
         if group.frozen:
             return
         group.frozen = True
-        for record in group.trajectories.values():
+        for record in group.trajectories:
             if record.closing is None:
                 self._abort(record, Closing(group.prompt_uid, "pool", aborted=GROUP_SERVED))
         for uid in leased.excluded:
-            record = group.trajectories[uid]
+            record = self.trajectory_index[uid]
             group.complete.remove(record)
             self.counts.trajectories.complete -= 1
             closing = Closing(group.prompt_uid, "pool", aborted=NOT_TRAINABLE)

@@ -191,7 +191,7 @@ class Steps(Serving):
         """A step of before: it was accepted then, so nothing about it is checked."""
         prompt_uid = stored.prompt_uid
         group = self.prompt_groups.get(prompt_uid) or self._begin_group(prompt_uid)
-        record = group.trajectories.get(stored.trajectory_uid)
+        record = self.trajectory_index.get(stored.trajectory_uid)
         if record is None:
             record = self._new_trajectory(stored.trajectory_uid, group)
         group.rows.append(row)

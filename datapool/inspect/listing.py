@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
-from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 from stepwell.datapool import questions
@@ -255,8 +254,7 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
     uid = pager.wanted.get("trajectory_uid")
     for group, group_state in _groups(channel, pager):
         first = pager.start.position if group.number == pager.start.group else 0
-        named = [group.trajectories[uid]] if uid is not None else None
-        records = named or islice(group.trajectories.values(), first, None)
+        records = [channel.trajectory_index[uid]] if uid else group.trajectories[first:]
         for position, record in enumerate(records, start=first):
             if not pager.looks_at(group.number, position):
                 return
@@ -294,7 +292,7 @@ def _group_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[rows.GroupRo
         if not (pager.admits(state=state, age_s=age_s) and pager.admits_marks(group.marks)):
             continue
         info = channel.info(group)
-        steps = [step for record in group.trajectories.values() for step in record.steps]
+        steps = [step for record in group.trajectories for step in record.steps]
         pager.spend(items=len(group.trajectories), steps=len(steps))
         if not pager.admits_sums(info.reward_mean, info.oldest_version, info.newest_version):
             continue

@@ -119,7 +119,8 @@ def content(pool: DataPool) -> dict[str, str]:
     found = {}
     for uid, group in channel.prompt_groups.items():
         digest = hashlib.sha256(f"{group.terms} {group.delivery} {group.due}".encode())
-        for name, record in sorted(group.trajectories.items()):
+        for record in sorted(group.trajectories, key=lambda record: record.trajectory_uid):
+            name = record.trajectory_uid
             digest.update(f"{name} {record.closing} {record.outcome}".encode())
             digest.update(encoder.encode(channel.packed(record)))
         found[uid] = digest.hexdigest()[:16]

@@ -1007,7 +1007,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         for channel in self.pool.channels.values():
             groups = channel.prompt_groups.values()
             prompts = sum(len(prompt) for g in groups for prompt in g.prompts)
-            steps = [s for g in groups for t in g.trajectories.values() for s in t.steps]
+            steps = [s for g in groups for t in g.trajectories for s in t.steps]
             in_memory = sum(len(s.payload) for s in steps if not s.is_spilled)
             assert channel.memory_bytes == prompts + in_memory
             payloads += in_memory
