@@ -49,7 +49,7 @@ from stepwell.datapool.types import (
 
 _HEADER = Struct("<iiiIqdIIIII")
 _INDEX, _FLAGS_AT, _SCORE = Struct("<i"), 12, Struct("<16xqd")
-_N_TOKENS = Struct("<32xI4xI")
+_N_TOKENS, _N_OWN = Struct("<32xI4xI"), Struct("<36xII")
 """Parts of a header that are looked at often."""
 _SPILLED_BYTES = _HEADER.size + 5
 """A header and a number below 10^12. A payload has one more at least: a token, and what is extra.
@@ -228,6 +228,8 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     def served(self, reward: float | None, is_last: bool) -> PackedStep:
         """This step with another reward, or the last one."""
         header = self.header
+        if (header.reward, header.is_last) == (reward, is_last):
+            return self
         own = math.nan if reward is None else reward
         flags = header.flags | _LAST if is_last else header.flags & ~_LAST
         changed = _HEADER.pack(*header._replace(flags=flags, own_reward=own))
@@ -242,8 +244,8 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     @property
     def tokens(self) -> bytes:
         """The new prompt ids and the response ids."""
-        header = self.header
-        return self.payload[_HEADER.size : _HEADER.size + 4 * (header.n_new + header.n_response)]
+        n_new, n_response = _N_OWN.unpack_from(self.payload)
+        return self.payload[_HEADER.size : _HEADER.size + 4 * (n_new + n_response)]
 
     @property
     def is_spilled(self) -> bool:
@@ -290,7 +292,7 @@ def pack(step: Step, base: Tokens | None = None) -> PackedStep:
     log_probs = step.rollout_log_probs
     more = step.version_spans or step.multi_modal_data is not None
     more = more or step.routed_experts is not None
-    header = Header(
+    header = _HEADER.pack(
         step.step_index,
         -1 if step.parent_index is None else step.parent_index,
         -1 if base is None else base.step_index,
@@ -307,7 +309,7 @@ def pack(step: Step, base: Tokens | None = None) -> PackedStep:
         base_crc,
     )
     columns = new, response, b"" if log_probs is None else as_bytes(log_probs)
-    payload = b"".join((_HEADER.pack(*header), *columns, _pack_extra(step, more)))
+    payload = b"".join((header, *columns, _pack_extra(step, more)))
     return PackedStep(prompt if base is None else None, payload)
 
 
@@ -397,20 +399,22 @@ def unpack(trajectory: PackedTrajectory) -> list[Step]:
 
     Every base must be among them. Prompts of one chain are views of one array.
     """
-    found = {header.step_index: (header, p) for p in trajectory.steps for header in [p.header]}
+    headers = [packed.header for packed in trajectory.steps]
+    found = {header[0]: at for at, header in enumerate(headers)}
     tokens: dict[int, TokenIds] = {}
     for index in sorted(found, reverse=True):
         if index not in tokens:
             # The tokens of a chain, from its leaf, in one array; each step of it sees its part.
             chain = path_to_root(
                 found[index],
-                lambda at: None if at[0].base_index < 0 else found[at[0].base_index],
+                lambda at: None if (base := headers[at].base_index) < 0 else found[base],
             )
-            array = np.frombuffer(chain_tokens([packed for _, packed in chain]), np.int32)
-            for header, _ in chain:
-                tokens.setdefault(header.step_index, array[: header.n_tokens])
+            array = np.frombuffer(chain_tokens([trajectory.steps[at] for at in chain]), np.int32)
+            for at in chain:
+                tokens.setdefault(headers[at][0], array[: headers[at].n_tokens])
     uids = trajectory.trajectory_uid, trajectory.prompt_uid
-    return [_unpack(header, p, tokens[index], *uids) for index, (header, p) in found.items()]
+    each = zip(headers, trajectory.steps, strict=True)
+    return [_unpack(header, packed, tokens[header[0]], *uids) for header, packed in each]
 
 
 def chain_tokens(chain: Sequence[PackedStep]) -> bytes:
@@ -432,31 +436,34 @@ def read_extra(packed: PackedStep, header: Header) -> Extra:
     n_columns = header.n_new + header.n_response * (2 if header.has_log_probs else 1)
     extra = memoryview(packed.payload)[_HEADER.size + 4 * n_columns :]
     metadata, *more = _extra_decoder.decode(extra)
-    spans, multi_modal_data, routed_experts = more or ((), None, None)
+    if not more:
+        return Extra(metadata, (), None, None)
+    spans, multi_modal_data, routed_experts = more
     return Extra(metadata, tuple(VersionSpan(*s) for s in spans), multi_modal_data, routed_experts)
 
 
 def _unpack(
     header: Header, packed: PackedStep, tokens: TokenIds, trajectory_uid: str, prompt_uid: str
 ) -> Step:
+    index, parent, _, flags, version, reward, n_prompt, n_new, n_response, *_ = header
     log_probs = None
-    if header.has_log_probs:
-        offset = _HEADER.size + 4 * (header.n_new + header.n_response)
-        log_probs = np.frombuffer(packed.payload, np.float32, header.n_response, offset)
+    if flags & _LOG_PROBS:
+        offset = _HEADER.size + 4 * (n_new + n_response)
+        log_probs = np.frombuffer(packed.payload, np.float32, n_response, offset)
     metadata, spans, multi_modal_data, routed_experts = read_extra(packed, header)
     return trusted_step(
-        tokens[: header.n_prompt],
-        tokens[header.n_prompt :],
-        header.reward,
+        tokens[:n_prompt],
+        tokens[n_prompt:],
+        None if math.isnan(reward) else reward,
         trajectory_uid,
         prompt_uid,
-        header.step_index,
-        header.policy_version,
-        header.is_last,
+        index,
+        version,
+        bool(flags & _LAST),
         metadata,
         log_probs,
-        header.finish_reason,
-        header.parent_index,
+        _REASONS[flags >> _REASON_SHIFT],
+        None if parent < 0 else parent,
         spans,
         multi_modal_data,
         routed_experts,

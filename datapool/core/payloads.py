@@ -10,7 +10,6 @@ Counts what is in memory. Does not own the steps, which their trajectories have,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import copy
 
 from stepwell.datapool.codec import PackedStep
 from stepwell.datapool.core.rows import Writer
@@ -50,7 +49,7 @@ class Payloads:
         Raises:
             JournalError: a payload cannot be read back.
         """
-        copies = [copy(step) for step in steps]
+        copies = [PackedStep(step.prompt, step.payload) for step in steps]
         spilled = [step for step in copies if step.is_spilled]
         if spilled:
             load = self._writer.load
