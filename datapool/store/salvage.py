@@ -401,7 +401,7 @@ def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
         somewhere = trajectories.open + trajectories.complete
         somewhere += trajectories.acked + trajectories.aborted
         trajectories.dropped = trajectories.submitted - somewhere
-        stored = [step for g in live for t in g.trajectories.values() for step in t.steps]
+        stored = [step for g in live for t in g.trajectories for step in t.steps]
         steps.stored, counts.tokens = len(stored), sum(step.n_tokens for step in stored)
         steps.dropped = steps.accepted - steps.stored - steps.acked
         channel.changed = True
