@@ -167,12 +167,13 @@ class LeaseEnded(_Record, frozen=True, array_like=True, gc=False):
     how: LeaseEnd
 
 
-_OPS = (ops.OpenGroup, ops.OpenTrajectory, ops.CompleteTrajectory, ops.AbortTrajectory)
+_OPS: Final[tuple[type[msgspec.Struct], ...]] = (
+    *(ops.OpenGroup, ops.OpenTrajectory, ops.CompleteTrajectory, ops.AbortTrajectory),
+    *(ops.SetReward, ops.Mark),
+)
+_KINDS: Final[tuple[type[msgspec.Struct], ...]] = (*_OPS, *_Record.__subclasses__())
 _tuple: Any = tuple
-_DECODERS: Final = {
-    kind.__name__: decoder(_tuple[float, int, kind])
-    for kind in (*_OPS, ops.SetReward, ops.Mark, *_Record.__subclasses__())
-}
+_DECODERS: Final = {kind.__name__: decoder(_tuple[float, int, kind]) for kind in _KINDS}
 
 
 def write(
