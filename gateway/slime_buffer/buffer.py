@@ -38,7 +38,7 @@ from stepwell.gateway.errors import PoolUnavailableError, RequestError, Trajecto
 from stepwell.gateway.functions import Function
 from stepwell.gateway.slime_buffer.generator import RolloutGenerator
 from stepwell.gateway.slime_buffer.items import InstanceId, instance_of, make_item
-from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start, parse, remember
+from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start, remember
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.outcomes import Outcomes
 from stepwell.gateway.trajectory.recording import ask
@@ -110,8 +110,9 @@ class RolloutBuffer:
         Raises:
             RequestError
         """
-        wanted = parse(Start, payload)
-        self._repeats, self._skip = wanted.repeats, wanted.skipped
+        wanted = Start.read(payload)
+        self._repeats = wanted.num_repeat_per_sample
+        self._skip = Counter(map(str, wanted.skip_instance_ids or ()))
         self._dropped.clear()
         engine = payload.get("remote_engine_url")
         if isinstance(engine, str) and engine.rstrip("/") not in self._engine_urls:

@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-)
+import numpy.typing as npt
+from pydantic import ConfigDict, Field, PlainValidator
 
 from stepwell.datapool.errors import InvalidStepError, StepConflictError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
@@ -36,79 +30,96 @@ from stepwell.datapool.inspect.rows import TrajectoryRow
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
+from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
 from stepwell.gateway.slime_buffer.items import INSTANCE, WRITTEN
 from stepwell.gateway.trajectory.outcomes import Outcomes
 from stepwell.gateway.trajectory.recording import ask
 
 T = TypeVar("T")
-M = TypeVar("M", bound=BaseModel)
 
 
-def _named(value: int | str) -> int | str:
-    if value == "":
+def _named(value: Any) -> int | str:
+    if type(value) not in (int, str) or value == "":
         raise ValueError("send a string or an integer")
+    named: int | str = value
+    return named
+
+
+def _column(kind: type[np.generic], low: float, high: float) -> PlainValidator:
+    """A list of numbers as an array; the fields of a row are long, and each is one."""
+    kinds = (int,) if issubclass(kind, np.integer) else (int, float)
+    wanted = f"send a list of {'integers' if kinds == (int,) else 'numbers'} in [{low:g}, {high:g}]"
+
+    def check(values: Any) -> npt.NDArray[Any]:
+        if type(values) is not list or not values or not all(type(v) in kinds for v in values):
+            raise ValueError(wanted)
+        if not low <= min(values) <= max(values) <= high:
+            raise ValueError(wanted)
+        return np.asarray(values, kind)
+
+    return PlainValidator(check)
+
+
+def _count(value: Any) -> int:
+    """slime sends its numbers as strings."""
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) <= 18:
+        value = int(value)
+    if type(value) is not int or value < 1:
+        raise ValueError("send an integer >= 1")
     return value
 
 
-_Id: TypeAlias = Annotated[int | str, AfterValidator(_named)]
-_Number: TypeAlias = Annotated[float, Field(ge=-1e308, le=1e308)]
-_Token: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
-_Version: TypeAlias = (
-    Annotated[int, Field(ge=0, lt=10**18)]
-    | Annotated[str, StringConstraints(pattern=r"^(\d{1,18}|default)$")]
-)
+def _versions(values: Any) -> list[int]:
+    """SGLang's name of the first weights is "default"."""
+    texts = ["0" if v == "default" else str(v) for v in values] if type(values) is list else []
+    if not texts or not all(text.isdecimal() and len(text) <= 18 for text in texts):
+        raise ValueError("send policy versions, decimal integers, one per call or one for all")
+    return [int(text) for text in texts]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+_Id: TypeAlias = Annotated[int | str, PlainValidator(_named)]
+_Ids: TypeAlias = Annotated[npt.NDArray[np.int32], _column(np.int32, 0, 2**31 - 1)]
+_Mask: TypeAlias = Annotated[npt.NDArray[np.int32], _column(np.int32, 0, 1)]
+_LogProbs: TypeAlias = Annotated[npt.NDArray[np.float32], _column(np.float32, -1e38, 1e38)]
 
 
-class _Message(_Body):
+class _Fields(Params):
+    model_config = ConfigDict(extra="ignore", arbitrary_types_allowed=True)
+
+
+class Start(_Fields):
+    """`/start_rollout`."""
+
+    num_repeat_per_sample: Annotated[int, PlainValidator(_count)]
+    skip_instance_ids: list[_Id] | None = None
+
+
+class _Message(Part):
     role: str
 
 
-class _Sampling(_Body):
+class _Sampling(_Fields):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
 
 
-class Start(_Body):
-    """`/start_rollout`. slime sends its numbers as strings."""
-
-    num_repeat_per_sample: (
-        Annotated[int, Field(ge=1)]
-        | Annotated[str, StringConstraints(pattern=r"^\s*0*[1-9]\d{0,17}\s*$")]
-    )
-    skip_instance_ids: list[_Id] | None = None
-
-    @property
-    def repeats(self) -> int:
-        return int(self.num_repeat_per_sample)
-
-    @property
-    def skipped(self) -> Counter[str]:
-        return Counter(map(str, self.skip_instance_ids or ()))
-
-
-class Item(_Body):
+class Item(_Fields):
     """`/buffer/write`."""
 
     instance_id: _Id
     uid: _Id | None = None
-    reward: _Number | None
-    """Null: it is not scored yet."""
+    reward: Annotated[float, Field(ge=-1e308, le=1e308)] | None = None
     trajectory_uid: str | None = None
     """Recorded here before; None: the item brings its tokens."""
     messages: list[_Message] | None = None
     extra_info: dict[str, Any] | None = None
-    tokens: list[_Token] | None = None
-    response_length: int | None = None
-    loss_mask: list[Literal[0, 1]] | None = None
-    rollout_log_probs: list[_Number] | None = None
-    weight_versions: list[_Version] | None = None
-    """One per call or one for all; SGLang's name of the first weights is "default"."""
+    tokens: _Ids | None = None
+    response_length: int = 0
+    loss_mask: _Mask | None = None
+    rollout_log_probs: _LogProbs | None = None
+    weight_versions: Annotated[list[int], PlainValidator(_versions)] | None = None
     sampling_params: dict[str, Any] | None = None
     """slime's generators put them among `extra_info`."""
     finish_reason: str | None = None
@@ -122,44 +133,31 @@ class Item(_Body):
         Raises:
             RequestError: a field is missing or contradicts another.
         """
-        tokens, length = self.tokens or [], self.response_length or 0
-        if not 1 <= length < len(tokens):
-            name = "response_length" if tokens else "tokens"
-            raise RequestError(
-                f"response_length is {self.response_length} of {len(tokens)} tokens; send all "
-                "tokens and how many of them are not the prompt",
-                name,
-            )
-        mask = [1] * length if self.loss_mask is None else self.loss_mask
-        for name, column in (("loss_mask", mask), ("rollout_log_probs", self.rollout_log_probs)):
-            if column is not None and len(column) != length:
-                raise RequestError(
-                    f"{name} has {len(column)} values; send {length} (response_length), or leave "
-                    "it out",
-                    name,
-                )
+        ids, n = self.tokens, self.response_length
+        if ids is None or not 1 <= n < len(ids):
+            most = 0 if ids is None else len(ids) - 1
+            raise wrong("response_length", n, f"send an integer in [1, {most}]: all but the prompt")
+        mask = np.ones(n, np.int32) if self.loss_mask is None else self.loss_mask
+        log_probs = self.rollout_log_probs
+        for name, column in (("loss_mask", mask), ("rollout_log_probs", log_probs)):
+            if column is not None and len(column) != n:
+                problem = f"{name} has {len(column)} values; send {n} (response_length), or none"
+                raise RequestError(problem, name)
         edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).tolist()
         runs = list(zip(edges[::2], edges[1::2], strict=True))
         if not runs:
-            raise RequestError(
-                "loss_mask marks no token as sampled; send at least one 1", "loss_mask"
-            )
-        if not self.weight_versions:
-            raise RequestError(
-                "weight_versions is missing; send the versions of the weights that sampled the "
-                'tokens, one per call or one for all, e.g. ["3"]',
-                "weight_versions",
-            )
-        versions = [0 if v == "default" else int(v) for v in self.weight_versions]
+            raise wrong("loss_mask", mask.tolist(), "send at least one 1, for a sampled token")
+        versions = self.weight_versions
+        if not versions:
+            raise wrong("weight_versions", None, 'send the versions that sampled, e.g. ["3"]')
         # With another number of calls than of runs, which made which is not known: the oldest
         # bounds the staleness of all.
         of_run = versions if len(versions) == len(runs) else [min(versions)] * len(runs)
         extra = self.extra_info or {}
-        sampling = parse(_Sampling, self.sampling_params or extra).model_dump(exclude_none=True)
+        params = _Sampling.read(self.sampling_params or extra).model_dump(exclude_none=True)
         ended_by = self.finish_reason or extra.get("finish_reason")
         truncated = ended_by == "length" or self.status == "truncated"
-        ids, start = np.asarray(tokens, np.int32), len(tokens) - length
-        log_probs = self.rollout_log_probs
+        start = len(ids) - n
         try:
             return [
                 Step(
@@ -169,10 +167,8 @@ class Item(_Body):
                     prompt_uid="-",
                     step_index=k,
                     policy_version=of_run[k],
-                    metadata={"sampling_params": sampling} if sampling else {},
-                    rollout_log_probs=None
-                    if log_probs is None
-                    else np.asarray(log_probs[begin:end], np.float32),
+                    metadata={"sampling_params": params} if params else {},
+                    rollout_log_probs=None if log_probs is None else log_probs[begin:end],
                     finish_reason="length" if truncated and end == edges[-1] else "stop",
                     parent_index=k - 1 if k else None,
                 )
@@ -180,21 +176,6 @@ class Item(_Body):
             ]
         except InvalidStepError as e:
             raise RequestError(f"the item makes no Step: {e}", "tokens") from e
-
-
-def parse(kind: type[M], body: Mapping[str, Any]) -> M:
-    """
-    Raises:
-        RequestError: names the first field that is wrong.
-    """
-    try:
-        return kind.model_validate(body)
-    except ValidationError as e:
-        first = e.errors()[0]
-        field, *place = first["loc"]
-        item = place[0] if place and field in ("messages", "skip_instance_ids") else None
-        name = str(field) if item is None else f"{field}[{item}]"
-        raise RequestError(f"{name}: {first['msg']} (got {first['input']!r:.80})", name) from e
 
 
 class _Home(NamedTuple):
@@ -228,7 +209,9 @@ class RolloutWriter:
         Raises:
             RequestError, TrajectoryConflictError, TrajectoryClosedError, PoolUnavailableError
         """
-        item = await asyncio.to_thread(parse, Item, body)
+        item = await asyncio.to_thread(Item.read, body)
+        if "reward" not in body:
+            raise wrong("reward", None, "send a number, or null if it is not scored yet")
         written = {"messages": body.get("messages"), "extra_info": item.extra_info}
         written["uid"] = None if item.uid is None else str(item.uid)
         metadata = {

@@ -24,7 +24,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import GatewayConfigError
 from stepwell.gateway.slime_buffer.items import make_item, messages_of, rows
-from stepwell.gateway.slime_buffer.writes import Item, parse
+from stepwell.gateway.slime_buffer.writes import Item
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import serving
 
@@ -1004,7 +1004,7 @@ def test_a_written_sample_comes_back_as_it_was(prompt: list[int], response: list
         "rollout_log_probs": [-0.5 * m for m in mask],
         "weight_versions": ["2"],
     }
-    steps = tuple(parse(Item, item).steps())
+    steps = tuple(Item.read(item).steps())
     trajectory = Trajectory("t", "p", steps)
     (row,) = rows(trajectory.steps)
     # Leading zeros are prompt, and behind the last sampled token nothing is kept.
