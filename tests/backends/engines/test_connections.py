@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from stepwell.backends.engines import connections as module
 from stepwell.backends.engines.connections import ConnectionPool
@@ -38,10 +47,11 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(answer: Answering) -> AsyncIterator[Server]:
+async def serving(answer: Answering, tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
     server = Server(answer)
-    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
-    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/generate?x=1"
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
+    scheme = "http" if tls is None else "https"
+    server.url = f"{scheme}://127.0.0.1:{listening.sockets[0].getsockname()[1]}/generate?x=1"
     try:
         yield server
     finally:
@@ -139,11 +149,63 @@ async def test_an_answer_that_breaks_off_is_a_connection_error(
 async def test_nobody_listening_is_a_connection_error(connections: ConnectionPool) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        with pytest.raises(ConnectionError, match="cannot connect to"):
+        with pytest.raises(ConnectionRefusedError, match="cannot connect to"):
             async with connections.request(
                 "POST", f"http://127.0.0.1:{taken.getsockname()[1]}/", b"{}"
             ):
                 pass
+
+
+async def test_a_name_that_does_not_resolve_is_no_refusal(connections: ConnectionPool) -> None:
+    with pytest.raises(ConnectionError, match="cannot connect to") as e:
+        async with connections.request("GET", "http://nowhere.invalid/"):
+            pass
+    assert not isinstance(e.value, ConnectionRefusedError)
+
+
+async def test_tls_is_spoken_with_servers_whose_certificate_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate(tmp_path))
+    answers = writes(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi")
+    for is_trusted in (False, True):
+        if is_trusted:
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "server.pem"))
+        connections = ConnectionPool()
+        async with serving(answers, tls) as server:
+            if not is_trusted:
+                with pytest.raises(ConnectionError, match="certificate"):
+                    async with connections.request("POST", server.url, b"{}"):
+                        pass
+                continue
+            for _ in range(2):
+                async with connections.request("POST", server.url, b"{}") as answer:
+                    assert await answer.read() == b"hi"
+            assert server.connections == 1
+        connections.close()
+
+
+def certificate(folder: Path) -> Path:
+    """A key and a certificate of 127.0.0.1 that it signs itself, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "engine")])
+    now = datetime.now(UTC)
+    address = x509.IPAddress(ip_address("127.0.0.1"))
+    signed = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now + timedelta(hours=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    file = folder / "server.pem"
+    file.write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        + signed.public_bytes(Encoding.PEM)
+    )
+    return file
 
 
 async def test_a_caller_that_fails_closes_its_connection(connections: ConnectionPool) -> None:
