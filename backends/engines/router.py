@@ -38,6 +38,7 @@ import ray
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.addresses import free_port, reachable
 from stepwell.backends.engines.client import EngineClient
+from stepwell.backends.engines.connections import ConnectionPool
 from stepwell.backends.engines.process import kill, last_lines, launch
 from stepwell.backends.engines.server import KEPT
 from stepwell.backends.errors import EngineError, EngineStartError, EngineTimeoutError
@@ -95,7 +96,8 @@ class RouterServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._workers: list[EngineClient] = []
         self._late: Counter[str] = Counter()
-        self._router: EngineClient | None = None
+        self._connections = ConnectionPool()
+        self._router = self._client(self._url)
         self._following: asyncio.Task[None] | None = None
         self._stopped = asyncio.Event()
 
@@ -148,8 +150,11 @@ class RouterServer:
 
     def _look_after(self, url: str, worker_urls: Sequence[str]) -> None:
         self._url = url
-        self._router = EngineClient(url, timeout_s=ANSWER_S)
-        self._workers = [EngineClient(url, timeout_s=ANSWER_S) for url in worker_urls]
+        self._router = self._client(url)
+        self._workers = [self._client(worker) for worker in worker_urls]
+
+    def _client(self, url: str) -> EngineClient:
+        return EngineClient(url, timeout_s=ANSWER_S, connections=self._connections)
 
     async def stop(self) -> None:
         """Stop a router that was launched; take the workers out of one that was not. Idempotent."""
@@ -159,7 +164,7 @@ class RouterServer:
             await asyncio.gather(self._following, return_exceptions=True)
         if self._is_ours:
             await asyncio.to_thread(self._end)
-        elif self._router is not None:
+        elif self._workers:
             try:
                 ours = {client.url for client in self._workers}
                 for worker in await self._router.workers():
@@ -167,8 +172,7 @@ class RouterServer:
                         await self._router.remove_worker(worker)
             except EngineError as e:
                 log.warning("the router at %s keeps our workers: %s", self._url, e)
-        for client in (*self._workers, *([self._router] if self._router else [])):
-            await client.close()
+        self._connections.close()
 
     async def status(self) -> dict[str, Any]:
         pid = self._process.pid if self._process is not None else None
@@ -180,8 +184,6 @@ class RouterServer:
         Raises:
             EngineError: the router does not answer.
         """
-        if self._router is None:
-            raise RuntimeError("start() comes first")
         listed = {worker.url: worker for worker in await self._router.workers()}
         may_serve = await asyncio.gather(*(self.may_serve(client) for client in self._workers))
         for client, may in zip(self._workers, may_serve, strict=True):
@@ -207,8 +209,6 @@ class RouterServer:
         return committed is None or version >= committed.version
 
     async def _missing(self) -> list[str]:
-        if self._router is None:
-            raise RuntimeError("start() comes first")
         healthy = {worker.url for worker in await self._router.workers() if worker.is_healthy}
         return [client.url for client in self._workers if client.url not in healthy]
 
