@@ -31,7 +31,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -49,12 +49,13 @@ from stepwell.gateway.errors import (
 from stepwell.gateway.limits import CallLimits
 from stepwell.gateway.prompt import ChatRequest, Prompt, Prompts
 from stepwell.gateway.reply.calls import ToolCall
-from stepwell.gateway.reply.parser import Delta, ReplyText
+from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.reply.reader import ReplyFormat, ReplyReader
 from stepwell.gateway.tokens.graph import join
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
 from stepwell.gateway.trajectory.note import NOTE, FinishedCall, TurnNote, pack, unpack
+from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 
@@ -85,42 +86,6 @@ class CallParts:
     """Of the last calls: from the request read to the Step stored, without the engine's time."""
     failed_at: float = float("-inf")
     """When engine or pool last failed a call (`time.monotonic()`)."""
-
-
-class SampledToken(NamedTuple):
-    """A token as an answer with log-probs shows it."""
-
-    token_id: int
-    log_prob: float
-    alternatives: TopLogProbs
-    """(token id, log-prob), best first."""
-
-
-@dataclass(slots=True)
-class Reply:
-    """What was generated for a call."""
-
-    text: ReplyText
-    has_reasoning: bool
-    prompt: Prompt
-    generation: Generation
-    sampling: Sampling
-    stop_sequence: str | None
-    """The request's stop string that ended the text."""
-
-    @property
-    def n_prompt(self) -> int:
-        return len(self.prompt.ids)
-
-    @property
-    def n_response(self) -> int:
-        return len(self.generation.response_ids)
-
-    @property
-    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        if self.generation.finish_reason == "stop" and self.text.tool_calls:
-            return "tool_calls"
-        return self.generation.finish_reason
 
 
 class Call:
@@ -342,9 +307,11 @@ class Call:
         )
 
     def _replied(self, generation: Generation) -> Reply:
-        text, stop = self._reader.text, self._reader.stop_sequence
-        has_reasoning = self._reader.has_reasoning
-        return Reply(text, has_reasoning, self._prompt, generation, self._sampling, stop)
+        read = self._reader
+        return Reply(
+            *(self.request, self._prompt, self._sampling, generation),
+            *(read.text, read.has_reasoning, read.stop_sequence),
+        )
 
     # -- committing --------------------------------------------------------------------------
 
@@ -353,52 +320,26 @@ class Call:
         commit found that the pool had it, while a retry waited to commit it again."""
         if self.finished is not None:
             return None
-        (reply, note), request = self._generated(), self.request
-        prompt, sampling, spans = reply.prompt, reply.sampling, reply.generation.spans
-        attached, parent = prompt.attachment, prompt.parent
-        if index > 0 and parent is None and prompt.cause is None:
+        (reply, note), request, prompt = self._generated(), self.request, self._prompt
+        attached = prompt.attachment
+        if index > 0 and prompt.parent is None and prompt.cause is None:
             # Calls that begin together all see an empty graph; only the first to be stored is not a
             # branch (samples of one request are that).
             prompt.cause = self._trajectory.graph.attach(attached.root, request.said).cause
-        params = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-        }
-        if sampling.min_p > 0:
-            params["min_p"] = sampling.min_p
         said = None
         if request.messages:
-            new = request.messages[attached.n_known if parent is not None else 0 :]
+            new = request.messages[attached.n_known if prompt.parent is not None else 0 :]
             said = self._parts.turn_messages.of(new, reply.text.message())
-        metadata: dict[str, Any] = {
-            "sampling_params": params,
+        metadata = {
             "call_id": self.uid,
             "dialect": self._dialect,
             NOTE: note.as_json(),
             MESSAGES: said,
-            # Log-probs are those of the unconstrained policy; the samples are not its own.
-            "constraint": request.constraint[0] if request.constraint is not None else None,
-            "forced_tool": request.forced_tool,
-            "prefilled": True if request.prefill else None,
+            "thinking": self._parts.thinking if note.has_reasoning else None,
             # 0: it might have called one.
             "tool_calls": len(note.calls) if request.tools and request.parse_tools else None,
-            "branch": prompt.cause,
-            "thinking": self._parts.thinking if note.has_reasoning else None,
         }
-        return Step(
-            prompt_ids=prompt.ids,
-            response_ids=reply.generation.response_ids,
-            trajectory_uid=self._trajectory.uid,
-            prompt_uid=self._trajectory.prompt_uid,
-            step_index=index,
-            policy_version=reply.generation.policy_version,
-            metadata={name: value for name, value in metadata.items() if value is not None},
-            rollout_log_probs=reply.generation.log_probs,
-            finish_reason=reply.generation.finish_reason,
-            parent_index=parent.nearest_step() if parent is not None else None,
-            version_spans=spans if len(spans) > 1 else (),
-        )
+        return reply.step(self._trajectory.uid, self._trajectory.prompt_uid, index, metadata)
 
     def stored(self, index: int) -> None:
         """The pool has its Step. Runs in the same loop turn as the pool's answer."""
@@ -409,22 +350,12 @@ class Call:
             self._parts.branches[reply.prompt.cause] += 1
 
     def _generated(self) -> tuple[Reply, TurnNote]:
-        reply, prompt = self.reply, self._prompt
+        reply = self.reply
         if reply is None:
             raise RuntimeError("the call has not been generated")
         if self._note is None:
-            text, ids = reply.text, reply.generation.response_ids
-            parent = prompt.parent
-            self._note = TurnNote(
-                keys=self._parts.prompts.turn_keys(self.request, prompt, text.message(), ids),
-                retry=self.retry.digest,
-                created=self.created,
-                body=self.retry.body_digest,
-                is_retry=self.retry.is_retry,
-                n_forced=prompt.n_forced,
-                calls=tuple((call.id, call.name, call.arguments) for call in text.tool_calls),
-                has_reasoning=reply.has_reasoning or (parent is not None and parent.has_reasoning),
-            )
+            tokenizer = self._parts.prompts.renderer.tokenizer
+            self._note = reply.note(self.retry, self.created, tokenizer)
         return reply, self._note
 
     def _answer(self, index: int | None) -> Reply:

@@ -30,7 +30,6 @@ from stepwell.gateway.tokens.graph import (
     Said,
     Turn,
     TurnGraph,
-    TurnKeys,
     join,
 )
 from stepwell.gateway.tokens.messages import (
@@ -39,9 +38,7 @@ from stepwell.gateway.tokens.messages import (
     Normalizer,
     Tool,
     exact_key,
-    extend_key,
     root_key,
-    text_key,
 )
 from stepwell.gateway.tokens.render import ChatRenderer, CutError
 
@@ -186,20 +183,6 @@ class Prompts:
         tail = self.renderer.tokenizer.decode(prompt_ids[-8:].tolist())
         opens_thought = tail.rstrip().endswith(THINK_OPEN)
         return f"{THINK_CLOSE}\n\n{request.prefill}" if opens_thought else request.prefill
-
-    def turn_keys(
-        self, request: ChatRequest, prompt: Prompt, reply: Message, response_ids: TokenIds
-    ) -> TurnKeys:
-        """Where the reply to a prompt is in the graph."""
-        attached, plain = prompt.attachment, request.plain
-        root, before = attached.root, attached.prompt_key
-        if plain is None:
-            return TurnKeys(root, before, extend_key(before, reply))
-        if isinstance(plain, bytes):
-            plain += response_ids.tobytes()
-        else:
-            plain += self.renderer.tokenizer.decode(response_ids.tolist())
-        return TurnKeys(root, before, text_key(plain), len(plain))
 
     async def count_tokens(self, graph: TurnGraph | None, request: ChatRequest) -> int:
         """Tokens of the prompt that this request would have in a trajectory; nothing is stored."""

@@ -23,7 +23,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import Field
 
-from stepwell.gateway.call import Reply
 from stepwell.gateway.dialects.anthropic_answer import (
     BlockWriter,
     Event,
@@ -47,6 +46,7 @@ from stepwell.gateway.dialects.params import (
 from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.trajectory.reply import Reply
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
 

@@ -18,11 +18,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import orjson
 
-from stepwell.gateway.call import Call, Listener, Reply
+from stepwell.gateway.call import Call, Listener
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import Delta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.reply import Reply
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import error_body
 

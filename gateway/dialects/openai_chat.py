@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Event, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
     Effort,
@@ -37,6 +36,7 @@ from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
 _OTHER_POLICY = "it would make the log-probs those of another policy"
 _RESERVED_TEMPLATE_ARGS = frozenset(

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import numpy as np
 
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import Dialect, Event, Exchange, Parsed
 from stepwell.gateway.dialects.openai_chat import (
     LEAST_LOGPROB,
@@ -33,6 +32,7 @@ from stepwell.gateway.errors import ContextLengthError, GatewayError, RequestErr
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.parser import ContentDelta
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.web import error_body
 
 DEFAULT_MAX_TOKENS = 16

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 import orjson
 from pydantic import Field
 
-from stepwell.gateway.call import Reply
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
 from stepwell.gateway.dialects.params import (
     Effort,
@@ -54,6 +53,7 @@ from stepwell.gateway.errors import (
 )
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Message, Tool
+from stepwell.gateway.trajectory.reply import Reply
 from stepwell.gateway.web import error_body
 
 _SEALED = "reasoning.encrypted_content"

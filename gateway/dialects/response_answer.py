@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from stepwell.gateway.call import Reply, SampledToken
 from stepwell.gateway.dialects.base import Exchange
 from stepwell.gateway.dialects.openai_chat import token_entry
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
@@ -27,6 +26,7 @@ from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.reply import Reply, SampledToken
 
 Event: TypeAlias = dict[str, Any]
 

@@ -1,0 +1,116 @@
+"""This module holds what was generated for a call, and makes of it what trainers and other gateways
+read.
+
+    request, prompt, generation ──► Reply ──step──► Step        ids, log-probs, versions, sampling
+                                      └─────note──► TurnNote    what ids do not say
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from stepwell.datapool.types import Step
+from stepwell.gateway.engine import Generation, Sampling, TopLogProbs
+from stepwell.gateway.prompt import ChatRequest, Prompt
+from stepwell.gateway.reply.parser import ReplyText
+from stepwell.gateway.tokens.graph import TurnKeys
+from stepwell.gateway.tokens.messages import extend_key, text_key
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
+from stepwell.gateway.trajectory.note import TurnNote
+from stepwell.gateway.trajectory.retries import RetryKey
+
+
+class SampledToken(NamedTuple):
+    """A token as an answer with log-probs shows it."""
+
+    token_id: int
+    log_prob: float
+    alternatives: TopLogProbs
+    """(token id, log-prob), best first."""
+
+
+@dataclass(slots=True)
+class Reply:
+    """What was generated for a call."""
+
+    request: ChatRequest
+    prompt: Prompt
+    sampling: Sampling
+    generation: Generation
+    text: ReplyText
+    has_reasoning: bool
+    stop_sequence: str | None
+    """The request's stop string that ended the text."""
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.prompt.ids)
+
+    @property
+    def n_response(self) -> int:
+        return len(self.generation.response_ids)
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
+        if self.generation.finish_reason == "stop" and self.text.tool_calls:
+            return "tool_calls"
+        return self.generation.finish_reason
+
+    def step(
+        self, trajectory_uid: str, prompt_uid: str, index: int, metadata: Mapping[str, Any]
+    ) -> Step:
+        """`metadata`: what else is to be said of the call; None says nothing."""
+        request, prompt, generation = self.request, self.prompt, self.generation
+        params = {
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+            "top_k": self.sampling.top_k,
+        }
+        if self.sampling.min_p > 0:
+            params["min_p"] = self.sampling.min_p
+        said = {
+            **metadata,
+            "sampling_params": params,
+            # Log-probs are those of the unconstrained policy; the samples are not its own.
+            "constraint": request.constraint[0] if request.constraint is not None else None,
+            "forced_tool": request.forced_tool,
+            "prefilled": True if request.prefill else None,
+            "branch": prompt.cause,
+        }
+        return Step(
+            prompt_ids=prompt.ids,
+            response_ids=generation.response_ids,
+            trajectory_uid=trajectory_uid,
+            prompt_uid=prompt_uid,
+            step_index=index,
+            policy_version=generation.policy_version,
+            metadata={name: value for name, value in said.items() if value is not None},
+            rollout_log_probs=generation.log_probs,
+            finish_reason=generation.finish_reason,
+            parent_index=prompt.parent.nearest_step() if prompt.parent is not None else None,
+            version_spans=generation.spans if len(generation.spans) > 1 else (),
+        )
+
+    def note(self, retry: RetryKey, created: int, tokenizer: ChatTokenizer) -> TurnNote:
+        parent, attached = self.prompt.parent, self.prompt.attachment
+        ids, plain, length = self.generation.response_ids, self.request.plain, None
+        if plain is None:
+            whole = extend_key(attached.prompt_key, self.text.message())
+        else:
+            if isinstance(plain, bytes):
+                plain += ids.tobytes()
+            else:
+                plain += tokenizer.decode(ids.tolist())
+            whole, length = text_key(plain), len(plain)
+        return TurnNote(
+            keys=TurnKeys(attached.root, attached.prompt_key, whole, length),
+            retry=retry.digest,
+            created=created,
+            body=retry.body_digest,
+            is_retry=retry.is_retry,
+            n_forced=self.prompt.n_forced,
+            calls=tuple((call.id, call.name, call.arguments) for call in self.text.tool_calls),
+            has_reasoning=self.has_reasoning or (parent is not None and parent.has_reasoning),
+        )
