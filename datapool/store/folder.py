@@ -147,40 +147,39 @@ def make_folder(folder: Path) -> list[Path]:
 # --- locks ---
 
 
-def holder(folder: Path) -> str | None:
-    """The process that has the journal in `folder` open; None if nobody has."""
-    try:
-        fd = _open(folder)
-    except FileNotFoundError:
-        return None
-    try:
-        return None if lock(fd) else pid_of_holder(folder)
-    finally:
+def open_locked(path: Path, flags: int, timeout_s: float) -> tuple[int, bool]:
+    """A descriptor of a file or folder, and whether that is locked by it until it is closed; not,
+    if somebody else still has the lock after this time."""
+    deadline = time.monotonic() + timeout_s
+    while True:  # opened each time: `salvage` puts another folder in its place
+        fd = private(path, flags)
+        try:
+            if lock(fd):
+                return fd, True
+            if time.monotonic() >= deadline:
+                return fd, False
+        except BaseException:  # whatever stops it, the descriptor is not kept
+            os.close(fd)
+            raise
         os.close(fd)
+        time.sleep(0.02)
 
 
 def take_folder(folder: Path, timeout_s: float, take_over: int | None = None) -> tuple[int, bool]:
-    """A descriptor of the folder, and whether the folder is locked by it; not, if that is still
-    with the process `take_over`. The lock is on the folder, not on a file in it, which somebody
-    might remove.
+    """As `open_locked`; not locked only if the folder is still with the process `take_over`. The
+    lock is on the folder, not on a file in it, which somebody might remove.
 
     Raises:
         JournalLockedError: another process has it.
     """
-    deadline = time.monotonic() + timeout_s
     try:
-        # Opened each time: `salvage` puts another folder in its place.
-        while not lock(fd := _open(folder)):
-            if time.monotonic() >= deadline:
-                break
-            os.close(fd)
-            time.sleep(0.02)
-        else:
-            return fd, True
+        fd, is_ours = open_locked(folder, os.O_RDONLY | os.O_DIRECTORY, timeout_s)
     except OSError as e:
         raise JournalError(
             f"{folder} cannot be locked ({e}); set pool.journal_dir to a local disk"
         ) from e
+    if is_ours:
+        return fd, True
     used = f"{folder} is in use by process {pid_of_holder(folder)} (waited {timeout_s} s)"
     if pid_of_holder(folder) == str(take_over):
         logger.warning("%s; it was declared dead and can write nothing more from now on", used)
@@ -191,19 +190,29 @@ def take_folder(folder: Path, timeout_s: float, take_over: int | None = None) ->
     )
 
 
-def lock_acked(file: int, folder: Path, timeout_s: float) -> None:
-    """Waits for the end of a transaction of the former process.
+def take_acked(folder: Path, timeout_s: float) -> int:
+    """`pool.acked`, locked. Waits for the end of a transaction of the former process.
 
     Raises:
         JournalLockedError: it stands still in the middle of one.
     """
-    deadline = time.monotonic() + timeout_s
-    while not lock(file):
-        if time.monotonic() >= deadline:
-            raise JournalLockedError(
-                f"{folder}: process {pid_of_holder(folder)} is in the middle of a write; stop it"
-            )
-        time.sleep(0.02)
+    fd, is_ours = open_locked(folder / ACKED_NAME, os.O_RDWR, timeout_s)
+    if is_ours:
+        return fd
+    os.close(fd)
+    raise JournalLockedError(
+        f"{folder}: process {pid_of_holder(folder)} is in the middle of a write; stop it"
+    )
+
+
+def holder(folder: Path) -> str | None:
+    """The process that has the journal in `folder` open; None if nobody has."""
+    try:
+        fd, is_ours = open_locked(folder, os.O_RDONLY | os.O_DIRECTORY, timeout_s=0)
+    except FileNotFoundError:
+        return None
+    os.close(fd)
+    return None if is_ours else pid_of_holder(folder)
 
 
 def lock(file: int) -> bool:
@@ -245,7 +254,3 @@ def fsync(path: Path) -> None:
             f"{path} cannot be synced ({e}), so what is in it might not survive a power "
             "failure; set pool.journal_dir to a local disk, or durability to 'process'"
         ) from e
-
-
-def _open(folder: Path) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

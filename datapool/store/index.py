@@ -15,11 +15,14 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
 from stepwell.datapool.store.segments import (
+    NO_BLOCK,
+    OFFSET_BITS,
+    OFFSET_MASK,
     Placed,
     journal_of,
     runs,
@@ -29,8 +32,6 @@ from stepwell.datapool.store.segments import (
     unpack_ids,
 )
 
-_OFFSET_BITS = 36
-_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
 _CHUNK_BITS = 12
 
 
@@ -87,16 +88,12 @@ class Index:
         if chunk is None or (i := chunk.find(row)) is None:
             return None
         place = chunk.places[i]
-        return place >> _OFFSET_BITS, place & _OFFSET_MASK, chunk.sizes[i]
+        return place >> OFFSET_BITS, place & OFFSET_MASK, chunk.sizes[i]
 
-    def places(self) -> Iterator[tuple[int, Iterator[tuple[int, int]]]]:
-        """All live rows in order of their ids: the segment and (id, offset) of some that follow
-        each other in it."""
-        for key in sorted(self._chunks):
-            chunk = self._chunks[key]
-            each = zip(chunk.rows[:], chunk.places[:], strict=True)
-            for number, found in groupby(each, lambda row: row[1] >> _OFFSET_BITS):
-                yield number, ((row, place & _OFFSET_MASK) for row, place in found)
+    def places(self) -> Iterator[tuple[int, int]]:
+        """All live rows in order of their ids, and where they are."""
+        chunks = (self._chunks[key] for key in sorted(self._chunks))
+        return chain.from_iterable(zip(c.rows, c.places, strict=True) for c in chunks)
 
     def deletions_in(self, gone: Collection[int]) -> dict[int, list[int]]:
         """Dead rows of other segments of which only these segments say that they are."""
@@ -143,7 +140,7 @@ class Index:
             self._leave(row, chunk, i, segment.number)
         i = bisect_left(chunk.rows, row)
         chunk.rows.insert(i, row)
-        chunk.places.insert(i, segment.number << _OFFSET_BITS | offset)
+        chunk.places.insert(i, segment.number << OFFSET_BITS | offset)
         chunk.sizes.insert(i, size)
         self._enter(segment, 1, size)
 
@@ -159,7 +156,7 @@ class Index:
                 self.put(segment, row, at, size)
                 at += size
             return
-        *places, end = accumulate(sizes, initial=segment.number << _OFFSET_BITS | at)
+        *places, end = accumulate(sizes, initial=segment.number << OFFSET_BITS | at)
         chunk.rows.extend(run)
         chunk.places.extend(places)
         chunk.sizes.extend(sizes)
@@ -171,7 +168,7 @@ class Index:
             return  # gone, and so is the row
         chunk = self._chunks.get(row >> _CHUNK_BITS)
         i = None if chunk is None else chunk.find(row)
-        if chunk is None or i is None or chunk.places[i] >> _OFFSET_BITS != number:
+        if chunk is None or i is None or chunk.places[i] >> OFFSET_BITS != number:
             segment.bury(row, said_in)  # an older copy; the live one is elsewhere
             return
         self._leave(row, chunk, i, said_in)
@@ -185,7 +182,7 @@ class Index:
         self.live_bytes += n_bytes
 
     def _leave(self, row: int, chunk: _Chunk, i: int, said_in: int) -> None:
-        segment, size = self.segments[chunk.places[i] >> _OFFSET_BITS], chunk.sizes[i]
+        segment, size = self.segments[chunk.places[i] >> OFFSET_BITS], chunk.sizes[i]
         segment.bury(row, said_in)
         segment.live_rows -= 1
         segment.live_bytes -= size
@@ -205,20 +202,22 @@ class Found:
     index: Index = field(default_factory=Index)
     states: dict[str, bytes] = field(default_factory=dict)
     newest: int = 0
-    """The last segment …"""
-    sequence: int = 0
-    """… its last transaction …"""
-    next_row: int = 0
-    crc: int = 0
-    """… the CRC of that one's block, and of the block before it."""
-    before: int = 0
+    """The last segment; 0: there is none."""
+    last: Placed = NO_BLOCK
+
+    @property
+    def sequence(self) -> int:
+        """Of the last transaction."""
+        return self.last.block.sequence
+
+    @property
+    def next_row(self) -> int:
+        return self.last.block.next_row
 
     def apply(self, number: int, placed: Placed) -> None:
-        block = placed.block
         self.index.apply(number, placed)
-        self.states |= block.states
-        self.newest, self.crc, self.before = number, placed.crc, block.before
-        self.sequence, self.next_row = block.sequence, block.next_row
+        self.states |= placed.block.states
+        self.newest, self.last = number, placed
 
 
 def read_log(folder: Path, journal: bytes, newest: int | None = None) -> Found:

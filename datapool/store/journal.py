@@ -41,9 +41,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +59,6 @@ PAUSE_S = 0.005
 """Between two slices when nothing else is written; others go on."""
 RETRY_S = 1.0
 """… while the disk takes nothing."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A transaction that the worker writes."""
-
-    transaction: Transaction
-    done: Future[None]
-    error: JournalError | None = None
-    """Once it has landed."""
 
 
 class Journal:
@@ -111,7 +100,7 @@ class Journal:
         self._last_error: str | None = None
         # Group commit: the transaction under way, and the task that makes the next one.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._flight: _Flight | None = None
+        self._flight: Transaction | None = None
         self._group: asyncio.Task[JournalError | None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Erasing: what died is erased with the first transaction after this time.
@@ -226,7 +215,7 @@ class Journal:
         """
         records = self._buffer.rows
         if self._flight is not None:
-            records = self._flight.transaction.batch.rows | records
+            records = self._flight.batch.rows | records
         stored = self._log.payloads([row for row in rows if row not in records])
         return [
             row_at(records[row], row, 0).payload or b"" if row in records else stored[row]
@@ -245,7 +234,7 @@ class Journal:
 
     def statistics(self) -> dict[str, Any]:
         """Counts since the journal was opened, and what it holds now."""
-        in_flight = 0 if self._flight is None else len(self._flight.transaction.batch.rows)
+        in_flight = 0 if self._flight is None else len(self._flight.batch.rows)
         return {
             "commits": self._commits,
             "failed_commits": self._failed_commits,
@@ -368,18 +357,19 @@ class Journal:
     async def _fly(self) -> JournalError | None:
         batch = self._cut()
         try:
-            transaction = self._build(batch)
-            done = self._worker.submit(self._log.write, transaction)
+            flight = self._build(batch)
+            flight.done = self._worker.submit(self._log.write, flight)
         except BaseException as e:  # as above
             error = self._failed(batch, e)
             if not isinstance(e, Exception):
                 raise
             return error
-        self._flight = _Flight(transaction, done)
-        return await self._landed(self._flight)
+        self._flight = flight
+        return await self._landed(flight)
 
-    async def _landed(self, flight: _Flight) -> JournalError | None:
-        await asyncio.wait([asyncio.wrap_future(flight.done)])
+    async def _landed(self, flight: Transaction) -> JournalError | None:
+        if flight.done is not None:
+            await asyncio.wait([asyncio.wrap_future(flight.done)])
         if self._flight is flight:  # else flush() was faster
             self._land()
         return flight.error
@@ -387,14 +377,14 @@ class Journal:
     def _land(self) -> None:
         """Waits for the transaction in the worker, if there is one, and draws the conclusions."""
         flight, self._flight = self._flight, None
-        if flight is None:
+        if flight is None or flight.done is None:
             return
         wait_for([flight.done])
         cause = flight.done.exception()
         if cause is None:
-            self._succeeded(flight.transaction)
+            self._succeeded(flight)
         else:
-            flight.error = self._failed(flight.transaction.batch, cause)
+            flight.error = self._failed(flight.batch, cause)
 
     # --- erasing ---
 

@@ -15,10 +15,10 @@ import fcntl
 import logging
 import os
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -37,11 +37,11 @@ from stepwell.datapool.store.folder import (
     Acked,
     fsync,
     lock,
-    lock_acked,
     lost_between,
     make_folder,
     private,
     read_acked,
+    take_acked,
     take_folder,
     write_acked,
 )
@@ -53,6 +53,7 @@ from stepwell.datapool.store.segments import (
     encode_block,
     pack_ids,
     row_at,
+    rows_at,
     segment_path,
     segments_in,
 )
@@ -99,8 +100,6 @@ class Transaction:
     batch: Batch
     number: int
     """Its segment."""
-    at: int
-    """Where it begins; 0: it begins the segment."""
     data: bytes
     placed: Placed
     acked: Acked
@@ -108,6 +107,10 @@ class Transaction:
     n_deleted: int
     gone: Collection[int]
     """Segments that count no longer."""
+    done: Future[None] | None = None
+    """In another thread."""
+    error: JournalError | None = None
+    """Once it is known."""
 
 
 class Log:
@@ -124,10 +127,9 @@ class Log:
         with contextlib.ExitStack() as undo, self._telling():
             undo.callback(os.close, self._lock)
             self._acknowledged()
-            self._acked = private(folder / ACKED_NAME, os.O_RDWR)
+            # The former process writes nothing from here on.
+            self._acked = take_acked(folder, lock_timeout_s)
             undo.callback(os.close, self._acked)
-            # The former process writes nothing from here on. It may stand still in the middle.
-            lock_acked(self._acked, folder, lock_timeout_s)
             known = self._acknowledged()
             found = self._load(known)
             self.index, self.states, self._newest = found.index, found.states, found.newest
@@ -138,7 +140,7 @@ class Log:
                 sequence=found.sequence,
                 next_row=max(found.next_row, known.next_row),
                 rows=found.index.n_rows,
-                crc=found.crc,
+                crc=found.last.crc,
                 boot=SYNCED if self._power else boot_id() or SYNCED,
             )
             for number in segments_in(folder):
@@ -202,7 +204,7 @@ class Log:
             rows=index.n_rows + len(batch.rows) - n_deleted,
             crc=placed.crc,
         )
-        return Transaction(batch, newest + begins, at, data, placed, acked, n_deleted, gone)
+        return Transaction(batch, newest + begins, data, placed, acked, n_deleted, gone)
 
     def write(self, transaction: Transaction) -> None:
         """Writes and records it, or leaves the files as they were.
@@ -211,7 +213,7 @@ class Log:
             JournalFencedError: a successor has taken the journal over.
             OSError: it cannot be written.
         """
-        at = transaction.at
+        at = transaction.placed.at
         path = segment_path(self.folder, transaction.number)
         with self._owning():
             file = self._file if at else private(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -284,16 +286,13 @@ class Log:
 
     def rows(self) -> Iterator[Row]:
         """The live rows in order of their ids."""
-        segments: OrderedDict[int, bytes] = OrderedDict()
+
+        @lru_cache(READ_SEGMENTS)
+        def segment(number: int) -> bytes:
+            return segment_path(self.folder, number).read_bytes()
+
         with self._telling():
-            for number, places in self.index.places():
-                if number not in segments:
-                    segments[number] = segment_path(self.folder, number).read_bytes()
-                    if len(segments) > READ_SEGMENTS:
-                        segments.popitem(last=False)
-                data = segments[number]
-                for row, at in places:
-                    yield row_at(data, row, at)
+            yield from rows_at(segment, self.index.places())
 
     def payloads(self, rows: Iterable[int]) -> dict[int, bytes]:
         """Of stored rows."""
@@ -399,7 +398,7 @@ class Log:
         nothing."""
         found = read_log(self.folder, acked.journal)
         # A process that is killed leaves one transaction that is not recorded, at most.
-        there = {found.sequence: found.crc, found.sequence - 1: found.before}
+        there = {found.sequence: found.last.crc, found.sequence - 1: found.last.block.before}
         if there.get(acked.sequence, acked.crc) != acked.crc:
             raise ValueError(f"transaction {acked.sequence} is not the one that was acknowledged")
         if found.sequence < acked.sequence:

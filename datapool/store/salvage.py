@@ -52,6 +52,8 @@ from stepwell.datapool.store.index import Found, read_log
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
 from stepwell.datapool.store.segments import (
+    OFFSET_BITS,
+    OFFSET_MASK,
     PayloadDamagedError,
     Placed,
     Row,
@@ -245,14 +247,14 @@ def _up_to_the_damage(folder: Path, identity: bytes) -> Found | None:
 def _rows(folder: Path, found: Found) -> Iterator[Row]:
     """The rows that live, in order; one with a damaged payload is without."""
     number, data = 0, b""
-    for segment, places in found.index.places():
-        if segment != number:
-            number, data = segment, segment_path(folder, segment).read_bytes()
-        for row, at in places:
-            try:
-                yield row_at(data, row, at)
-            except PayloadDamagedError as e:
-                yield e.row
+    for row, place in found.index.places():
+        if place >> OFFSET_BITS != number:
+            number = place >> OFFSET_BITS
+            data = segment_path(folder, number).read_bytes()
+        try:
+            yield row_at(data, row, place & OFFSET_MASK)
+        except PayloadDamagedError as e:
+            yield e.row
 
 
 class _Around(Found):

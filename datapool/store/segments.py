@@ -19,7 +19,7 @@ format. Does not own which rows are where (`index.py`), nor when something is wr
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +30,10 @@ import msgspec
 HEADER = struct.Struct("<I16sIII")
 _CRC_BYTES = 4
 _RECORD = struct.Struct("<IIqHII")
+
+OFFSET_BITS = 36
+OFFSET_MASK = (1 << OFFSET_BITS) - 1
+"""A place is the number of a segment, and an offset in it."""
 
 
 # --- records ---
@@ -43,9 +47,6 @@ class Row(NamedTuple):
     kind: str
     head: bytes
     payload: bytes | None = None
-
-
-_make_row = Row._make
 
 
 class PayloadDamagedError(ValueError):
@@ -72,27 +73,37 @@ def _names(names: bytes) -> tuple[str, str]:
     return channel, kind
 
 
-def row_at(data: bytes, row: int, at: int) -> Row:
-    """The row of this id whose record is at `at`.
+def rows_at(segment: Callable[[int], bytes], places: Iterable[tuple[int, int]]) -> Iterator[Row]:
+    """Rows by id and place, of segments that are read when the first is needed.
 
     Raises:
-        PayloadDamagedError: its payload is not what was written.
-        ValueError: nor is the rest.
+        PayloadDamagedError: a payload is not what was written.
+        ValueError: nor is the rest of the row.
     """
-    if len(data) < at + _RECORD.size:
-        raise ValueError(f"row {row} was cut off")
-    crc, payload_crc, found, n_names, n_head, n_payload = _RECORD.unpack_from(data, at)
-    head_at = at + _RECORD.size + n_names
-    end = head_at + n_head
-    if found != row or crc != crc32(data[at + _CRC_BYTES : end]):
-        raise ValueError(f"row {row} does not have the content it was written with")
-    names = _names(data[at + _RECORD.size : head_at])
-    if not n_payload:
-        return _make_row((row, *names, data[head_at:end], None))
-    payload = data[end : end + n_payload - 1]
-    if payload_crc != crc32(payload):
-        raise PayloadDamagedError(Row(row, *names, data[head_at:end]))
-    return _make_row((row, *names, data[head_at:end], payload))
+    unpack, prefix_bytes, make = _RECORD.unpack_from, _RECORD.size, tuple.__new__
+    number, data = -1, b""
+    for row, place in places:
+        if place >> OFFSET_BITS != number:
+            number = place >> OFFSET_BITS
+            data = segment(number)
+        at = place & OFFSET_MASK
+        if len(data) < at + prefix_bytes:
+            raise ValueError(f"row {row} was cut off")
+        crc, payload_crc, found, n_names, n_head, n_payload = unpack(data, at)
+        head_at = at + prefix_bytes + n_names
+        end = head_at + n_head
+        if found != row or crc != crc32(data[at + _CRC_BYTES : end]):
+            raise ValueError(f"row {row} does not have the content it was written with")
+        channel, kind = _names(data[at + prefix_bytes : head_at])
+        payload = data[end : end + n_payload - 1] if n_payload else None
+        if payload_crc != crc32(payload or b""):
+            raise PayloadDamagedError(Row(row, channel, kind, data[head_at:end]))
+        yield make(Row, (row, channel, kind, data[head_at:end], payload))
+
+
+def row_at(data: bytes, row: int, at: int) -> Row:
+    """The row of this id whose record is at `at`. Raises as `rows_at`."""
+    return next(rows_at(lambda _: data, [(row, at)]))
 
 
 # --- blocks ---
@@ -152,6 +163,10 @@ class Placed(NamedTuple):
         for row, size in zip(unpack_ids(self.block.rows), self.block.sizes, strict=True):
             yield row, at, size
             at += size
+
+
+NO_BLOCK = Placed(Block(0, 0, 0, 0, [], [], {}, {}), 0, 0, 0, 0, 0)
+"""Before the first."""
 
 
 def encode_block(
