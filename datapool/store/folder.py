@@ -21,7 +21,8 @@ import struct
 import time
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
+
+from xxhash import xxh3_64_intdigest as xxh3
 
 from stepwell.datapool.errors import JournalError, JournalLockedError, JournalVersionError
 from stepwell.datapool.process import boot_id
@@ -34,9 +35,10 @@ SCHEMA_VERSION = 5
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _MAGIC = b"swpool-%d" % SCHEMA_VERSION
-_FORMAT = struct.Struct("<8s16sqqqqqI16s")
+_FORMAT = struct.Struct("<8s16sqqqqqQ16s")
 _OWNER_BYTES = 32
 """Up to `opening`."""
+_SUM_BYTES = 8
 _BEFORE = "pool.sqlite3"
 """The file of version 3 and before."""
 SYNCED = bytes(16)
@@ -56,7 +58,7 @@ class Acked(NamedTuple):
     next_row: int = 0
     rows: int = 0
     """Live ones."""
-    crc: int = 0
+    checksum: int = 0
     """Of its block, which stands for all before it."""
     boot: bytes = SYNCED
     """`process.boot_id` of the machine that must go on running lest the end of the log be lost.
@@ -64,7 +66,7 @@ class Acked(NamedTuple):
 
     def pack(self) -> bytes:
         body = _FORMAT.pack(_MAGIC, *self)
-        return body + crc32(body).to_bytes(4, "little")
+        return body + xxh3(body).to_bytes(_SUM_BYTES, "little")
 
     def owns(self, file: int) -> bool:
         """Whether the record in `file` was written by the same opening of the journal."""
@@ -89,8 +91,8 @@ def read_acked(folder: Path) -> Acked | None:
         data = (folder / ACKED_NAME).read_bytes()
     except FileNotFoundError:
         return None
-    body, crc = data[:-4], data[-4:]
-    if crc != crc32(body).to_bytes(4, "little") or body[:7] != _MAGIC[:7]:
+    body, checksum = data[:-_SUM_BYTES], data[-_SUM_BYTES:]
+    if checksum != xxh3(body).to_bytes(_SUM_BYTES, "little") or body[:7] != _MAGIC[:7]:
         raise ValueError(f"{folder / ACKED_NAME} is damaged")
     if body[7:8] != _MAGIC[7:8]:
         raise _of_version(folder, int(body[7:8], 36))

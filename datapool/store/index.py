@@ -42,7 +42,7 @@ class Segment:
     number: int
     end: int = 0
     """Its length in bytes."""
-    crc: int = 0
+    checksum: int = 0
     """Of its last block."""
     ids: list[range] = field(default_factory=list)
     """Of its records, dead ones included."""
@@ -110,7 +110,7 @@ class Index:
         if segment is None:
             segment = self.segments[number] = Segment(number)
         self.n_bytes += placed.end - segment.end
-        segment.end, segment.crc = placed.end, placed.crc
+        segment.end, segment.checksum = placed.end, placed.checksum
         for other, packed in block.deleted.items():
             for row in unpack_ids(packed):
                 self._delete(row, other, number)
@@ -244,11 +244,11 @@ def read_log(folder: Path, journal: bytes, newest: int | None = None) -> Found:
         name = segment_path(folder, other).name
         if other not in present:
             raise ValueError(f"{name} is missing")
-        at = crc = 0
+        at = checksum = 0
         for placed in sound_blocks(segment_path(folder, other).read_bytes(), journal):
             found.apply(other, placed)
-            at, crc = placed.end, placed.crc
-        if (at, crc) != end:
+            at, checksum = placed.end, placed.checksum
+        if (at, checksum) != end:
             raise ValueError(f"{name} is damaged at byte {at}")
     for placed in tail:
         found.apply(number, placed)

@@ -23,12 +23,12 @@ A worked example: of 64 producers that append in one iteration of the loop and a
 the first makes a task that is run behind what is ready to run, so that one transaction has all 64.
 
 Damage is found when the journal is opened, and nothing on disk is changed then: every byte of a
-segment is under a CRC, every transaction names the one before it, every segment lists the others
-(`segments.py`). `pool.acked` names the last acknowledged transaction. It is written between log and
-answer, so a killed process leaves it equal to the log or one transaction behind, never ahead; what
-is torn behind it is cut. Ahead of the log is damage, with one exception: at `process`, if the
-machine was restarted since, the tail was never promised. `salvage.py` makes a usable journal of a
-damaged one.
+segment is under a checksum, every transaction names the one before it, every segment lists the
+others (`segments.py`). `pool.acked` names the last acknowledged transaction. It is written between
+log and answer, so a killed process leaves it equal to the log or one transaction behind, never
+ahead; what is torn behind it is cut. Ahead of the log is damage, with one exception: at `process`,
+if the machine was restarted since, the tail was never promised. `salvage.py` makes a usable journal
+of a damaged one.
 
 Dead rows leave the disk an hour after at the latest, and some seconds after `scrub()`: live rows
 around them are written anew and their segment is removed (`cleaning.py`), a slice per transaction.

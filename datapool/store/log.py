@@ -140,7 +140,7 @@ class Log:
                 sequence=found.sequence,
                 next_row=max(found.next_row, known.next_row),
                 rows=found.index.n_rows,
-                crc=found.last.crc,
+                checksum=found.last.checksum,
                 boot=SYNCED if self._power else boot_id() or SYNCED,
             )
             for number in segments_in(folder):
@@ -181,13 +181,13 @@ class Log:
             begins = True
             gone = {s.number for s in index.segments.values() if not s.live_rows}
             others = [s for s in index.segments.values() if s.number not in gone]
-            segments = {s.number: (s.end, s.crc) for s in others}
+            segments = {s.number: (s.end, s.checksum) for s in others}
             for number, dead in index.deletions_in(gone).items():
                 deleted[number] = sorted([*deleted.get(number, ()), *dead])
         rows = sorted(records)
         block = Block(
             sequence=last.sequence + 1,
-            before=last.crc,
+            before=last.checksum,
             first_row=last.next_row,
             next_row=next_row,
             rows=pack_ids(rows),
@@ -202,7 +202,7 @@ class Log:
             sequence=block.sequence,
             next_row=next_row,
             rows=index.n_rows + len(batch.rows) - n_deleted,
-            crc=placed.crc,
+            checksum=placed.checksum,
         )
         return Transaction(batch, newest + begins, data, placed, acked, n_deleted, gone)
 
@@ -398,8 +398,8 @@ class Log:
         nothing."""
         found = read_log(self.folder, acked.journal)
         # A process that is killed leaves one transaction that is not recorded, at most.
-        there = {found.sequence: found.last.crc, found.sequence - 1: found.last.block.before}
-        if there.get(acked.sequence, acked.crc) != acked.crc:
+        there = {found.sequence: found.last.checksum, found.sequence - 1: found.last.block.before}
+        if there.get(acked.sequence, acked.checksum) != acked.checksum:
             raise ValueError(f"transaction {acked.sequence} is not the one that was acknowledged")
         if found.sequence < acked.sequence:
             lost = lost_between(found.sequence, found.next_row, found.index.n_rows, acked)

@@ -280,7 +280,9 @@ class _Around(Found):
                     self._lose_up_to(placed, f"{path.name} from byte {at} on")
                 for other, end in sorted((placed.block.segments or {}).items()):
                     known = self.index.segments.get(other)
-                    if other not in missed and (known is None or (known.end, known.crc) != end):
+                    if other not in missed and (
+                        known is None or (known.end, known.checksum) != end
+                    ):
                         missed.add(other)
                         self._lose_up_to(placed, segment_path(folder, other).name)
                 self._take(number, data, placed)

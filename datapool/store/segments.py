@@ -6,11 +6,12 @@ is dead or damaged::
     │ HEADER  Block  record  record … │ HEADER  Block  record  │ …        a transaction each
     └─────────────────────────────────┴────────────────────────┴────
 
-    HEADER    CRC of itself and the Block, id of the journal, two lengths, CRC of the records
-    Block     what the transaction changes, and the CRC of the block before it, so that a block that
-              is changed, removed or moved is missed. The first one of a segment has all states, and
-              lists the other segments that count, each with the CRC of its end
-    record    one row: CRCs, id, names, head, payload. The same bytes wherever it is moved to
+    HEADER    checksum of itself and the Block, id of the journal, two lengths, checksum of the
+              records
+    Block     what the transaction changes, and the checksum of the block before it, so that one
+              that is changed, removed or moved is missed. The first one of a segment has all
+              states, and lists the other segments that count, each with the checksum of its end
+    record    one row: checksums, id, names, head, payload. The same bytes wherever it is moved to
 
 The newest copy of a row counts, and a deletion names the segment that has the dead copy. Owns the
 format. Does not own which rows are where (`index.py`), nor when something is written (`log.py`).
@@ -23,13 +24,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
-from zlib import crc32
 
 import msgspec
+from xxhash import xxh3_64
+from xxhash import xxh3_64_intdigest as xxh3
 
-HEADER = struct.Struct("<I16sIII")
-_CRC_BYTES = 4
-_RECORD = struct.Struct("<IIqHII")
+_HEADER = struct.Struct("<Q16sIIQ")
+_SUM_BYTES = 8
+_RECORD = struct.Struct("<QQqHII")
 
 OFFSET_BITS = 36
 OFFSET_MASK = (1 << OFFSET_BITS) - 1
@@ -62,9 +64,9 @@ def encode_record(row: Row) -> bytes:
     payload = b"" if row.payload is None else row.payload
     n_payload = 0 if row.payload is None else 1 + len(payload)
     lengths = len(names), len(row.head), n_payload
-    prefix = _RECORD.pack(0, crc32(payload), row.row, *lengths)[_CRC_BYTES:] + names
-    crc = crc32(row.head, crc32(prefix))
-    return b"".join((crc.to_bytes(_CRC_BYTES, "little"), prefix, row.head, payload))
+    prefix = _RECORD.pack(0, xxh3(payload), row.row, *lengths)[_SUM_BYTES:] + names
+    front = prefix + row.head
+    return b"".join((xxh3(front).to_bytes(_SUM_BYTES, "little"), front, payload))
 
 
 @lru_cache
@@ -89,14 +91,14 @@ def rows_at(segment: Callable[[int], bytes], places: Iterable[tuple[int, int]]) 
         at = place & OFFSET_MASK
         if len(data) < at + prefix_bytes:
             raise ValueError(f"row {row} was cut off")
-        crc, payload_crc, found, n_names, n_head, n_payload = unpack(data, at)
+        checksum, payload_sum, found, n_names, n_head, n_payload = unpack(data, at)
         head_at = at + prefix_bytes + n_names
         end = head_at + n_head
-        if found != row or crc != crc32(data[at + _CRC_BYTES : end]):
+        if found != row or checksum != xxh3(data[at + _SUM_BYTES : end]):
             raise ValueError(f"row {row} does not have the content it was written with")
         channel, kind = _names(data[at + prefix_bytes : head_at])
         payload = data[end : end + n_payload - 1] if n_payload else None
-        if payload_crc != crc32(payload or b""):
+        if payload_sum != xxh3(payload or b""):
             raise PayloadDamagedError(Row(row, channel, kind, data[head_at:end]))
         yield make(Row, (row, channel, kind, data[head_at:end], payload))
 
@@ -115,7 +117,7 @@ class Block(msgspec.Struct, array_like=True):
     sequence: int
     """Number of the transaction; the first is 1."""
     before: int
-    """CRC of the block before it; 0 if it is the first one of the journal."""
+    """Checksum of the block before it; 0 if it is the first one of the journal."""
     first_row: int
     """Id of the next row, before it …"""
     next_row: int
@@ -128,8 +130,8 @@ class Block(msgspec.Struct, array_like=True):
     """Ids, too, by the segment that has the dead row."""
     states: dict[str, bytes]
     segments: dict[int, tuple[int, int]] | None = None
-    """In the first block of a segment: number -> length and last block's CRC of each other one
-    that counts. Those that it leaves out hold nothing any more."""
+    """In the first block of a segment: number -> length and last block's checksum of each other
+    one that counts. Those that it leaves out hold nothing any more."""
 
 
 _decode = msgspec.msgpack.Decoder(Block).decode
@@ -142,19 +144,19 @@ class Placed(NamedTuple):
     at: int
     records_at: int
     end: int
-    crc: int
+    checksum: int
     """Which stands for all before it."""
-    records_crc: int
+    records_sum: int
 
     def is_whole(self, data: bytes) -> bool:
         """Whether its records are what was written."""
-        return crc32(memoryview(data)[self.records_at : self.end]) == self.records_crc
+        return xxh3(memoryview(data)[self.records_at : self.end]) == self.records_sum
 
     def follows(self, last: Placed | None) -> bool:
         """Whether nothing is missing between the two; None: the begin of the segment."""
         if last is None:
             return self.at == 0
-        expected = last.end, last.crc, last.block.sequence + 1
+        expected = last.end, last.checksum, last.block.sequence + 1
         return expected == (self.at, self.block.before, self.block.sequence)
 
     def records(self) -> Iterator[tuple[int, int, int]]:
@@ -174,28 +176,29 @@ def encode_block(
 ) -> tuple[bytes, Placed]:
     """The bytes of a transaction that is written there in its segment."""
     packed = msgspec.msgpack.encode(block)
-    n_bytes = records_crc = 0
+    records_sum = xxh3_64()
     for record in records:
-        n_bytes += len(record)
-        records_crc = crc32(record, records_crc)
-    header = HEADER.pack(0, journal, len(packed), n_bytes, records_crc)[_CRC_BYTES:]
-    crc = crc32(packed, crc32(header))
-    records_at = at + HEADER.size + len(packed)
-    placed = Placed(block, at, records_at, records_at + n_bytes, crc, records_crc)
-    return b"".join((crc.to_bytes(_CRC_BYTES, "little"), header, packed, *records)), placed
+        records_sum.update(record)
+    n_bytes = sum(map(len, records))
+    lengths = len(packed), n_bytes, records_sum.intdigest()
+    front = _HEADER.pack(0, journal, *lengths)[_SUM_BYTES:] + packed
+    checksum = xxh3(front)
+    records_at = at + _HEADER.size + len(packed)
+    placed = Placed(block, at, records_at, records_at + n_bytes, checksum, lengths[2])
+    return b"".join((checksum.to_bytes(_SUM_BYTES, "little"), front, *records)), placed
 
 
 def block_at(data: bytes, at: int, journal: bytes) -> Placed | None:
     """The block that begins there; None if it is damaged or does not end within `data`."""
-    begin = at + HEADER.size
+    begin = at + _HEADER.size
     if begin > len(data):
         return None
-    crc, owner, n_block, n_records, records_crc = HEADER.unpack_from(data, at)
+    checksum, owner, n_block, n_records, records_sum = _HEADER.unpack_from(data, at)
     records_at = begin + n_block
     end = records_at + n_records
-    if owner != journal or end > len(data) or crc != crc32(data[at + _CRC_BYTES : records_at]):
+    if owner != journal or end > len(data) or checksum != xxh3(data[at + _SUM_BYTES : records_at]):
         return None
-    return Placed(_decode(data[begin:records_at]), at, records_at, end, crc, records_crc)
+    return Placed(_decode(data[begin:records_at]), at, records_at, end, checksum, records_sum)
 
 
 def blocks_in(data: bytes, journal: bytes) -> Iterator[Placed]:
@@ -207,8 +210,8 @@ def blocks_in(data: bytes, journal: bytes) -> Iterator[Placed]:
         if placed is not None:
             yield placed
             at = placed.end
-        else:  # each begins with a CRC and this id
-            at = data.find(journal, at + _CRC_BYTES + 1) - _CRC_BYTES
+        else:  # each begins with a checksum and this id
+            at = data.find(journal, at + _SUM_BYTES + 1) - _SUM_BYTES
 
 
 def sound_blocks(data: bytes, journal: bytes) -> Iterator[Placed]:
@@ -223,7 +226,7 @@ def sound_blocks(data: bytes, journal: bytes) -> Iterator[Placed]:
 
 def journal_of(data: bytes) -> bytes | None:
     """The id of the journal that a segment belongs to; None if its first block is damaged."""
-    owner = data[_CRC_BYTES : _CRC_BYTES + 16]
+    owner = data[_SUM_BYTES : _SUM_BYTES + 16]
     return None if block_at(data, 0, owner) is None else owner
 
 
