@@ -358,7 +358,7 @@ class Journal:
         batch = self._cut()
         try:
             flight = self._build(batch)
-            flight.done = self._worker.submit(self._log.write, flight)
+            flight.done = self._worker.submit(self._write, flight)
         except BaseException as e:  # as above
             error = self._failed(batch, e)
             if not isinstance(e, Exception):
@@ -366,6 +366,14 @@ class Journal:
             return error
         self._flight = flight
         return await self._landed(flight)
+
+    def _write(self, transaction: Transaction) -> BaseException | None:
+        """In the worker: why it failed. Raised there, asyncio would miss who hears of it."""
+        try:
+            self._log.write(transaction)
+        except BaseException as e:  # noqa: BLE001 - `_land` tells of it, whatever it was
+            return e
+        return None
 
     async def _landed(self, flight: Transaction) -> JournalError | None:
         if flight.done is not None:
@@ -380,7 +388,7 @@ class Journal:
         if flight is None or flight.done is None:
             return
         wait_for([flight.done])
-        cause = flight.done.exception()
+        cause = flight.done.result()
         if cause is None:
             self._succeeded(flight)
         else:

@@ -107,8 +107,8 @@ class Transaction:
     n_deleted: int
     gone: Collection[int]
     """Segments that count no longer."""
-    done: Future[None] | None = None
-    """In another thread."""
+    done: Future[BaseException | None] | None = None
+    """In another thread: why it failed, if it did."""
     error: JournalError | None = None
     """Once it is known."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
@@ -298,7 +299,10 @@ def test_a_creation_that_was_killed_is_begun_again(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_could_not_be_recorded_is_an_error_until_one_can(
-    tmp_path: Path, durability: Durability, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    durability: Durability,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     journal = Journal(tmp_path, durability)
 
@@ -318,6 +322,8 @@ def test_a_commit_that_could_not_be_recorded_is_an_error_until_one_can(
     asyncio.run(produce())
     journal.close()
     assert open_and_read(tmp_path, durability) == [0, 1]
+    gc.collect()
+    assert not caplog.records, "each error was told to somebody"
 
 
 @pytest.mark.parametrize("version", [1, 3])
