@@ -35,12 +35,10 @@ from stepwell.gateway.slime_buffer.buffer import RolloutBuffer
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.tokens.turn_messages import TurnMessages
-from stepwell.gateway.trajectory.conversations import Conversations
 from stepwell.gateway.trajectory.groups import Groups
-from stepwell.gateway.trajectory.identity import Identities
-from stepwell.gateway.trajectory.outcomes import Outcomes
+from stepwell.gateway.trajectory.identity import Conversations, Identities
 from stepwell.gateway.trajectory.recording import Recording
-from stepwell.gateway.trajectory.store import TrajectoryStore
+from stepwell.gateway.trajectory.store import Outcomes, TrajectoryStore
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.wiring import Wiring
 

@@ -40,8 +40,8 @@ from stepwell.gateway.slime_buffer.generator import RolloutGenerator
 from stepwell.gateway.slime_buffer.items import InstanceId, instance_of, make_item
 from stepwell.gateway.slime_buffer.writes import RolloutWriter, Start, remember
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.outcomes import Outcomes
 from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.store import Outcomes
 
 log = logging.getLogger(__name__)
 

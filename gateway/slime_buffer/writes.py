@@ -33,8 +33,8 @@ from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.dialects.params import Params, Part, wrong
 from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
 from stepwell.gateway.slime_buffer.items import INSTANCE, WRITTEN
-from stepwell.gateway.trajectory.outcomes import Outcomes
 from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.store import Outcomes
 
 T = TypeVar("T")
 

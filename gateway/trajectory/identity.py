@@ -18,8 +18,8 @@ Agents often send the very same first request, so a conversation belongs to the 
 with, and a retry of its first call finds it only if it cannot be another agent's: nobody has the
 reply yet, or the retry comes over the same connection or with the same `Idempotency-Key`.
 
-Owns: this order, and the sweep of idle trajectories. Does not own: trajectories, what is said in
-conversations (`conversations.py`), whether the caller may (`keys.py`).
+Owns: this order, the index from conversations to trajectories, the sweep of idle ones. Does not
+own: trajectories (`store.py`), whether the caller may (`keys.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import logging
 import re
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -41,7 +41,7 @@ from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError, RequestError, TrajectoryClosedError
 from stepwell.gateway.keys import Named, presented
 from stepwell.gateway.prompt import ChatRequest
-from stepwell.gateway.trajectory.conversations import Caller, Conversations
+from stepwell.gateway.tokens.messages import Key, extend_key, text_prefix_keys
 from stepwell.gateway.trajectory.groups import Groups
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.store import TrajectoryStore
@@ -67,6 +67,8 @@ REMEMBERED_REQUESTS = 100_000
 
 Peer: TypeAlias = tuple[str, int] | None
 """The other end of a connection. Port 0: a proxy's word for it, and any of its connections."""
+Caller: TypeAlias = bytes
+"""Digest of the API keys of a request."""
 ReadKey: TypeAlias = Callable[[str], Named | None]
 """The trajectory of a trajectory's API key; None for any other text."""
 
@@ -79,6 +81,69 @@ class Origin(NamedTuple):
     peer: Peer
     channel: str | None
     """Of its agent key."""
+
+
+class Conversations:
+    """The trajectories that were made for agents that name none, and the conversations in them.
+    Told of turns and closings; knows no other trajectories."""
+
+    def __init__(self) -> None:
+        self._own: OrderedDict[str, Caller] = OrderedDict()
+        """Trajectories that are still open, with their last caller; the least recently used
+        first."""
+        self._by_turn: dict[bytes, str] = {}
+        """Trajectory by caller and key of a conversation."""
+        self._turns: dict[str, list[tuple[bytes, int | None]]] = {}
+        self._lengths: Counter[int] = Counter()
+        """Of the conversations that are no messages."""
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._own
+
+    def __iter__(self) -> Iterator[str]:
+        """Uids, the least recently used first."""
+        return iter(tuple(self._own))
+
+    def use(self, uid: str, caller: Caller) -> None:
+        """A trajectory has a call of this caller, and is closed when it has had none for long."""
+        self._own[uid] = caller
+        self._own.move_to_end(uid)
+
+    def extended(self, call: ChatRequest, caller: Caller) -> str | None:
+        """The trajectory of the deepest turn that this conversation extends."""
+        deepest = None
+        if (plain := call.plain) is not None:
+            for _, key in text_prefix_keys(plain, self._lengths):
+                deepest = self._by_turn.get(caller + key, deepest)
+            return deepest
+        key = call.root
+        for message in call.messages:
+            key = extend_key(key, message)
+            if message["role"] == "assistant":
+                deepest = self._by_turn.get(caller + key, deepest)
+        return deepest
+
+    def note_turn(self, trajectory: LiveTrajectory, key: Key, length: int | None) -> None:
+        """A turn was stored: calls that extend its conversation belong to its trajectory."""
+        uid = trajectory.uid
+        if (caller := self._own.get(uid)) is not None:
+            self.use(uid, caller)
+            trajectory.touch()  # it is idle from the end of a call on
+            self._by_turn[caller + key] = uid
+            self._turns.setdefault(uid, []).append((caller + key, length))
+            if length is not None:
+                self._lengths[length] += 1
+
+    def forget(self, trajectory: LiveTrajectory) -> None:
+        """It was closed."""
+        self._own.pop(trajectory.uid, None)
+        for place, length in self._turns.pop(trajectory.uid, ()):
+            if self._by_turn.get(place) == trajectory.uid:
+                del self._by_turn[place]
+            if length is not None:
+                self._lengths[length] -= 1
+                if not self._lengths[length]:
+                    del self._lengths[length]
 
 
 class Identities:

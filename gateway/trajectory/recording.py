@@ -57,9 +57,8 @@ class Recording:
         self._patience_s = config.pool_patience_s
         self.is_away = False
         """The pool failed a call and has not answered since."""
-        self._owed: dict[tuple[str, str], None] = {}
-        """(channel, trajectory_uid) that the pool is to abort."""
-        self._settler: asyncio.Task[None] | None = None
+        self._owed: set[asyncio.Task[None]] = set()
+        """Aborts that the pool has not answered yet."""
 
     def statistics(self, n_stored: int) -> dict[str, Any]:
         n = self.unrecorded.total()
@@ -94,18 +93,17 @@ class Recording:
         if isinstance(why, ChannelFullError):
             return  # nothing of it was applied
         self.is_away = True
-        self._owed[channel, uid] = None
-        if self._settler is None or self._settler.done():
-            self._settler = asyncio.create_task(self._settle())
+        task = asyncio.create_task(self._abort(channel, uid))
+        self._owed.add(task)
+        task.add_done_callback(self._owed.discard)
 
     async def close(self) -> None:
-        if self._settler is not None:
-            self._settler.cancel()
-            await asyncio.wait([self._settler])
+        for task in self._owed:
+            task.cancel()
+        await asyncio.gather(*self._owed, return_exceptions=True)
 
-    async def _settle(self) -> None:
-        while self._owed:
-            channel, uid = next(iter(self._owed))
+    async def _abort(self, channel: str, uid: str) -> None:
+        while True:
             try:
                 abort = self.pool.abort_trajectory(uid, POOL_FAILURE, channel=channel)
                 await ask(abort, self._patience_s)
@@ -114,10 +112,10 @@ class Recording:
                 continue
             except DataPoolError as e:  # it never heard of it, or has closed it
                 log.debug("%s needs no abort: %s", uid, e)
-            except Exception:  # a bug: an abort that is owed for good would stop all recording
+            except Exception:  # a bug: a pool that is away for good would stop all recording
                 log.exception("aborting %s failed", uid)
             self.is_away = False
-            del self._owed[channel, uid]
+            return
 
 
 _FAILURES: Final = (

@@ -1,21 +1,30 @@
 """This module keeps the trajectories of one gateway by their uid, so that a URL always means the
-same one, also when it was closed.
+same one, also when it was closed, and a uid alone closes and scores one wherever it is::
 
-Does not own: what happens to one of them (`trajectory.py`), which one a call is of (`identity.py`).
+    trajectory_uid ──known here──► its channel ──► the pool
+        └──any other──► the channels, one after the other, until one knows it
+
+Does not own: what happens to one of them (`trajectory.py`), which one a call is of (`identity.py`),
+until when a reward counts (the pool).
 """
 
 from __future__ import annotations
 
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
-from stepwell.gateway.config import REMEMBERED
+from stepwell.datapool.errors import UnknownTrajectoryError
+from stepwell.datapool.ops import SubmitOutcome, TrajectoryOutcome
+from stepwell.datapool.types import VAL
+from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.errors import TrajectoryConflictError
 from stepwell.gateway.trajectory.groups import Identity
 from stepwell.gateway.trajectory.recording import Recording, Unrecorded
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory, closed_error
+
+T = TypeVar("T")
 
 
 class TrajectoryStore:
@@ -130,3 +139,81 @@ class TrajectoryStore:
             self._closed[trajectory.uid] = (identity, trajectory.closed)
             while len(self._closed) > REMEMBERED:
                 self._closed.popitem(last=False)
+
+
+class Outcomes:
+    """Closes and scores trajectories by their uid alone, for agents that know no URL and rewards
+    that come late. A caller whose key has a channel finds only what is there, or held out. Owned by
+    the app's lifespan."""
+
+    def __init__(
+        self, config: GatewayConfig, recording: Recording, trajectories: TrajectoryStore
+    ) -> None:
+        self._config = config
+        self._recording = recording
+        self._trajectories = trajectories
+
+    async def complete(
+        self,
+        uid: str,
+        reward: float | None,
+        metadata: Mapping[str, Any],
+        of_key: str | None = None,
+    ) -> TrajectoryOutcome:
+        """
+        Args:
+            of_key: the channel of the caller's key.
+
+        Raises:
+            UnknownTrajectoryError: no channel knows it.
+            TrajectoryClosedError: the gateway's or the pool's: it was closed otherwise.
+            PoolUnavailableError
+        """
+        live = self._trajectories.known(uid)
+        if live is not None and (of_key is None or live.channel in (of_key, VAL)):
+            return await live.complete(reward, metadata)
+        pool = self._recording.pool
+        return await self._first(
+            uid,
+            of_key,
+            lambda channel: pool.complete_trajectory(
+                uid, reward=reward, metadata=dict(metadata), channel=channel
+            ),
+        )
+
+    async def score(self, uid: str, reward: float, of_key: str | None = None) -> SubmitOutcome:
+        """The reward of a trajectory from now on; `late` once its group was leased.
+
+        Raises:
+            UnknownTrajectoryError: no channel knows it.
+            PoolUnavailableError
+        """
+        set_reward = self._recording.pool.set_reward
+        return await self._first(
+            uid, of_key, lambda channel: set_reward(uid, reward, channel=channel)
+        )
+
+    async def _first(self, uid: str, of_key: str | None, do: Callable[[str], Awaitable[T]]) -> T:
+        """What the first channel answers that knows the trajectory."""
+        async for channel in self._channels(uid, of_key):
+            try:
+                return await self._recording.ask(do(channel))
+            except UnknownTrajectoryError:
+                continue
+        raise UnknownTrajectoryError(f"trajectory {uid!r} is unknown in every channel")
+
+    async def _channels(self, uid: str, of_key: str | None) -> AsyncIterator[str]:
+        """Where it may be, the likely ones first."""
+        if of_key is not None:
+            likely = dict.fromkeys((of_key, VAL))
+        else:
+            known = self._trajectories.channel(uid)
+            likely = dict.fromkeys(self._config.channels if known is None else (known,))
+        for channel in likely:
+            yield channel
+        if of_key is None:
+            everywhere: dict[str, Any] = await self._recording.ask(
+                self._recording.pool.get_statistics()
+            )
+            for channel in everywhere.keys() - likely:
+                yield channel

@@ -153,18 +153,15 @@ class LiveTrajectory:
             if not self._opened or channel is not None or metadata is not None:
                 await self._read(channel, attempt, metadata)
 
-    async def catch_up(self) -> bool:
-        """Read what other gateways stored since; whether that was anything.
+    async def catch_up(self) -> None:
+        """Read what other gateways stored since.
 
         Raises:
             TrajectoryClosedError: closed meanwhile.
         """
-        before = self.steps
-        if self._is_unrecorded():
-            return False
-        async with self._or_unrecorded(), self._alone():
-            await self._read()
-        return self.steps > before
+        if self.unrecorded is None:
+            async with self._or_unrecorded(), self._alone():
+                await self._read()
 
     async def commit(self, call: LiveCall) -> None:
         """Store the Step of `call`, if it still makes one; its `stored` follows at once. Returns
