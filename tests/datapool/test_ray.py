@@ -200,8 +200,7 @@ async def test_a_bare_fetch_that_waits_holds_nobody_up(shared_actor, client, cha
     await until(lambda: is_n(consumers(client, channel), N_WAITING))
     assert await shared_actor.submit_step.remote(make_step("t"), channel) == "accepted"
     assert await shared_actor.complete_trajectory.remote("t", channel=channel) == "complete"
-    statistics = await shared_actor.get_statistics.remote(channel)
-    assert statistics["groups"]["acked"] == 1
+    await until(lambda: is_n(acked(shared_actor, channel), 1))
     newcomer = client_of([shared_actor])
     assert await newcomer.submit_step(make_step("u", "q"), channel) == "accepted"
     await client.shutdown(channel)
@@ -211,6 +210,10 @@ async def test_a_bare_fetch_that_waits_holds_nobody_up(shared_actor, client, cha
 
 async def is_n(awaitable, n):
     return await awaitable == n
+
+
+async def acked(actor, channel):
+    return (await actor.get_statistics.remote(channel))["groups"]["acked"]
 
 
 async def test_a_bare_fetch_sees_what_was_submitted_before_it(own_actor, make_step):
