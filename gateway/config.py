@@ -9,9 +9,10 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -56,20 +57,43 @@ REMEMBERED = 100_000
 MOST_OF_A_GROUP = 1024
 
 
-def check_key(key: SecretStr, name: str) -> None:
-    """
-    Raises:
-        ValueError: it can be guessed, or cannot be sent; told without the key.
-    """
+def _strong(key: SecretStr) -> SecretStr:
+    """What is wrong is told without the key: it can be guessed, or cannot be sent."""
     text = key.get_secret_value()
     if len(text) < MIN_KEY_LENGTH or not re.fullmatch(r"[!-~]+", text):
         raise ValueError(
-            f"{name} has {len(text)} characters; use at least {MIN_KEY_LENGTH}, ASCII "
+            f"the key has {len(text)} characters; use at least {MIN_KEY_LENGTH}, ASCII "
             "without spaces, e.g. from: "
             "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     if text.startswith("sw."):
-        raise ValueError(f"{name} begins with 'sw.', as keys of trajectories do")
+        raise ValueError("the key begins with 'sw.', as keys of trajectories do")
+    return key
+
+
+def _address(host: str) -> str:
+    try:
+        is_loopback(host)
+    except ValueError as e:
+        raise ValueError(f"host is {host!r}; give an IP address or localhost") from e
+    return host
+
+
+def _host_name(host: str) -> str:
+    if not re.fullmatch(r"[\w.-]+", host):
+        raise ValueError(f"allowed_hosts holds {host!r}; write a name without a port")
+    return host.lower().rstrip(".")
+
+
+def _origin(origin: str) -> str:
+    if not re.fullmatch(r"[\w+.-]+://[\w.:\[\]-]+", origin):
+        raise ValueError(f"allowed_origins holds {origin!r}; write https://name:port, with no path")
+    return origin.lower()
+
+
+Key: TypeAlias = Annotated[SecretStr, AfterValidator(_strong)]
+HostName: TypeAlias = Annotated[str, AfterValidator(_host_name)]
+Origin: TypeAlias = Annotated[str, AfterValidator(_origin)]
 
 
 class AgentKey(Section):
@@ -78,16 +102,10 @@ class AgentKey(Section):
     # Errors do not quote what was given, which may be a key.
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    key: SecretStr
+    key: Key
     """Write `${oc.env:NAME}`, so that the key is in the environment and in no file."""
     channel: str | None = Field(default=None, min_length=1)
     """Where what is called with this key is stored; null: `gateway.channel`."""
-
-    @field_validator("key")
-    @classmethod
-    def _strong(cls, key: SecretStr) -> SecretStr:
-        check_key(key, "it")
-        return key
 
 
 class GroupsConfig(Section):
@@ -109,9 +127,9 @@ class GatewayConfig(Section):
     # Errors do not quote what was given, which may be a key.
     model_config = ConfigDict(hide_input_in_errors=True)
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, AfterValidator(_address)] = "127.0.0.1"
     """Address to listen on. One that other machines reach needs keys."""
-    admin_keys: tuple[SecretStr, ...] = ()
+    admin_keys: tuple[Key, ...] = ()
     """Bearer keys for everything. Write `${oc.env:STEPWELL_ADMIN_KEY}`, so that the key is in the
     environment and in no file. The first signs the keys of trajectories; all are valid."""
     agent_keys: dict[str, AgentKey] = {}
@@ -188,11 +206,11 @@ class GatewayConfig(Section):
     keepalive_s: float = Field(default=15.0, gt=0)
     """A stream without a token for this long carries an SSE comment, so that no proxy cuts it."""
 
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[HostName, ...] = ()
     """Further names that requests may have in their Host header, beside IP addresses, localhost,
     host.docker.internal and the host of `public_url`. On loopback others are refused (DNS
     rebinding)."""
-    allowed_origins: tuple[str, ...] = ()
+    allowed_origins: tuple[Origin, ...] = ()
     """Web pages that may send requests from a browser, as `https://name:port`; others may not."""
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
     """Larger request headers are refused with 431."""
@@ -245,33 +263,6 @@ class GatewayConfig(Section):
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
     """What the HTTP server (uvicorn) logs, from this level on."""
 
-    @field_validator("host")
-    @classmethod
-    def _is_address(cls, host: str) -> str:
-        try:
-            is_loopback(host)
-        except ValueError as e:
-            raise ValueError(f"host is {host!r}; give an IP address or localhost") from e
-        return host
-
-    @field_validator("allowed_hosts")
-    @classmethod
-    def _names(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        for host in hosts:
-            if not re.fullmatch(r"[\w.-]+", host):
-                raise ValueError(f"allowed_hosts holds {host!r}; write a name without a port")
-        return tuple(host.lower().rstrip(".") for host in hosts)
-
-    @field_validator("allowed_origins")
-    @classmethod
-    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in origins:
-            if not re.fullmatch(r"[\w+.-]+://[\w.:\[\]-]+", origin):
-                raise ValueError(
-                    f"allowed_origins holds {origin!r}; write https://name:port, with no path"
-                )
-        return tuple(origin.lower() for origin in origins)
-
     @field_validator("admin_keys", mode="before")
     @classmethod
     def _one_or_more(cls, keys: Any) -> Any:
@@ -283,13 +274,6 @@ class GatewayConfig(Section):
             raise ValueError(
                 'keys are a list of strings in quotes, e.g. ["${oc.env:STEPWELL_ADMIN_KEY}"]'
             )
-        return keys
-
-    @field_validator("admin_keys")
-    @classmethod
-    def _strong(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        for i, key in enumerate(keys):
-            check_key(key, f"key {i}")
         return keys
 
     @field_validator("agent_keys", mode="before")

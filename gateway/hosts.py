@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from starlette.types import Scope
@@ -44,7 +45,7 @@ class Hosts:
         self._names = {*LOCAL_NAMES, config.host, *config.allowed_hosts, *filter(None, known)}
         self._origins = {origin.encode() for origin in config.allowed_origins}
         self._origins |= {f"{p.scheme}://{p.netloc}".encode() for p in map(urlsplit, public)}
-        self._judged: dict[bytes, bool] = {}
+        self._is_ours = lru_cache(REMEMBERED)(self._judge)
 
     def check(self, scope: Scope, host: bytes | None, origin: bytes | None) -> None:
         """
@@ -72,14 +73,6 @@ class Hosts:
             return f"{scope['scheme']}://{host.decode('latin-1')}"
         address, port = scope["server"]
         return f"{scope['scheme']}://{f'[{address}]' if ':' in address else address}:{port}"
-
-    def _is_ours(self, host: bytes) -> bool:
-        ours = self._judged.get(host)
-        if ours is None:
-            ours = self._judge(host)
-            if len(self._judged) < REMEMBERED:
-                self._judged[host] = ours
-        return ours
 
     def _judge(self, host: bytes) -> bool:
         try:

@@ -191,12 +191,14 @@ class KeyRing:
             if not valid:
                 return None
         try:
-            named = _decoded(parts[1]), _decoded(parts[2])
+            uid, prompt_uid = (
+                urlsafe_b64decode(part + "=" * (-len(part) % 4)).decode() for part in parts[1:3]
+            )
         except ValueError:
             return None
         # Base64 has many spellings of the same; only ours counts. No id is empty.
-        is_ours = _name(*named) == name and all(named)
-        return named if is_ours else None
+        is_ours = _name(uid, prompt_uid) == name and uid and prompt_uid
+        return (uid, prompt_uid) if is_ours else None
 
     def _holder_of(self, key: str) -> Principal:
         """Takes equally long whichever key it is, and if it is none."""
@@ -209,20 +211,12 @@ class KeyRing:
 
 
 def _name(trajectory_uid: str, prompt_uid: str) -> str:
-    return ".".join((_PREFIX, _encoded(trajectory_uid), _encoded(prompt_uid)))
+    return ".".join((_PREFIX, _base64(trajectory_uid.encode()), _base64(prompt_uid.encode())))
 
 
 def _mac(secret: bytes, name: str) -> str:
     return _base64(hmac.digest(secret, name.encode(), "sha256"))
 
 
-def _encoded(text: str) -> str:
-    return _base64(text.encode())
-
-
 def _base64(data: bytes) -> str:
     return urlsafe_b64encode(data).rstrip(b"=").decode()
-
-
-def _decoded(text: str) -> str:
-    return urlsafe_b64decode(text + "=" * (-len(text) % 4)).decode()

@@ -62,27 +62,24 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class InitTrajectory(Body):
+class Opening(Body):
     prompt_uid: Name | None = None
-    """Group of the rollout; null: a group of its own."""
-    trajectory_uid: Name | None = None
-    """null: made here. Given, a repeated request is the same trajectory."""
+    """Of the group; null: made here. Given, a repeated request is of the same group."""
     channel: Name | None = None
     metadata: dict[str, Any] = {}
     tags: list[Name] = []
     """By which it can be deleted (`DataPoolClient.delete`, `stepwell data delete`) and selected."""
+
+
+class InitTrajectory(Opening):
+    trajectory_uid: Name | None = None
+    """null: made here. Given, a repeated request is the same trajectory."""
     attempt: int = Field(default=0, ge=0, lt=2**31, strict=True)
 
 
-class DeclareGroup(Body):
+class DeclareGroup(Opening):
     n: int = Field(ge=1, le=MOST_OF_A_GROUP, strict=True)
     """Trajectories, which are opened and handed out."""
-    prompt_uid: Name | None = None
-    """null: made here. Given, a repeated request is the same group."""
-    channel: Name | None = None
-    metadata: dict[str, Any] = {}
-    tags: list[Name] = []
-    """As of a trajectory, for the group."""
     deadline_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """After which it is served with what is complete; null: as the pool's channel says."""
 

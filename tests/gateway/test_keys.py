@@ -376,9 +376,9 @@ def test_every_configured_key_is_compared() -> None:
     [
         ({"host": "0.0.0.0"}, "which other machines reach"),
         ({"host": "::"}, "STEPWELL_ADMIN_KEY"),
-        ({"admin_keys": ["short-hushed"]}, "key 0 has 12 characters; use at least 16"),
-        ({"admin_keys": [""]}, "key 0 has 0 characters"),
-        ({"agent_keys": {"bot": {"key": "with a space, hushed"}}}, "it has 20 characters"),
+        ({"admin_keys": ["short-hushed"]}, "key has 12 characters; use at least 16"),
+        ({"admin_keys": [""]}, "key has 0 characters"),
+        ({"agent_keys": {"bot": {"key": "with a space, hushed"}}}, "key has 20 characters"),
         ({"agent_keys": {"bot": {"key": 12345678901234567890}}}, "agent_keys.bot.key"),
         ({"agent_keys": {"bot": "hushed"}}, "agent_keys.bot"),
         ({"agent_keys": ["hushed"]}, "agent_keys have names"),
