@@ -106,15 +106,11 @@ async def test_arguments_of_strict_tools_are_parsed(world: Any) -> None:
     assert got.output[0].parsed_arguments == Calculator(expression="1")
 
 
-async def test_stored_responses_are_read_listed_and_deleted(world: Any) -> None:
+async def test_stored_responses_are_read_and_deleted(world: Any) -> None:
     client = await world.client()
-    made = await client.responses.create(
-        model="m", input=[{"role": "user", "content": f"word {i}"} for i in range(30)]
-    )
+    made = await client.responses.create(model="m", input="hi")
     got = await client.responses.retrieve(made.id)
     assert got == made
-    items = [item async for item in client.responses.input_items.list(made.id, limit=7)]
-    assert [i.content[0].text for i in items] == [f"word {i}" for i in reversed(range(30))]
     await client.responses.delete(made.id)
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(made.id)
