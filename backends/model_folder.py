@@ -23,11 +23,6 @@ from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
-TOKENIZERS = (
-    *("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt"),
-    *("spiece.model", "sentencepiece.bpe.model"),
-)
-"""A tokenizer has one of these."""
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -87,13 +82,17 @@ def check_tokenizer(folder: Path, key: str = "model.path") -> None:
         raise BackendConfigError(f"{whose}, where no folder is; name one with a tokenizer")
     settings = folder / "tokenizer_config.json"
     known = _object(settings, whose) if settings.is_file() else {}
-    if not known and not any((folder / name).exists() for name in TOKENIZERS):
+    has_it = (folder / "tokenizer.json").exists()
+    if not known and not has_it:
         raise BackendConfigError(
             f"{whose}, which has no tokenizer; add the model's tokenizer.json and "
             "tokenizer_config.json"
         )
-    if not any((folder / name).exists() for name in TOKENIZERS):
-        raise BackendConfigError(f"{whose}, which has no tokenizer.json; add the model's")
+    if not has_it:
+        raise BackendConfigError(
+            f"{whose}, which has no tokenizer.json; add the model's, or of a tokenizer in another "
+            "form write it: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
     if not known.get("chat_template") and not any((folder / name).exists() for name in TEMPLATES):
         raise BackendConfigError(
             f"{whose}, whose tokenizer has no chat template (a base model has none); add a "

@@ -78,14 +78,14 @@ def return_large_blocks(n_bytes: int) -> None:
 
 
 def return_free_pages() -> None:
-    """Give free pages between smaller blocks back every `TRIM_S` seconds: a heap keeps the size of
-    its busiest moment, and the longer a process runs the busier that was."""
+    """Give free pages between smaller blocks back now and every `TRIM_S` seconds: a heap keeps the
+    size of its busiest moment, and the longer a process runs the busier that was."""
     libc = _glibc()
 
     def trim() -> None:
         while libc is not None:
-            time.sleep(TRIM_S)
             libc.malloc_trim(0)  # without the interpreter's lock
+            time.sleep(TRIM_S)
 
     threading.Thread(target=trim, name="trim", daemon=True).start()
 

@@ -72,7 +72,7 @@ class HttpServer:
         Raises:
             PortInUseError, GatewayConfigError, GatewayError
         """
-        # Loads the tokenizer (and with it transformers), which importing this module does not.
+        # Loads FastAPI and the tokenizer, which importing this module does not.
         from stepwell.gateway.app import create_app
 
         config = self._config

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from stepwell.gateway.tokens.messages import Tool
+from stepwell.gateway.tokens.messages import Tool, strict_json
 
 CallStyle: TypeAlias = Literal["hermes", "qwen3_coder", "llama3_json"]
 
@@ -42,7 +42,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall | None:
     """A call of this name with these arguments, an object or its JSON; None: they make none."""
     try:
         if isinstance(arguments, str):
-            arguments = _json(arguments)
+            arguments = strict_json(arguments)
         if not isinstance(name, str) or not name or not isinstance(arguments, dict):
             return None
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -59,7 +59,7 @@ def parse_call(body: str, *, bare: bool = False) -> ToolCall | None:
         bare: no markup says that it is a call, so it must have arguments to be one.
     """
     try:
-        call = _json(body)
+        call = strict_json(body)
     except _UNREADABLE:
         return None
     if not isinstance(call, dict):
@@ -111,7 +111,7 @@ def _typed(text: str, schema: Any) -> Any:
     if kinds == ["string"]:
         return text
     try:
-        value = _json(text)
+        value = strict_json(text)
     except _UNREADABLE:
         try:
             value = ast.literal_eval(text.strip())
@@ -119,14 +119,6 @@ def _typed(text: str, schema: Any) -> Any:
         except (*_UNREADABLE, TypeError, SyntaxError, MemoryError):
             return text
     return text if isinstance(value, str) and "string" in kinds else value
-
-
-def _json(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse)
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
 
 
 class ObjectScanner:

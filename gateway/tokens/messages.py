@@ -1,4 +1,5 @@
-"""The gateway's own form of a conversation, and when two messages are the same.
+"""This module says when two messages are the same, so that what agents change as they send a reply
+back begins no new branch.
 
 Dialects translate their wire format to these messages; chat templates are fed with them; the turn
 graph compares them. A message is a plain dict as chat templates expect it::
@@ -18,9 +19,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import orjson
+
+from stepwell.gateway.config import NormalizeRule
 
 Message: TypeAlias = dict[str, Any]
 Tool: TypeAlias = dict[str, Any]
@@ -34,7 +37,7 @@ def parse_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        value = json.loads(arguments, parse_constant=_refuse_constant)
+        value = strict_json(arguments)
         if "\\ud" in arguments.lower():
             # Escaped half surrogates parse, but no tokenizer takes them.
             json.dumps(value, ensure_ascii=False).encode()
@@ -43,8 +46,16 @@ def parse_arguments(arguments: Any) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+def strict_json(text: str) -> Any:
+    """
+    Raises:
+        ValueError, RecursionError: it is no JSON, or has one of Python's NaN and Infinity.
+    """
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _dumps(value: Any) -> bytes:
@@ -119,25 +130,12 @@ def text_prefix_keys(text: str | bytes, lengths: Iterable[int]) -> Iterator[tupl
         yield length, digest.digest()
 
 
-class Rule(Protocol):
-    """A `gateway.normalize` entry: in messages of `role`, `pattern` becomes `replacement`."""
-
-    @property
-    def role(self) -> str: ...
-
-    @property
-    def pattern(self) -> str: ...
-
-    @property
-    def replacement(self) -> str: ...
-
-
 class Normalizer:
     """Takes out of messages what changes from call to call and means nothing (a clock in the
     system prompt, a billing header), before they are compared and rendered: without it every call
     would be a branch. The model sees the normalised text."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[NormalizeRule]) -> None:
         self.rules = [(r.role, re.compile(r.pattern), r.replacement) for r in rules]
 
     def __call__(self, messages: Sequence[Message]) -> list[Message]:

@@ -1,4 +1,5 @@
-"""Conversation → prompt ids: whole, or only what a stored turn does not hold yet (the cut).
+"""This module makes the ids of a prompt, whole or only what a stored turn does not hold yet (the
+cut), so that every prompt extends what was sampled before it, token for token.
 
 The cut, for a stored turn T and new messages N::
 
@@ -38,6 +39,7 @@ from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
 """What a chat template raises on a conversation that it cannot show."""
 _REASONING_FIELD = re.compile(r"\b(reasoning_content|reasoning|thinking)\b")
+_USER: Message = {"role": "user", "content": "."}
 
 
 class CutError(Exception):
@@ -61,8 +63,9 @@ class TurnClose:
 class CallExample:
     """A tool call as the chat template writes it into an assistant's turn."""
 
-    tool: Tool
+    name: str
     arguments: Mapping[str, Any]
+    tool: Tool
     prompt: str
     """What the turn follows, the tool included."""
     text: str
@@ -72,26 +75,16 @@ class CallExample:
     after: str
     """Of `text`: what follows the name whatever the arguments are."""
 
-    @property
-    def name(self) -> str:
-        name: str = self.tool["function"]["name"]
-        return name
-
 
 def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
     """None: the chat template shows no calls, or not where a turn begins."""
     secret = secrets.token_hex(6)
     name, key = f"f{secret}", f"x{secret}"
     tool = _example_tool(name, key)
-    user: Message = {"role": "user", "content": "."}
 
     def render(*arguments: Mapping[str, Any]) -> str:
-        messages = [user]
-        for each in arguments:
-            function = {"name": name, "arguments": each}
-            call = {"id": "call00000", "type": "function", "function": function}
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        return tokenizer.render(messages, [tool], {}, add_generation_prompt=not arguments)
+        replies = [_reply("", [_example_call(name, each)]) for each in arguments]
+        return tokenizer.render([_USER, *replies], [tool], {}, add_generation_prompt=not replies)
 
     try:
         prompt, text, empty = render(), render({key: "."}), render({})
@@ -107,19 +100,9 @@ def call_example(tokenizer: ChatTokenizer) -> CallExample | None:
     if not found:
         return None
     # What begins the arguments, and white space before it, is left to the model.
-    pairs = takewhile(lambda cs: cs[0] == cs[1], zip(rest, empty.rpartition(name)[2], strict=False))
-    after = "".join(c for c, _ in pairs).rstrip("{< \n")
-    return CallExample(tool, {key: "."}, prompt, said, before, after)
-
-
-def _example_tool(name: str, key: str) -> Tool:
-    parameters = {
-        "type": "object",
-        "properties": {key: {"type": "string", "description": "."}},
-        "required": [key],
-    }
-    function = {"name": name, "description": ".", "parameters": parameters}
-    return {"type": "function", "function": function}
+    pairs = zip(rest, empty.rpartition(name)[2], strict=False)
+    after = "".join(c for c, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)).rstrip("{< \n")
+    return CallExample(name, {key: "."}, tool, prompt, said, before, after)
 
 
 class ChatRenderer:
@@ -137,11 +120,14 @@ class ChatRenderer:
         self._cache: OrderedDict[Key, TokenIds] = OrderedDict()
         self._cache_limit, self._cached_tokens = cache_tokens, 0
         self._system_anywhere = True
-        self._close = self._discover(with_tool_calls=False, close=None)
-        self._tool_close = self._discover(with_tool_calls=True, close=self._close)
-        self._system_anywhere = self._renders_later_system()
+        self._close = self._find_close()
+        self._tool_close = self._find_tool_close(self._close)
+        # Templates may refuse or drop a system message that is not the first; agents send them all
+        # the same, and then it is shown as a user's.
+        later = [_USER, _reply("."), {"role": "system", "content": self._nonce}]
+        self._system_anywhere = self._shows_nonce(later)
         self._call = call_example(tokenizer)
-        self.shows_tools = self._renders_tools()
+        self.shows_tools = self._shows_nonce([_USER], [_example_tool(self._nonce, "x")])
         """False: the chat template leaves tools out of the prompt."""
 
     @property
@@ -188,20 +174,17 @@ class ChatRenderer:
         close = self._tool_close if calls else self._close
         if close is None:
             raise CutError("no_turn_close")
-        stub: list[Message] = [m for m in known[:1] if m["role"] == "system"]
-        stub += [{"role": "user", "content": "."}, self._stub_reply(calls, thought=False)]
-        text = self._render([*stub, *new], tools, template_args)
-        start = text.rfind(self._nonce)
-        if start < 0 or not text.startswith(close.middle + close.text, start + len(self._nonce)):
+        before = [*(m for m in known[:1] if m["role"] == "system"), _USER]
+        text = self._render([*before, self._stub(calls), *new], tools, template_args)
+        start = text.rfind(self._nonce) + len(self._nonce)
+        if self._nonce not in text or not text.startswith(close.middle + close.text, start):
             raise CutError("cut_failed")
-        if (
-            self._thinking == "template"
-            and turn.has_reasoning
-            and not self._keeps_thinking(stub[:-1], calls, new, tools, template_args)
-        ):
-            raise CutError("thinking_stripped")
+        if self._thinking == "template" and turn.has_reasoning:
+            stub = self._stub(calls, thought=True)
+            if self._thought not in self._render([*before, stub, *new], tools, template_args):
+                raise CutError("thinking_stripped")
         # Encoded together with the close token, so that what follows it is split as it always is.
-        ids = self.tokenizer.encode(text[start + len(self._nonce) + len(close.middle) :], context)
+        ids = self.tokenizer.encode(text[start + len(close.middle) :], context)
         if len(ids) < 2 or ids[0] != close.token_id:
             raise CutError("cut_failed")
         return ids[1:] if turn.response_ids[-1] == close.token_id else ids
@@ -225,6 +208,8 @@ class ChatRenderer:
                 return f"{THINK_CLOSE}\n\n{opening}"
         return opening
 
+    # -- the whole prompts of groups ---------------------------------------------------------
+
     def cached(self, key: Key) -> TokenIds | None:
         """The whole prompt of this `exact_key`, if it is remembered."""
         ids = self._cache.get(key)
@@ -247,6 +232,8 @@ class ChatRenderer:
         self._cache.clear()
         self._cached_tokens = 0
 
+    # -- the template ------------------------------------------------------------------------
+
     def _render(
         self,
         messages: Sequence[Message],
@@ -267,92 +254,79 @@ class ChatRenderer:
                 f"the model's chat template refuses these messages: {e!s:.300}", "messages"
             ) from e
 
-    def _stub_reply(self, calls: Sequence[Mapping[str, Any]] | None, *, thought: bool) -> Message:
+    def _stub(self, calls: Sequence[Mapping[str, Any]] = (), *, thought: bool = False) -> Message:
         """An assistant message whose last rendered word before the turn close is the nonce."""
-        reply: Message = {"role": "assistant", "content": self._nonce}
+        calls = list(calls)
+        if calls:
+            last = _example_call(calls[-1]["function"]["name"], {"nonce": self._nonce})
+            calls[-1] = {**last, "id": calls[-1]["id"]}
+        reply = _reply(self._nonce, calls)
         if thought and self._reads_reasoning:
             reply["reasoning_content"] = self._thought
         elif thought:
             reply["content"] = f"<think>\n{self._thought}\n</think>\n\n{self._nonce}"
-        if calls:
-            *first, last = calls
-            function = {"name": last["function"]["name"], "arguments": {"nonce": self._nonce}}
-            reply["tool_calls"] = [*first, {**last, "function": function}]
         return reply
 
-    def _keeps_thinking(
-        self,
-        stub: Sequence[Message],
-        calls: Sequence[Mapping[str, Any]] | None,
-        new: Sequence[Message],
-        tools: Sequence[Tool] | None,
-        template_args: Mapping[str, Any],
-    ) -> bool:
-        reply = self._stub_reply(calls, thought=True)
-        return self._thought in self._render([*stub, reply, *new], tools, template_args)
-
-    def _renders_later_system(self) -> bool:
-        """Templates may refuse or drop a system message that is not the first; agents send them
-        all the same, and then it is shown as a user's."""
-        messages = [
-            {"role": "user", "content": "."},
-            {"role": "assistant", "content": "."},
-            {"role": "system", "content": self._nonce},
-        ]
+    def _shows_nonce(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
         try:
-            return self._nonce in self._render(messages, None, {})
+            return self._nonce in self._render(messages, tools, {})
         except RequestError:
             return False
 
-    def _renders_tools(self) -> bool:
-        tool = _example_tool(self._nonce, self._thought)
-        try:
-            return self._nonce in self._render([{"role": "user", "content": "."}], [tool], {})
-        except RequestError:
-            return False
-
-    def _discover(self, *, with_tool_calls: bool, close: TurnClose | None) -> TurnClose | None:
+    def _find_close(self) -> TurnClose | None:
         """How the template closes a turn, from what follows the nonce when nothing comes after."""
-        calls = None
-        if with_tool_calls:
-            if close is None:
-                return None
-            calls = [
-                {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-            ]
-        messages = [{"role": "user", "content": "."}, self._stub_reply(calls, thought=False)]
-        try:
-            text = self._render(messages, None, {}, add_generation_prompt=False)
-        except RequestError:
-            return None
-        _, found, tail = text.rpartition(self._nonce)
-        if not found:
-            return None
-        if close is not None:
-            middle, found, _ = tail.partition(close.text)
-            return TurnClose(middle, close.text, close.token_id) if found else None
-        places = [(tail.find(t), -len(t), t) for t in self.tokenizer.special if t and t in tail]
+        tail = self._after_nonce(self._stub())
+        special = self.tokenizer.special
+        places = [(tail.find(t), -len(t), t) for t in special if t and t in tail]
         if not places:
             return None
         at, _, token = min(places)
-        return TurnClose(tail[:at], token, self.tokenizer.special[token])
+        return TurnClose(tail[:at], token, special[token])
+
+    def _find_tool_close(self, close: TurnClose | None) -> TurnClose | None:
+        """As `_find_close`, of a turn that ends with a tool call: by the same token."""
+        if close is None:
+            return None
+        tail = self._after_nonce(self._stub([_example_call("f", {})]))
+        middle, found, _ = tail.partition(close.text)
+        return TurnClose(middle, close.text, close.token_id) if found else None
+
+    def _after_nonce(self, reply: Message) -> str:
+        try:
+            text = self._render([_USER, reply], None, {}, add_generation_prompt=False)
+        except RequestError:
+            return ""
+        _, found, tail = text.rpartition(self._nonce)
+        return tail if found else ""
+
+
+def _example_tool(name: str, key: str) -> Tool:
+    parameters = {
+        "type": "object",
+        "properties": {key: {"type": "string", "description": "."}},
+        "required": [key],
+    }
+    function = {"name": name, "description": ".", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _example_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": "call00000", "type": "function", "function": function}
+
+
+def _reply(content: str, calls: Sequence[Mapping[str, Any]] = ()) -> Message:
+    reply: Message = {"role": "assistant", "content": content}
+    return {**reply, "tool_calls": list(calls)} if calls else reply
 
 
 def _for_template(message: Message) -> Message:
     """A message as templates expect it: arguments as values, no empty `tool_calls`."""
     calls = message.get("tool_calls")
-    if not calls:
-        return message
-    return {
-        **message,
-        "tool_calls": [
-            {
-                **c,
-                "function": {
-                    **c["function"],
-                    "arguments": parse_arguments(c["function"]["arguments"]),
-                },
-            }
-            for c in calls
-        ],
-    }
+    return {**message, "tool_calls": [*map(_with_values, calls)]} if calls else message
+
+
+def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = parse_arguments(function["arguments"])
+    return {**call, "function": {**function, "arguments": arguments}}
