@@ -122,6 +122,7 @@ class Log:
         self.folder = folder
         self._power = durability == "power"
         self._doomed: list[int] = []
+        """Segments that count no longer, and are there."""
         made = make_folder(folder)
         self._lock, self._is_alone = take_folder(folder, lock_timeout_s, take_over)
         with contextlib.ExitStack() as undo, self._telling():
@@ -144,8 +145,11 @@ class Log:
                 boot=SYNCED if self._power else boot_id() or SYNCED,
             )
             for number in segments_in(folder):
-                if number not in self.index.segments:  # counts no longer, or begun, not finished
+                if number > self._newest:  # it was begun, and not finished
                     segment_path(folder, number).unlink()
+                elif number not in self.index.segments:
+                    self._doomed.append(number)
+            self._unsynced = list(self.index.segments)
             # Until the first transaction there is no file to be written to.
             newest = segment_path(folder, self._newest)
             self._file = private(newest if self._newest else folder / ACKED_NAME, os.O_RDWR)
@@ -244,6 +248,8 @@ class Log:
         self.states |= transaction.batch.states
         self.index.apply(transaction.number, transaction.placed)
         self._doomed += transaction.gone
+        if not transaction.placed.at:
+            self._unsynced.append(transaction.number)
         if not self._is_alone:
             # A former process was fenced. Once it has ended, no third one shall come in.
             self._is_alone = lock(self._lock)
@@ -267,7 +273,9 @@ class Log:
         if not self._doomed:
             return None
         doomed, self._doomed = self._doomed, []
-        return partial(self._remove, doomed, self._newest)
+        unsynced = [] if self._power else [n for n in self._unsynced if n in self.index.segments]
+        self._unsynced = [self._newest]
+        return partial(self._remove, doomed, unsynced)
 
     def close(self) -> None:
         # On a full disk the record only stays as it was; fenced, it is the successor's.
@@ -413,11 +421,11 @@ class Log:
             )
         return found
 
-    def _remove(self, numbers: Collection[int], newest: int) -> None:
+    def _remove(self, doomed: Iterable[int], unsynced: Iterable[int]) -> None:
         """What was moved out of these segments, and that they count no longer, must be on disk
         before they are gone."""
         with contextlib.suppress(OSError, JournalError):  # the next opening does it, if not this
-            if not self._power:
-                fsync(segment_path(self.folder, newest))
-            for number in numbers:
+            for number in unsynced:
+                fsync(segment_path(self.folder, number))
+            for number in doomed:
                 segment_path(self.folder, number).unlink(missing_ok=True)

@@ -838,6 +838,40 @@ def test_a_kill_in_the_middle_of_the_cleaning_loses_nothing_and_brings_nothing_b
 
 
 @pytest.mark.usefixtures("small")
+def test_what_was_moved_is_on_disk_before_the_segment_it_was_in_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: dict[str, int] = {}
+    n_removed = 0
+    sync, unlink = os.fsync, Path.unlink
+
+    def noting_sync(file: int) -> None:
+        synced[os.readlink(f"/proc/self/fd/{file}")] = os.fstat(file).st_size
+        sync(file)
+
+    def noting_unlink(path: Path, missing_ok: bool = False) -> None:
+        nonlocal n_removed
+        n_removed += 1
+        for number in journal._log.index.segments:
+            later = segment_path(tmp_path, number)
+            if later > path:
+                assert synced.get(str(later)) == later.stat().st_size
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(Path, "unlink", noting_unlink)
+    journal = Journal(tmp_path, "process")
+    for _ in range(60):
+        rows = append(journal, 8)
+        append(journal)
+        journal.flush()
+        journal.delete(rows)
+    journal.erase()
+    assert n_removed > 10
+    journal.close()
+
+
+@pytest.mark.usefixtures("small")
 def test_a_full_disk_does_not_fail_for_the_cleaning(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "process")
     kept = []
