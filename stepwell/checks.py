@@ -291,7 +291,7 @@ def policy(config: RunConfig) -> None:
     check_weights(config.model.path)
     if config.backend.reference_path is not None:
         check_weights(config.backend.reference_path, "backend.reference_path")
-    if config.algorithm.critic.path is not None and config.algorithm.adv_estimator == "gae":
+    if config.algorithm.critic.path is not None and config.algorithm.estimator.critic:
         check_weights(config.algorithm.critic.path, "algorithm.critic.path")
 
 
@@ -306,7 +306,7 @@ def memory(config: RunConfig) -> None:
         return  # a single rank is this process
     parameters = count_parameters(config.model.path)
     trainer = training_bytes(parameters, config.backend)
-    if config.algorithm.adv_estimator == "gae":
+    if config.algorithm.estimator.critic:
         trainer *= 2  # the critic, of the same size mostly
     on_gpu = config.backend.device != "cpu" and has_gpu()
     size = f"{parameters / _GB:.2g}e9 parameters with backend.optimizer {config.backend.optimizer}"

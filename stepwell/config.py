@@ -31,7 +31,7 @@ from stepwell.trainer.config import (
     ValidationConfig,
     check_sampling,
 )
-from stepwell.trainer.config.base import Section
+from stepwell.trainer.section import Section
 
 
 class RunSection(Section):
@@ -186,11 +186,11 @@ class RunConfig(Section):
                 "rollout.agent to package.module:function, or data to null if agents call the "
                 "gateway by themselves"
             )
-        if agent is None and self.algorithm.adv_estimator == "remax":
+        if agent is None and self.algorithm.estimator.greedy:
             raise ValueError(
-                "algorithm.adv_estimator is 'remax', which needs a greedy rollout in each group, "
-                "but rollout.agent is null: agents that come by themselves make none; choose "
-                "another, e.g. grpo"
+                f"algorithm.adv_estimator is {self.algorithm.adv_estimator!r}, which needs a "
+                "greedy rollout in each group, but rollout.agent is null: agents that come by "
+                "themselves make none; choose another, e.g. grpo"
             )
         return self
 

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from stepwell.backends.registry import Registry
 from stepwell.config import RunConfig
 from stepwell.migration import known_as
 from stepwell.trainer.errors import ConfigError
@@ -145,7 +146,7 @@ def _shown(key: Key, values: Mapping[str, Any], width: int) -> str:
         value = value[part] if isinstance(value, Mapping) and part in value else PydanticUndefined
     if value is not PydanticUndefined and (now := _plain(value)) != default:
         told = now if told == "required" else f"{now} ({told})"
-    of = f", for kind {_listed(key.kinds)}" if key.kinds else ""
+    of = f", for {_listed(key.kinds)}" if key.kinds else ""
     head = f"{key.name}: {key.type}, {told}{of}"
     wrap = functools.partial(
         textwrap.wrap, width=width, subsequent_indent="    ", break_on_hyphens=False
@@ -177,6 +178,9 @@ def _walk(types: Sequence[Any], prefix: str, field: FieldInfo | None) -> Iterato
         for name, inner in model.model_fields.items():
             if name == "kind" and len(sections) > 1:
                 continue
+            if (members := getattr(model, "own_keys", {}).get(name)) is not None:
+                yield from _own_keys(members, f"{prefix}{name}.")
+                continue
             for key in _walk([inner.annotation], f"{prefix}{name}.", inner):
                 shared = all(name in m.model_fields for m in sections)
                 yield key if shared or key.kinds else replace(key, kinds=kinds_of(model))
@@ -189,6 +193,14 @@ def _walk(types: Sequence[Any], prefix: str, field: FieldInfo | None) -> Iterato
             field.get_default(call_default_factory=True, validated_data={}),
             " ".join((field.description or "").split()),
         )
+
+
+def _own_keys(members: Registry[Any], prefix: str) -> Iterator[Key]:
+    """The hyper-parameters that one loss, estimator or method has alone."""
+    for found in members.survey():
+        if found.state == "ready":
+            for key in _walk([members.load(found.name).options], prefix, None):
+                yield replace(key, kinds=(found.name,))
 
 
 def _type(field: FieldInfo) -> str:

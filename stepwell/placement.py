@@ -105,7 +105,7 @@ def plan(
     ranks, engines = wanted_gpus(config)
     ranks, engines = ranks * trains, engines * serves
     # A single rank is the driver's process, and its critic is there too.
-    critics = ranks if ranks > 1 and config.algorithm.adv_estimator == "gae" else 0
+    critics = ranks if ranks > 1 and config.algorithm.estimator.critic else 0
     size, asked = config.cluster.gpus_per_engine, config.cluster.placement
     total = sum(node.gpus for node in nodes)
     if total == 0 or ranks + engines == 0:

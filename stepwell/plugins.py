@@ -1,4 +1,5 @@
-"""What `stepwell backends` prints: every training backend and engine by name.
+"""What `stepwell backends` prints: training backends, engines, policy losses, advantage estimators
+and off-policy methods by name.
 
     Training backends  trainer.backend=NAME
 
@@ -8,7 +9,8 @@
 
       backend 'trees' (boosted 2.0: boosted:Trees) cannot be imported: ModuleNotFoundError: …
 
-Does not own the names and what is found out about them (`backends/registry.py`).
+Does not own the names and what is found out about them (`backends/registry.py`,
+`trainer/algorithms/registry.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +23,20 @@ from rich.text import Text
 from stepwell.backends.base import BACKENDS
 from stepwell.backends.engines.commands import ENGINES
 from stepwell.backends.registry import Found
+from stepwell.trainer.algorithms.registry import ESTIMATORS, METHODS, POLICY_LOSSES
 
 _STYLES = {"ready": "green", "missing": "yellow", "broken": "red", "claimed twice": "red"}
 
 
 def show_plugins(console: Console | None = None) -> None:
-    """A table each of training backends and engines, and below it what is wrong with any."""
+    """A table for each kind of plug-in, and below it what is wrong with any."""
     console = console or Console(highlight=False)
     for title, key, found in (
         ("Training backends", "trainer.backend=NAME", BACKENDS.survey()),
         ("Engines", "engine.kind=NAME", ENGINES.survey()),
+        ("Policy losses", "algorithm.loss.policy=NAME", POLICY_LOSSES.survey()),
+        ("Advantage estimators", "algorithm.adv_estimator=NAME", ESTIMATORS.survey()),
+        ("Off-policy methods", "algorithm.off_policy.method=NAME", METHODS.survey()),
     ):
         console.print(Text.assemble((title, "bold"), "  ", (key, "dim")), end="\n\n")
         console.print(Padding(_table(found), (0, 0, 1, 2)))

@@ -60,7 +60,7 @@ def build_trainer(
     """
     folder = config.run.dir / CHECKPOINTS
     ledger = ledger or Ledger(folder / LEDGER)
-    scorer = Scorer(config.rollout.reward, config.model.path)
+    scorer = Scorer(config.rollout.reward, config.model.path, config.rollout.overlong_buffer)
     producer: GroupProducer
     validator: Validator
     looks: dict[str, Any] = {"folder": config.run.dir, "tokenizer_path": config.model.path}
@@ -77,7 +77,7 @@ def build_trainer(
             ledger,
             pace=Pace(credit_limit(config.async_training, config.sampling, window)),
             drops_surplus=drops_surplus(config.async_training),
-            n_greedy=int(config.algorithm.adv_estimator == "remax"),
+            n_greedy=int(config.algorithm.estimator.greedy),
         )
         validator = TaskValidator(config.validation, parts.pool, scorer, producer, **looks)
     if backend is None:
@@ -136,7 +136,8 @@ def weight_store(config: RunConfig) -> WeightStore:
 
 
 def build_critic(config: RunConfig, **options: Any) -> Critic | None:
-    """The value model of `adv_estimator: gae`; None with any other. `options` are `Critic`'s."""
-    if config.algorithm.adv_estimator != "gae":
+    """The value model of an estimator that needs one, as `gae` does; None with any other. `options`
+    are `Critic`'s."""
+    if not config.algorithm.estimator.critic:
         return None
     return Critic(config.algorithm.critic, config.backend, config.model.path, **options)

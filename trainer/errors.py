@@ -10,7 +10,6 @@ the matching built-in::
     ├── DataExhaustedError(LookupError)       all epochs of a data set were handed out
     ├── MaskError(ValueError)                 messages of which no exact loss mask can be made
     ├── RewardError(ValueError)               a trajectory without a reward was to be trained on
-    ├── UnknownNameError(ValueError)          a name that no registry holds
     ├── VersionError(LookupError)             a step's policy version was never published
     ├── ColumnError(LookupError, ValueError)  a token column is missing or has the wrong length
     ├── StarvedError(TimeoutError)            no group became ready for too long
@@ -55,10 +54,6 @@ class RolloutError(TrainerError, RuntimeError):
 
 class RewardError(TrainerError, ValueError):
     """A trajectory has no (finite) reward; missing is not zero, so it cannot be trained on."""
-
-
-class UnknownNameError(TrainerError, ValueError):
-    """A name that no registry holds."""
 
 
 class VersionError(TrainerError, LookupError):

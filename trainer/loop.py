@@ -6,7 +6,7 @@
 
 Generation goes on meanwhile: a producer (`producers.py`) keeps the pool fed, the backend computes
 in its own thread. Owns the order of things, the version table and the lag. Does not own the
-mathematics (`advantages.py`, `off_policy.py`, `losses.py`), the model (`backends/`) or any process
+mathematics (`algorithms/`), the model (`backends/`) or any process
 (`cluster.py`).
 """
 
@@ -35,7 +35,12 @@ from stepwell.datapool.errors import DataPoolError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease
 from stepwell.datapool.types import TRAIN, Group
-from stepwell.trainer.advantages import baselined, compute_advantages, is_within_group
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.advantages.greedy import baselined
+from stepwell.trainer.algorithms.kl import kl_in_reward, next_coef
+from stepwell.trainer.algorithms.losses import loss_columns, make_loss_fn, untruncated
+from stepwell.trainer.algorithms.off_policy.correction import correct
+from stepwell.trainer.algorithms.off_policy.lag import lags, proximal_log_probs
 from stepwell.trainer.checkpoint import (
     CheckpointStore,
     Resume,
@@ -52,10 +57,7 @@ from stepwell.trainer.config import (
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import INTERRUPTED, StarvedError
 from stepwell.trainer.flat_rewards import FlatRewards
-from stepwell.trainer.kl import kl_in_reward, next_coef
-from stepwell.trainer.losses import loss_columns, make_loss_fn
 from stepwell.trainer.metrics import Phases
-from stepwell.trainer.off_policy import correct, lags, proximal_log_probs
 from stepwell.trainer.producers import GroupProducer
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.publication import Publisher
@@ -131,7 +133,7 @@ class Trainer:
         self._loss_fn = make_loss_fn(algorithm.loss, algorithm.kl)
         self._filter = group_filter
         self._flat = FlatRewards(
-            samples_path(folder, 0), within_group=is_within_group(algorithm.adv_estimator)
+            samples_path(folder, 0), within_group=algorithm.estimator.group_baseline
         )
         self.validator = validator
         self.keeper = keeper
@@ -234,7 +236,7 @@ class Trainer:
                 scored = await self.scorer.score(coming, self.producer.min_n)
             self._flat.see(scored)
             self.releases.scored(scored)
-            kept = self._filter.keep(baselined(scored, self._algorithm))
+            kept = self._filter.keep(baselined(scored, self._algorithm.estimator))
             groups += kept
             self.producer.refund(len(coming) - len(kept))
             if (missing := size - len(groups)) == 0:
@@ -317,6 +319,10 @@ class Trainer:
         self.progress.baselines = advantages.baselines
         columns |= advantages.columns
         metrics |= advantages.metrics
+        mask = None
+        if self._algorithm.loss.mask_truncated:
+            mask = untruncated(batch.steps, batch.lengths)
+            metrics["policy/truncated_share"] = 1 - float(mask.mean())
         correction = correct(
             prox,
             columns["rollout_log_probs"],
@@ -331,6 +337,7 @@ class Trainer:
             staleness_threshold=self._async.staleness_threshold,
             config=self._algorithm.off_policy,
             advantages=columns["advantages"],
+            mask=mask,
         )
         columns["weights"] = correction.weights
         metrics |= correction.metrics
@@ -338,6 +345,7 @@ class Trainer:
             batch,
             self._algorithm.loss,
             mini_batches=mini_of_step,
+            mask=mask,
             seed=self._seed + self.progress.updates,
         )
         if gap is not None:

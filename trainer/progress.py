@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from stepwell.trainer.advantages import Baselines
+from stepwell.trainer.algorithms.advantages.base import Baselines
 from stepwell.trainer.validation import Evaluation
 
 
@@ -28,7 +28,7 @@ class Progress:
     kl_coef: float | None = None
     """Coefficient of the KL to the reference, once it has been adapted."""
     baselines: Baselines = field(default_factory=dict)
-    """Of `algorithm.adv_estimator: reinforce_running`."""
+    """What `algorithm.adv_estimator` remembers from batch to batch."""
     evaluations: list[Evaluation] = field(default_factory=list)
     unapplied: list[int] = field(default_factory=list)
     """Of `updates`, by number, those that left the policy as it was: a gradient that was not

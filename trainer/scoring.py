@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group, Trajectory
+from stepwell.trainer.config import OverlongBufferConfig
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards import (
     RewardConfig,
@@ -29,6 +30,7 @@ from stepwell.trainer.rewards import (
     RewardSample,
     build_manager,
 )
+from stepwell.trainer.rewards.overlong import punished
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +47,21 @@ class Scorer:
 
     Args:
         reward: the section, or the name of the reward function; None if the agents score
-        themselves. tokenizer_path: turns responses into the text that the function scores.
+            themselves.
+        tokenizer_path: turns responses into the text that the function scores.
+        overlong: what is taken off the rewards of long trajectories, whoever gave them.
 
     Raises:
         RewardLoadError: the reward cannot be found or made.
     """
 
-    def __init__(self, reward: RewardConfig | str | None, tokenizer_path: Path) -> None:
+    def __init__(
+        self,
+        reward: RewardConfig | str | None,
+        tokenizer_path: Path,
+        overlong: OverlongBufferConfig | None = None,
+    ) -> None:
+        self._overlong = overlong
         config = RewardConfig(function=reward) if isinstance(reward, str) else reward
         self._config = config
         self._manager: RewardManager | None = build_manager(config) if config else None
@@ -76,6 +86,8 @@ class Scorer:
         for group in groups:
             kept = [rewarded.get(t.trajectory_uid, t) for t in group.trajectories]
             kept = [t for t in kept if t.reward is not None]
+            if self._overlong is not None:
+                kept = [punished(t, self._overlong, EXTRA) for t in kept]
             wanted = min_rollouts or 1
             enough = min(wanted, group.n_rollouts or wanted)
             if len(kept) == len(group.trajectories) or len(kept) >= enough:
@@ -164,7 +176,6 @@ class Scorer:
                 "agent_reward": trajectory.reward,
             },
             group=group.prompt_uid,
-            response_length=length,
         )
 
     def _watch(self, groups: Sequence[Group], scored: Sequence[Group]) -> None:

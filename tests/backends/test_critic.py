@@ -22,9 +22,9 @@ from stepwell.backends.critic import Critic, ValueLoss, ValueModel, explained_va
 from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
 from stepwell.backends.torch_backend import TorchBackend
 from stepwell.datapool.types import Group, Step, Trajectory
-from stepwell.trainer.advantages import compute_advantages
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.losses import loss_columns, make_loss_fn
 from stepwell.trainer.config import AdvantageConfig, LossConfig
-from stepwell.trainer.losses import loss_columns, make_loss_fn
 from tests.trainer.golden.advantages import (
     KINDS,
     RECORDED,

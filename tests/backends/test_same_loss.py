@@ -26,9 +26,9 @@ from stepwell.backends.slime_backend import SlimeBackend, train_data
 from stepwell.backends.slime_samples import to_samples
 from stepwell.backends.verl_backend import VerlBackend, lay_out
 from stepwell.datapool.types import Group, Step
-from stepwell.trainer.advantages import compute_advantages
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn
 from stepwell.trainer.config import AdvantageConfig, LossConfig
-from stepwell.trainer.losses import coefficients, make_loss_fn
 from tests.backends import slime_itself
 from tests.backends.random_groups import (
     current_log_probs,

@@ -15,7 +15,7 @@ import torch
 from stepwell.backends.slime_backend import SlimeBackend, train_data
 from stepwell.backends.slime_samples import as_slime, to_samples
 from stepwell.datapool import PoolConfig, connect, start_data_pool
-from stepwell.trainer.advantages import compute_advantages
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.slime_data import PoolDataSource
 from stepwell.trainer.slime_rollout import REWARD_HOOK, generate_rollout

@@ -35,8 +35,8 @@ from stepwell.backends.errors import (
 from stepwell.backends.rows import build_rows, micro_batches
 from stepwell.backends.torch_backend import TorchBackend, TorchBatch
 from stepwell.datapool.types import Step
+from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn
 from stepwell.trainer.config import LossConfig
-from stepwell.trainer.losses import coefficients, make_loss_fn
 from tests.backends.models import (
     SMALL,
     SMALL_GPT2,

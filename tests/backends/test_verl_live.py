@@ -38,9 +38,9 @@ from stepwell.backends.torch_backend import TorchBackend
 from stepwell.backends.verl_backend import VerlBackend, compute_advantage
 from stepwell.backends.verl_queue import put
 from stepwell.datapool.types import Group
-from stepwell.trainer.advantages import compute_advantages
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn
 from stepwell.trainer.config import AdvantageConfig, LossConfig
-from stepwell.trainer.losses import coefficients, make_loss_fn
 from tests.backends.random_groups import VOCAB, random_groups, steps_of
 
 GROUPS = random_groups(16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from stepwell.backends.base import build_backend
 from stepwell.backends.config import EngineConfig
@@ -17,7 +19,16 @@ from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError
 from stepwell.backends.registry import BACKEND_NAMES, ENGINE_NAMES
 from stepwell.cli import main
+from stepwell.config import RunConfig
+from stepwell.config_keys import show_keys
 from stepwell.datapool import DataPoolClient, Step
+from stepwell.datapool.types import Group, Trajectory
+from stepwell.presets import load_config
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.losses import make_loss_fn
+from stepwell.trainer.algorithms.off_policy.correction import correct
+from stepwell.trainer.config import AlgorithmConfig
+from stepwell.trainer.errors import ConfigError
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PIP = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
@@ -56,7 +67,7 @@ def test_the_command_lists_both_with_their_package(capsys: pytest.CaptureFixture
     assert main(["backends"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     rows = {line.split()[0]: line for line in lines}
-    for name in ("jsonl", "background"):
+    for name in ("jsonl", "background", "hinge", "quantile", "tempered"):
         assert "ready" in rows[name]
         assert "stepwell-example 0.1.0" in rows[name]
     assert "built in" in rows["torch"]
@@ -152,3 +163,98 @@ def test_without_the_package_its_names_are_unknown(
         BACKEND_NAMES.check("jsonl")
     with pytest.raises(BackendConfigError, match="is 'background'"):
         ENGINE_NAMES.check("background")
+
+
+# --- mathematics
+
+TOKENS = {
+    "coef": torch.full((2,), 0.5),
+    "weights": torch.ones(2),
+    "prox_log_probs": torch.zeros(2),
+    "advantages": torch.tensor([2.0, -1.0]),
+}
+
+
+def algorithm(*options: str) -> AlgorithmConfig:
+    return load_config("quickstart", [f"algorithm.{o}" for o in options]).algorithm
+
+
+@pytest.mark.parametrize("name", ["hinge", "stepwell_hinge:HINGE"])
+def test_a_package_adds_a_policy_loss_with_a_hyper_parameter(name: str) -> None:
+    """r = e^0.1 for both: the good token has 0.2 - 0.105 to go, the bad one 0.2 + 0.105."""
+    loss = algorithm(f"loss.policy={name}", "loss.options.margin=0.2").loss
+    output = make_loss_fn(loss)(torch.tensor([0.1, 0.1]), None, TOKENS)
+    gone = math.exp(0.1) - 1
+    assert float(output.loss) == pytest.approx(0.5 * 2 * (0.2 - gone) + 0.5 * (0.2 + gone))
+    assert float(output.metrics["policy/hinge_frac"].total) == 0
+    near = algorithm(f"loss.policy={name}", "loss.options.margin=0.1").loss
+    output = make_loss_fn(near)(torch.tensor([0.1, 0.1]), None, TOKENS)
+    assert float(output.metrics["policy/hinge_frac"].total) == 1
+
+
+@pytest.mark.parametrize("name", ["quantile", "stepwell_quantile:QUANTILE"])
+def test_a_package_adds_an_advantage_with_a_hyper_parameter(name: str) -> None:
+    steps = [step(f"t{i}", [1], [2], reward=float(r)) for i, r in enumerate((0, 1, 2, 9))]
+    group = Group("p", tuple(Trajectory(s.trajectory_uid, "p", (s,)) for s in steps))
+    for options, baseline in (([], 1.5), (["adv_options.at=1"], 9.0)):
+        config = algorithm(f"adv_estimator={name}", *options)
+        got = compute_advantages([group], config).columns["advantages"]
+        assert got.tolist() == [r - baseline for r in (0, 1, 2, 9)]
+
+
+@pytest.mark.parametrize("name", ["tempered", "stepwell_tempered:TEMPERED"])
+def test_a_package_adds_an_off_policy_method_with_a_hyper_parameter(name: str) -> None:
+    config = algorithm(
+        f"off_policy.method={name}", "off_policy.options.power=0.5", "off_policy.band=[0.0,4.5]"
+    )
+    mu = torch.log(torch.tensor([0.25, 0.1, 0.5, math.nan]))
+    weights = correct(
+        torch.log(torch.tensor([1.0, 0.9, 0.5, 0.5])),
+        mu,
+        [1, 1, 1, 1],
+        [5.0, 5.0, 0.0, 5.0],
+        staleness_threshold=1.0,
+        config=config.off_policy,
+    ).weights
+    # √4; 9 is out of the band; 1; without μ it is dropped.
+    assert weights.tolist() == pytest.approx([2.0, 0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("loss.policy=hinge", "loss.options.margin=-1"),
+            "algorithm.loss.options.margin is -1; it should be greater than 0",
+        ),
+        (
+            ("loss.policy=hinge", "loss.options.margn=1"),
+            "margn is unknown to 'hinge'; did you mean margin? it has margin",
+        ),
+        (
+            ("adv_estimator=quantile", "adv_options.at=2"),
+            "algorithm.adv_options.at is 2; it should",
+        ),
+        (("loss.policy=hing",), "policy is 'hing'; did you mean hinge?"),
+        (
+            ("off_policy.method=stepwell_tempered:tempered",),
+            "method 'stepwell_tempered:tempered' is no OffPolicyMethod",
+        ),
+        (("loss.options.margin=0.1",), "margin is unknown to 'ppo'; it has none"),
+    ],
+)
+def test_a_wrong_hyper_parameter_is_told_by_key_value_and_remedy(
+    options: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError) as e:
+        algorithm(*options)
+    assert message in str(e.value)
+
+
+def test_the_hyper_parameters_of_a_package_are_listed_and_survive_the_runs_record() -> None:
+    config = load_config("quickstart", ["algorithm.loss.policy=hinge"])
+    told = show_keys("algorithm.loss.options.*", config, width=100)
+    assert "algorithm.loss.options.margin: number > 0, default 0.2, for hinge" in told
+    assert "algorithm.loss.options.tau_positive: number > 0, default 1.0, for sapo" in told
+    assert "for clip_cov or kl_cov" in told
+    assert RunConfig.model_validate(config.model_dump()) == config

@@ -34,10 +34,10 @@ from torch import Tensor
 
 from stepwell.backends.base import TokenBatch
 from stepwell.datapool.types import Step
-from stepwell.trainer.config import KlConfig, LossConfig, OffPolicyConfig
-from stepwell.trainer.kl import next_coef
-from stepwell.trainer.losses import coefficients, loss_columns, make_loss_fn
-from stepwell.trainer.off_policy import Correction, correct
+from stepwell.trainer.algorithms.kl import KlConfig, next_coef
+from stepwell.trainer.algorithms.losses import coefficients, loss_columns, make_loss_fn
+from stepwell.trainer.algorithms.off_policy.correction import Correction, correct
+from stepwell.trainer.config import LossConfig, OffPolicyConfig
 from tests.trainer.golden.losses import (
     AGGREGATIONS,
     CORRECTIONS,
@@ -154,6 +154,12 @@ def entry(request: pytest.FixtureRequest, recorded: list[dict[str, Any]]) -> dic
     return recorded[request.param]
 
 
+OPTIONS_OF = {
+    "clip_cov": {"share": COV_SHARE, "low": COV_LOW, "high": COV_HIGH},
+    "kl_cov": {"share": COV_SHARE, "kl_coef": KL_COV},
+}
+
+
 def loss_config(policy: str, aggregation: str) -> LossConfig:
     return LossConfig.model_validate(
         {
@@ -162,7 +168,7 @@ def loss_config(policy: str, aggregation: str) -> LossConfig:
             "clip_ratio_high": 0.28,
             "loss_agg_mode": aggregation,
             "loss_scale_factor": NORM if aggregation.endswith("-norm") else None,
-            "cov": {"share": COV_SHARE, "low": COV_LOW, "high": COV_HIGH, "kl_coef": KL_COV},
+            "options": OPTIONS_OF.get(policy, {}),
         }
     )
 

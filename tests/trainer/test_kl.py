@@ -10,10 +10,16 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from stepwell.datapool.types import Group, Step, Trajectory
-from stepwell.trainer.advantages import compute_advantages
-from stepwell.trainer.config import AdvantageConfig, KlConfig, KlEstimator
+from stepwell.trainer.algorithms.advantages.columns import compute_advantages
+from stepwell.trainer.algorithms.kl import (
+    KlConfig,
+    KlEstimator,
+    kl_estimate,
+    kl_in_reward,
+    next_coef,
+)
+from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
-from stepwell.trainer.kl import kl_estimate, kl_in_reward, next_coef
 
 LOGITS = torch.tensor([0.5, -1.0, 0.2, 1.0])
 REF = torch.tensor([0.1, 0.3, -0.2, 0.4]).log_softmax(0)

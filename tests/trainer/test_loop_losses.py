@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -115,6 +116,49 @@ def test_every_policy_loss_trains_through_the_loop(tmp_path: Path, policy: str) 
     assert metrics["grad_norm"] > 0
     assert metrics["skipped_updates"] == 0
     assert POLICIES[policy](metrics)
+
+
+def test_a_plug_ins_loss_advantage_and_weight_train_through_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples/plugin"))
+    mine = (
+        "algorithm.loss.policy=stepwell_hinge:HINGE",
+        "algorithm.loss.options.margin=0.5",
+        "algorithm.adv_estimator=stepwell_quantile:QUANTILE",
+        "algorithm.off_policy.method=stepwell_tempered:TEMPERED",
+    )
+    with trainer_of(tmp_path, *mine) as trainer:
+        batch, metrics = train(trainer)
+    assert set(batch.columns["advantages"].tolist()) == {0.0, 1.0}
+    assert metrics["grad_norm"] > 0
+    assert metrics["policy/hinge_frac"] == 0
+
+
+def test_what_was_cut_off_trains_nothing_and_counts_in_its_group(tmp_path: Path) -> None:
+    """The last step of t0 and the first of t1 end by length: t0 is masked, t1 is not."""
+
+    def cut(group: Group) -> Group:
+        def ended(t: Trajectory) -> Trajectory:
+            first, *others = t.steps
+            if t.trajectory_uid[-2:] in ("t0", "t1"):
+                first = replace(first, finish_reason="length")
+            return replace(t, steps=(first, *others))
+
+        return replace(group, trajectories=tuple(map(ended, group.trajectories)))
+
+    with trainer_of(tmp_path, "algorithm.loss.mask_truncated=true") as trainer:
+        whole, _, _ = trainer._prepare(groups())
+        batch, _, metrics = trainer._prepare([cut(g) for g in groups()])
+    trained = batch.columns["coef"] != 0
+    owner = [s.trajectory_uid for s in batch.steps for _ in s.response_ids]
+    assert {u for u, live in zip(owner, trained.tolist(), strict=True) if not live} == {
+        "p0-t0",
+        "p1-t0",
+    }
+    assert torch.equal(batch.columns["advantages"], whole.columns["advantages"])
+    assert batch.columns["coef"].sum() == pytest.approx(1)
+    assert metrics["policy/truncated_share"] == pytest.approx(1 - float(trained.float().mean()))
 
 
 def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path) -> None:

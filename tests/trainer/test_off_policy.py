@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from typing import get_args
 
 import pytest
 import torch
@@ -13,10 +12,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from stepwell.trainer.config import PRESETS, LossConfig, Method, OffPolicyConfig
+from stepwell.trainer.algorithms.losses import make_loss_fn
+from stepwell.trainer.algorithms.off_policy.correction import Correction, correct
+from stepwell.trainer.algorithms.off_policy.lag import lags, proximal_log_probs
+from stepwell.trainer.config import LossConfig, OffPolicyConfig
 from stepwell.trainer.errors import ColumnError, VersionError
-from stepwell.trainer.losses import make_loss_fn
-from stepwell.trainer.off_policy import Correction, correct, lags, proximal_log_probs
 
 logits = st.lists(st.floats(-3, 3), min_size=4, max_size=4)
 
@@ -112,7 +112,7 @@ def test_at_the_same_version_weights_are_one_and_the_loss_is_plain_ppo() -> None
 def test_only_steps_beyond_the_threshold_are_weighed_down() -> None:
     result = run(torch.full((4,), math.log(0.5)), [1, 1, 1, 1], [0.0, 0.1, 0.11, 3.0])
     torch.testing.assert_close(result.weights, torch.tensor([1.0, 1.0, 0.5, 0.5]))
-    assert result.off_policy.tolist() == [False, False, True, True]
+    assert result.metrics["off_policy_share"] == 0.5
 
 
 def test_the_cap_makes_the_weight_a_down_weight_unless_it_is_raised() -> None:
@@ -151,7 +151,6 @@ def test_one_hopeless_token_vetoes_its_whole_step() -> None:
     log_ratio = torch.log(torch.tensor([0.9, 1e-5, 0.9]))
     result = run(log_ratio, [2, 1], [1.0, 1.0], veto=1e-4)
     torch.testing.assert_close(result.weights, torch.tensor([0.0, 0.0, 0.9]))
-    assert result.dropped.tolist() == [True, False]
     assert result.metrics["off_policy/dropped_steps"] == 1.0
 
 
@@ -166,7 +165,7 @@ def test_a_step_without_log_probs_is_dropped_or_decayed_never_taken_for_certain(
     dropped = run(*args, mu=mu)
     torch.testing.assert_close(dropped.weights, torch.tensor([0.0, 0.0, 0.5, 1.0]))
     assert dropped.metrics["off_policy/missing_steps"] == 2.0
-    assert dropped.dropped.tolist() == [True, False, False]
+    assert dropped.metrics["off_policy/dropped_steps"] == 1.0
     decayed = run(*args, mu=mu, missing="decay", missing_decay=0.5)
     torch.testing.assert_close(decayed.weights, torch.tensor([0.5, 0.5, 0.5, 1.0]))
     assert decayed.metrics["off_policy/missing_steps"] == 2.0
@@ -274,7 +273,6 @@ def test_every_method_is_a_preset_of_the_same_options(method: str, weights: list
 
 
 def test_the_presets_are_the_methods_and_what_is_given_beside_one_wins() -> None:
-    assert set(PRESETS) == set(get_args(Method))
     assert OffPolicyConfig(method="staleness_aware") == OffPolicyConfig()
     mine = OffPolicyConfig(method="icepop", band=(0.1, 10.0))
     assert mine.band == (0.1, 10.0)
@@ -399,7 +397,7 @@ def test_untrained_tokens_count_in_no_ratio_and_no_metric() -> None:
     for name, value in kept.metrics.items():
         assert masked.metrics[name] == pytest.approx(value), name
     nothing = run(*args, mask=torch.zeros(4))
-    assert nothing.dropped.all()
+    assert nothing.metrics["off_policy/dropped_steps"] == 0, "no step was to be trained"
     assert not any(k.startswith("off_policy/lag") for k in nothing.metrics)
 
 

@@ -19,25 +19,16 @@ from stepwell.backends.base import TokenBatch
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.torch_backend import TorchBackend
 from stepwell.datapool.types import Step
-from stepwell.trainer.config import POLICY_LOSSES, CovConfig, KlConfig, LossConfig
-from stepwell.trainer.errors import ColumnError, UnknownNameError
-from stepwell.trainer.losses import loss_columns, make_loss_fn
-from stepwell.trainer.policy_losses import (
-    POLICIES,
-    Policy,
-    PolicyTerms,
-    cispo,
-    clip_cov,
-    gpg,
-    gspo,
-    kl_cov,
-    policy_loss,
-    sapo,
-    select_by_covariance,
-    sft,
-    step_mean,
-)
+from stepwell.trainer.algorithms.kl import KlConfig
+from stepwell.trainer.algorithms.losses import loss_columns, make_loss_fn
+from stepwell.trainer.algorithms.policy_losses.base import BatchTokens, PolicyTerms
+from stepwell.trainer.algorithms.policy_losses.covariance import select
+from stepwell.trainer.algorithms.policy_losses.gspo import step_mean
+from stepwell.trainer.algorithms.registry import POLICY_LOSSES
+from stepwell.trainer.config import LossConfig
+from stepwell.trainer.errors import ColumnError
 
+POLICIES = tuple(POLICY_LOSSES.names.built_in)
 LENGTHS = [3, 1, 4, 2, 5]
 TRAJECTORIES = ["a", "a", "b", "c", "c"]
 N = sum(LENGTHS)
@@ -73,14 +64,18 @@ def steps_of(tokens: TokenBatch, indices: list[int]) -> Tensor:
 
 
 def config_of(policy: str, **fields: object) -> LossConfig:
-    return LossConfig.model_validate({"policy": policy, "cov": {"share": 0.3, "low": -9}} | fields)
+    many = {"kl_cov": {"share": 0.3}, "clip_cov": {"share": 0.3, "low": -9}}
+    return LossConfig.model_validate({"policy": policy, "options": many.get(policy, {})} | fields)
 
 
-def test_every_name_of_the_configuration_has_its_formula() -> None:
-    assert set(POLICIES) == set(POLICY_LOSSES)
+def terms_of(policy: str, log_probs: Tensor, config: dict[str, object], **x: Tensor) -> PolicyTerms:
+    """What the loss says of tokens with the columns `x`; π_prox is 1 where none is given."""
+    columns = {"prox_log_probs": torch.zeros(len(log_probs))} | x
+    keys = LossConfig.model_validate({"policy": policy, **config})
+    return keys.chosen.compute(log_probs, columns, keys)
 
 
-@pytest.mark.parametrize("policy", POLICY_LOSSES)
+@pytest.mark.parametrize("policy", POLICIES)
 @given(seed=st.integers(0, 1000), order=st.permutations(range(5)), cuts=st.sets(st.integers(1, 4)))
 def test_micro_batches_of_whole_steps_add_up_to_the_whole_for_every_loss(
     policy: str, seed: int, order: list[int], cuts: set[int]
@@ -123,9 +118,8 @@ def test_gspo_shares_the_geometric_mean_ratio_of_a_step_and_clips_it_as_one() ->
     }
     log_probs = log_ratio.clone().requires_grad_()
     advantages = torch.tensor([-1.0, -1.0, -1.0, 2.0, 2.0])
-    terms = gspo(
-        log_probs, torch.zeros(5), advantages, columns, clip_ratio_low=0.05, clip_ratio_high=0.05
-    )
+    bounds = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.05}
+    terms = terms_of("gspo", log_probs, bounds, advantages=advantages, **columns)
     s = math.exp(0.1)
     assert terms.ratio is not None
     torch.testing.assert_close(terms.ratio, torch.full((5,), s))
@@ -140,7 +134,8 @@ def test_gspo_shares_the_geometric_mean_ratio_of_a_step_and_clips_it_as_one() ->
 def test_gspo_at_the_proximal_policy_is_the_plain_policy_gradient() -> None:
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
     columns = {"step": torch.zeros(2), "step_tokens": torch.full((2,), 2.0)}
-    terms = gspo(log_probs, log_probs.detach(), torch.tensor([3.0, 3.0]), columns)
+    columns |= {"prox_log_probs": log_probs.detach(), "advantages": torch.tensor([3.0, 3.0])}
+    terms = terms_of("gspo", log_probs, {}, **columns)
     torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-3.0, -3.0]))
 
 
@@ -173,7 +168,7 @@ def test_the_mean_of_a_step_leaves_out_masked_tokens() -> None:
 def test_cispo_clips_the_weight_and_never_the_gradient(ratio: float, weight: float) -> None:
     log_probs = torch.tensor([-1.0], requires_grad=True)
     old = log_probs.detach() - math.log(ratio)
-    terms = cispo(log_probs, old, torch.tensor([2.0]))
+    terms = terms_of("cispo", log_probs, {}, prox_log_probs=old, advantages=torch.tensor([2.0]))
     torch.testing.assert_close(terms.loss, torch.tensor([2.0 * weight]))
     torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-2.0 * weight]))
 
@@ -182,7 +177,7 @@ def test_cispo_clips_the_weight_and_never_the_gradient(ratio: float, weight: flo
 def test_sapo_starts_at_the_policy_gradient_and_fades_on_both_sides(advantage: float) -> None:
     def slope(ratio: float) -> float:
         log_probs = torch.tensor([math.log(ratio)], requires_grad=True)
-        terms = sapo(log_probs, torch.zeros(1), torch.tensor([advantage]))
+        terms = terms_of("sapo", log_probs, {}, advantages=torch.tensor([advantage]))
         return float(gradient(terms, log_probs)) / ratio  # per unit of the ratio
 
     assert slope(1.0) == pytest.approx(-advantage)
@@ -192,14 +187,16 @@ def test_sapo_starts_at_the_policy_gradient_and_fades_on_both_sides(advantage: f
 
 def test_sapo_narrows_the_trust_region_where_the_advantage_is_negative() -> None:
     log_probs = torch.tensor([0.5, 0.5], requires_grad=True)
-    terms = sapo(log_probs, torch.zeros(2), torch.tensor([1.0, -1.0]), tau_negative=4.0)
+    narrow = {"options": {"tau_negative": 4.0}}
+    terms = terms_of("sapo", log_probs, narrow, advantages=torch.tensor([1.0, -1.0]))
     up, down = gradient(terms, log_probs)
     assert abs(down) < abs(up)
 
 
 def test_clip_cov_takes_the_loss_and_the_gradient_off_selected_tokens() -> None:
     log_probs = torch.tensor([0.1, 0.1], requires_grad=True)
-    terms = clip_cov(log_probs, torch.zeros(2), torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0]))
+    columns = {"advantages": torch.tensor([1.0, 1.0]), "selected": torch.tensor([0.0, 1.0])}
+    terms = terms_of("clip_cov", log_probs, {}, **columns)
     r = math.exp(0.1)
     torch.testing.assert_close(terms.loss, torch.tensor([-r, 0.0]))
     torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-r, 0.0]))
@@ -207,15 +204,16 @@ def test_clip_cov_takes_the_loss_and_the_gradient_off_selected_tokens() -> None:
 
 def test_kl_cov_pulls_a_selected_token_back_however_far_it_is() -> None:
     log_probs = torch.tensor([-30.0], requires_grad=True)
-    terms = kl_cov(log_probs, torch.zeros(1), torch.zeros(1), torch.ones(1), kl_coef=0.5)
+    columns = {"advantages": torch.zeros(1), "selected": torch.ones(1)}
+    terms = terms_of("kl_cov", log_probs, {"options": {"kl_coef": 0.5}}, **columns)
     torch.testing.assert_close(terms.loss, torch.tensor([15.0]))
     torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-0.5]))
 
 
 def test_kl_cov_pulls_selected_tokens_back_to_the_proximal_policy() -> None:
     log_probs = torch.tensor([0.1, 0.1, -0.1], requires_grad=True)
-    selected = torch.tensor([0.0, 1.0, 1.0])
-    terms = kl_cov(log_probs, torch.zeros(3), torch.ones(3), selected, kl_coef=0.5)
+    columns = {"advantages": torch.ones(3), "selected": torch.tensor([0.0, 1.0, 1.0])}
+    terms = terms_of("kl_cov", log_probs, {"options": {"kl_coef": 0.5}}, **columns)
     plain = -torch.exp(torch.tensor([0.1, 0.1, -0.1]))
     torch.testing.assert_close(terms.loss, plain + 0.5 * torch.tensor([0.0, 0.1, 0.1]))
     torch.testing.assert_close(
@@ -225,10 +223,10 @@ def test_kl_cov_pulls_selected_tokens_back_to_the_proximal_policy() -> None:
 
 def test_gpg_and_sft_are_plain_log_likelihoods() -> None:
     log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    terms = gpg(log_probs, torch.tensor([2.0, -1.0]))
+    terms = terms_of("gpg", log_probs, {}, advantages=torch.tensor([2.0, -1.0]))
     assert terms.loss.tolist() == [2.0, -2.0]
     torch.testing.assert_close(gradient(terms, log_probs), torch.tensor([-2.0, 1.0]))
-    assert sft(log_probs).loss.tolist() == [1.0, 2.0]
+    assert terms_of("sft", log_probs, {}).loss.tolist() == [1.0, 2.0]
 
 
 def test_sft_asks_for_no_advantage_and_no_proximal_policy() -> None:
@@ -238,36 +236,44 @@ def test_sft_asks_for_no_advantage_and_no_proximal_policy() -> None:
     assert not output.metrics
 
 
+def selected(
+    config: LossConfig,
+    log_probs: Tensor,
+    advantages: Tensor,
+    mini_batch: Tensor,
+    trained: Tensor | None = None,
+    seed: int = 0,
+) -> Tensor:
+    n = len(log_probs)
+    draw = torch.Generator().manual_seed(seed)
+    tokens = BatchTokens(
+        {"prox_log_probs": log_probs, "advantages": advantages},
+        step=torch.zeros(n, dtype=torch.int64),
+        mini_batch=mini_batch,
+        trained=torch.ones(n, dtype=torch.bool) if trained is None else trained,
+        shuffled=lambda n: torch.randperm(n, generator=draw),
+    )
+    return select(tokens, config)["selected"]
+
+
 def test_the_highest_covariances_are_selected_within_each_mini_batch() -> None:
     log_probs = torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0, -5.0])
     advantages = torch.tensor([5.0, 0.0, 0.0, 0.0, 0.0, -5.0])
-    trained = torch.ones(6, dtype=torch.bool)
+    config = config_of("kl_cov", options={"share": 1 / 3})
     halves = torch.tensor([0, 0, 0, 1, 1, 1])
-    args = (log_probs, advantages)
-    options = {"how": "kl_cov", "config": CovConfig(share=1 / 3)}
-    selected = select_by_covariance(*args, halves, trained, **options)
-    assert selected.tolist() == [1, 0, 0, 0, 0, 1]
-    trained[0] = False
-    one_batch = select_by_covariance(*args, torch.zeros(6), trained, **options)
+    assert selected(config, log_probs, advantages, halves).tolist() == [1, 0, 0, 0, 0, 1]
+    trained = torch.tensor([False] + [True] * 5)
+    one_batch = selected(config, log_probs, advantages, torch.zeros(6), trained)
     assert one_batch.tolist() == [0, 0, 0, 0, 0, 1]
 
 
 def test_clip_cov_draws_between_its_bounds_and_the_same_for_the_same_seed() -> None:
     torch.manual_seed(0)
     log_probs, advantages = -torch.rand(400) * 4, torch.randn(400)
-    everything = torch.ones(400, dtype=torch.bool)
-    config = CovConfig(share=0.05, low=0.2, high=1.0)
+    config = config_of("clip_cov", options={"share": 0.05, "low": 0.2, "high": 1.0})
 
     def draw(seed: int) -> Tensor:
-        return select_by_covariance(
-            log_probs,
-            advantages,
-            torch.zeros(400),
-            everything,
-            how="clip_cov",
-            config=config,
-            seed=seed,
-        )
+        return selected(config, log_probs, advantages, torch.zeros(400), seed=seed)
 
     cov = (advantages - advantages.mean()) * (log_probs - log_probs.mean())
     chosen = draw(3) > 0
@@ -279,7 +285,7 @@ def test_clip_cov_draws_between_its_bounds_and_the_same_for_the_same_seed() -> N
 
 def test_tokens_without_weight_are_not_selected() -> None:
     tokens = batch()
-    config = config_of("kl_cov", cov={"share": 1.0})
+    config = config_of("kl_cov", options={"share": 1.0})
     tokens.columns["weights"][2] = 0.0
     columns = loss_columns(tokens, config, mini_batches=[0] * 5)
     assert columns["selected"].tolist() == [1, 1, 0] + [1] * (N - 3)
@@ -293,25 +299,6 @@ def test_a_loss_gets_the_columns_it_reads_and_no_others() -> None:
     }
     for policy, names in expected.items():
         assert set(loss_columns(batch(), config_of(policy), mini_batches=[0] * 5)) == names
-
-
-DOUBLE = Policy(lambda p, x, c: PolicyTerms(-2 * p * x["advantages"]), ("advantages",))
-"""A policy loss as a user would write it, found by its dotted path."""
-
-
-def test_a_policy_loss_of_ones_own_is_found_by_its_dotted_path(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import stepwell.trainer.policy_losses as module
-
-    monkeypatch.setattr(module, "DOUBLE", DOUBLE, raising=False)
-    loss_fn = make_loss_fn(LossConfig(policy="stepwell.trainer.policy_losses:DOUBLE"))
-    columns = {k: torch.ones(1) for k in ("coef", "weights", "advantages")}
-    assert float(loss_fn(torch.tensor([-3.0]), None, columns).loss) == 6.0
-    with pytest.raises(UnknownNameError, match="cannot be imported"):
-        make_loss_fn(LossConfig(policy="stepwell.trainer.policy_losses:NOPE"))
-    with pytest.raises(UnknownNameError, match="a function; choose one of ppo, gspo"):
-        policy_loss("stepwell.trainer.policy_losses:ppo_clip")
 
 
 def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:
@@ -330,10 +317,12 @@ def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"policy": "gsop"}, "choose one of ppo, gspo"),
-        ({"cov": {"low": 2.0, "high": 1.0}}, "low is the smaller"),
-        ({"cov": {"share": 0.0}}, "greater than 0"),
-        ({"sapo": {"tau_positive": 0.0}}, "greater than 0"),
+        ({"policy": "gsop"}, "did you mean gspo.* choose ppo, gspo"),
+        ({"policy": "clip_cov", "options": {"low": 2.0, "high": 1.0}}, "low is the smaller"),
+        ({"policy": "kl_cov", "options": {"share": 0.0}}, "greater than 0"),
+        ({"policy": "sapo", "options": {"tau_positive": 0.0}}, "greater than 0"),
+        ({"policy": "sapo", "options": {"tau": 1.0}}, "tau is unknown to 'sapo'.*it has tau_pos"),
+        ({"options": {"tau_positive": 1.0}}, "tau_positive is unknown to 'ppo'; it has none"),
         ({"loss_agg_mode": "sequence-mean-token-sum-norm"}, "loss_scale_factor is None"),
     ],
 )

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.trainer.config import OverlongBufferConfig, RolloutConfig
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards import RewardConfig
 from stepwell.trainer.scoring import EXTRA, GROUP_TOO_SMALL, NOT_CONFIGURED, Scorer
@@ -190,10 +192,26 @@ async def test_a_group_reward_sees_every_trajectory_and_scores_the_unscored(
     assert rewards(groups) == [[3.0, 0.5, 3.0], [1.0]]
 
 
-async def test_the_overlong_penalty_counts_the_tokens_of_all_steps(make: Any, encode: Any) -> None:
-    length = len(encode("call")) + len(encode("4"))
-    buffer = {"max_resp_len": length, "len": length}
-    async with scoring("exact_match", manager="dapo", overlong_buffer=buffer) as scorer:
-        groups = await scorer.score([make("4")])
-        assert rewards(groups) == [[0.0]]
-        assert scorer.metrics(groups)["reward_extra/overlong_reward"] == -1.0
+async def test_long_trajectories_are_fined_whoever_scored_them(make: Any, encode: Any) -> None:
+    """Tokens of all steps count: call + 4 is half way into the buffer, call + a long one beyond."""
+    short, length = len(encode("call")) + len(encode("4")), len(encode("call" + "4" * 40))
+    buffer = OverlongBufferConfig(max_resp_len=short + 5, len=10)
+    assert length > short + 5
+    scorer = Scorer("exact_match", MODEL, buffer)
+    groups = await scorer.score([make("4", ("4", 0.75), ("4" * 40, 0.75)), make(("4", 1.0))])
+    assert rewards(groups) == [[0.5, 0.25, -0.25], [0.5]]
+    assert scorer.metrics(groups)["reward_extra/overlong_reward"] == -2.5 / 4
+    assert scorer.metrics(groups)["reward_extra/overlong"] == 1.0
+    await scorer.aclose()
+
+
+async def test_nobody_is_fined_for_a_missing_score(make: Any) -> None:
+    scorer = Scorer(None, MODEL, OverlongBufferConfig(max_resp_len=1, len=1, log=False))
+    (group,) = await scorer.score([make("4", ("4", 1.0))], min_rollouts=1)
+    assert rewards([group]) == [[0.0]]
+    assert "reward_extra/overlong" not in scorer.metrics([group])
+
+
+def test_a_buffer_that_begins_below_no_tokens_is_refused() -> None:
+    with pytest.raises(ValidationError, match="len smaller"):
+        RolloutConfig.model_validate({"overlong_buffer": {"max_resp_len": 9, "len": 10}})

@@ -1,41 +1,40 @@
 """The section `algorithm`: advantage, loss, KL to a reference, off-policy correction, critic.
 
-The formulas are in `advantages.py`, `losses.py`, `policy_losses.py`, `kl.py` and `off_policy.py`.
+Here are the keys that all members of a family share. What one member has alone, its hyper-
+parameters and its formula, is in its file below `trainer/algorithms/` or in a plug-in's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from stepwell.backends.config import CriticConfig
-from stepwell.trainer.config.base import Section
-
-AdvantageName: TypeAlias = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "remax",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "reinforce_running",
-    "gae",
-]
-Credit: TypeAlias = Literal["trajectory", "step", "token"]
+from stepwell.backends.registry import Registry
+from stepwell.trainer.algorithms.advantages.base import Credit, Estimator
+from stepwell.trainer.algorithms.kl import KlConfig
+from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod
+from stepwell.trainer.algorithms.options import Options, own_options
+from stepwell.trainer.algorithms.policy_losses.base import PolicyLoss
+from stepwell.trainer.algorithms.registry import ESTIMATORS, METHODS, POLICY_LOSSES
+from stepwell.trainer.section import Section
 
 
 class AdvantageConfig(Section):
-    """How rewards become advantages (`trainer/advantages.py`); the keys are in `algorithm`."""
+    """How rewards become advantages (`algorithms/advantages/`); the keys are in `algorithm`."""
 
-    adv_estimator: AdvantageName = "grpo"
-    """The estimator, by verl's name. `gae` trains a critic (`algorithm.critic`); `remax` runs one
-    greedy rollout more per prompt as the baseline, which is not trained; `reinforce_running` is for
-    groups of one, as traffic has them: its baseline is the mean reward of late."""
+    own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"adv_options": ESTIMATORS}
+
+    adv_estimator: str = "grpo"
+    """grpo, dr_grpo, rloo, opo, gpg, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, gae
+    (verl's names), reinforce_running, or a plug-in's `Estimator` by name or dotted path. `gae`
+    trains a critic (`algorithm.critic`); `remax` runs one greedy rollout more per prompt as the
+    baseline, which is not trained; `reinforce_running` is for groups of one, as traffic has them:
+    its baseline is the mean reward of late."""
+    adv_options: SerializeAsAny[Options] = Field(default=Options(), validate_default=True)
+    """Hyper-parameters that the estimator has alone."""
     credit: Credit | None = None
     """What gets one advantage. `trajectory`: its step rewards are summed and all its tokens share
     one. `step`: each step gets its discounted return-to-go (process rewards); `token`: each token,
@@ -49,27 +48,45 @@ class AdvantageConfig(Section):
     """Scale the batch's advantages to mean 0 and variance 1 over tokens, where the estimator says
     so: reinforce_plus_plus, reinforce_plus_plus_baseline, gae. `reinforce_running` divides only."""
 
+    @field_validator("adv_estimator")
+    @classmethod
+    def _known_estimator(cls, value: str) -> str:
+        ESTIMATORS.load(value)
+        return value
+
+    @field_validator("adv_options", mode="plain")
+    @classmethod
+    def _estimators_own(cls, value: Any, info: ValidationInfo) -> Options:
+        name = info.data.get("adv_estimator")  # none if it is wrong, which is told already
+        return own_options(ESTIMATORS.load(name).options, value, name) if name else Options()
+
     @model_validator(mode="after")
     def _fits(self) -> AdvantageConfig:
-        if self.adv_estimator == "gae" and self.credit == "trajectory":
+        if self.estimator.critic and self.credit == "trajectory":
             raise ValueError(
-                "credit is 'trajectory' with adv_estimator 'gae'; choose 'step' or 'token'"
+                f"credit is 'trajectory' with adv_estimator {self.adv_estimator!r}; choose 'step' "
+                "or 'token'"
             )
         if self.unit == "trajectory" and self.gamma != 1:
             raise ValueError(
                 f"gamma is {self.gamma:g} but a trajectory's rewards are summed; "
                 "set credit to 'step' or 'token', or leave gamma at 1"
             )
-        if self.adv_estimator != "gae" and self.lam != 1:
+        if not self.estimator.critic and self.lam != 1:
             raise ValueError(
                 f"lam is {self.lam:g} but adv_estimator is {self.adv_estimator!r}; only gae has one"
             )
         return self
 
     @property
+    def estimator(self) -> Estimator:
+        """What `adv_estimator` names."""
+        return ESTIMATORS.load(self.adv_estimator)
+
+    @property
     def unit(self) -> Credit:
         """`credit`, with its default by estimator."""
-        return self.credit or ("token" if self.adv_estimator == "gae" else "trajectory")
+        return self.credit or self.estimator.credit
 
 
 Aggregation: TypeAlias = Literal[
@@ -82,51 +99,17 @@ Aggregation: TypeAlias = Literal[
     "trajectory-sum-norm",
 ]
 
-POLICY_LOSSES = ("ppo", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "gpg", "sft")
-"""Names that `loss.policy` takes; the formulas are in `trainer/policy_losses.py`."""
-
-_CLIPS: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {"gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-)
-"""clip_ratio_low and clip_ratio_high where they differ from PPO's: GSPO's paper (its ratio is a
-geometric mean over the whole sequence), and CISPO without a lower bound up to 5
-(arXiv:2510.13786)."""
-
-
-class SapoConfig(Section):
-    """Temperatures of SAPO's gate; the higher, the narrower the trust region."""
-
-    tau_positive: float = Field(default=1.0, gt=0)
-    """Where A > 0."""
-    tau_negative: float = Field(default=1.05, gt=0)
-    """Where A <= 0; above tau_positive, since pushing tokens down is what destabilises."""
-
-
-class CovConfig(Section):
-    """Which tokens `clip_cov` and `kl_cov` select, by cov = (A - mean A)(log π - mean log π)."""
-
-    share: float = Field(default=2e-4, gt=0, le=1)
-    """Share of the trained tokens of a mini-batch that is selected; one at the least."""
-    low: float = 1.0
-    """`clip_cov` draws among tokens with low < cov < high; `kl_cov` takes the highest."""
-    high: float = 5.0
-    """See `low`."""
-    kl_coef: float = Field(default=1.0, ge=0)
-    """`kl_cov`: weight of |log π - log π_prox| on the selected tokens."""
-
-    @model_validator(mode="after")
-    def _in_order(self) -> CovConfig:
-        if not self.low < self.high:
-            raise ValueError(f"cov.low is {self.low}, cov.high {self.high}; low is the smaller")
-        return self
-
 
 class LossConfig(Section):
-    """Policy-gradient loss (`trainer/losses.py`)."""
+    """Policy-gradient loss (`algorithms/losses.py`, `algorithms/policy_losses/`)."""
+
+    own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"options": POLICY_LOSSES}
 
     policy: str = "ppo"
-    """`ppo`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `gpg`, `sft`, or the dotted path
-    `module:NAME` of a `stepwell.trainer.policy_losses.Policy`."""
+    """ppo, gspo, cispo, sapo, clip_cov, kl_cov, gpg, sft, or a plug-in's `PolicyLoss` by name or
+    dotted path."""
+    options: SerializeAsAny[Options] = Field(default=Options(), validate_default=True)
+    """Hyper-parameters that the policy loss has alone."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio π/π_prox earns nothing below 1 - clip_ratio_low (A < 0). Default 0.2; `gspo` 3e-4;
     `cispo` 1, which is no bound."""
@@ -136,8 +119,9 @@ class LossConfig(Section):
     clip_ratio_c: float | None = Field(default=3.0, gt=1)
     """`ppo`: bound of the loss at A < 0, in units of |A|, however large the ratio; null =
     unbounded."""
-    sapo: SapoConfig = SapoConfig()
-    cov: CovConfig = CovConfig()
+    mask_truncated: bool = False
+    """DAPO's overlong filtering: a trajectory whose last reply was cut off at the token limit
+    trains no token, whoever scored it. It counts in its group's baseline."""
     entropy_coeff: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     report_entropy: bool = True
@@ -154,19 +138,26 @@ class LossConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _clip_of_policy(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and (clip := _CLIPS.get(str(data.get("policy")))):
-            return {"clip_ratio_low": clip[0], "clip_ratio_high": clip[1], **data}
-        return data
+        """The policy loss's bounds, where none are given."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("policy"), str):
+            return data
+        try:
+            low, high = POLICY_LOSSES.load(data["policy"]).clip
+        except ValueError:
+            return data  # the field's own validator says so, with the key
+        return {"clip_ratio_low": low, "clip_ratio_high": high, **data}
 
     @field_validator("policy")
     @classmethod
     def _known_policy(cls, value: str) -> str:
-        if value not in POLICY_LOSSES and ":" not in value:
-            raise ValueError(
-                f"policy is {value!r}; choose one of {', '.join(POLICY_LOSSES)} or give a dotted "
-                "path module:NAME"
-            )
+        POLICY_LOSSES.load(value)
         return value
+
+    @field_validator("options", mode="plain")
+    @classmethod
+    def _policys_own(cls, value: Any, info: ValidationInfo) -> Options:
+        name = info.data.get("policy")  # none if it is wrong, which is told already
+        return own_options(POLICY_LOSSES.load(name).options, value, name) if name else Options()
 
     @model_validator(mode="after")
     def _scale_factor_set(self) -> LossConfig:
@@ -178,102 +169,29 @@ class LossConfig(Section):
             )
         return self
 
-
-KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
-
-
-class KlConfig(Section):
-    """Penalty for leaving the reference policy, the frozen start model (`trainer/kl.py`)."""
-
-    place: Literal["none", "loss", "reward"] = "none"
-    """`loss` adds coef · KL to the loss of every token; `reward` takes it off the rewards."""
-    estimator: KlEstimator = "k3"
-    """k1, k2, k3 (low variance, never negative), abs; with `+` the value of that estimator and
-    the gradient of k2, which is the unbiased one."""
-    kl_coef: float = Field(default=1e-3, gt=0)
-    """Weight of the penalty; where it starts, with `target_kl`."""
-    target_kl: float | None = Field(default=None, gt=0)
-    """Adapt the coefficient so that the measured KL stays near this; null = fixed."""
-    horizon: float = Field(default=10_000.0, gt=0)
-    """Trajectories in which an error of 20 % or more moves the coefficient by 20 %."""
-
-    @model_validator(mode="after")
-    def _gradient_only_in_loss(self) -> KlConfig:
-        if self.place == "reward" and self.estimator.endswith("+"):
-            raise ValueError(
-                f"estimator is {self.estimator!r} with place 'reward', where nothing is "
-                f"differentiated; write {self.estimator.removesuffix('+')!r}"
-            )
-        return self
-
-
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "staleness_aware": {"clip": (0.2, 0.28)},
-        "none": {"granularity": "none", "missing": "keep"},
-        "bypass": {"granularity": "none", "missing": "keep", "proximal": "rollout"},
-        "decoupled": {"cap": None, "weigh_on_policy": True},
-        "tis": {"cap": 2.0, "weigh_on_policy": True},
-        "geometric_tis": {"cap": 2.0, "weigh_on_policy": True, "granularity": "step"},
-        "sequence_tis": {"cap": 2.0, "weigh_on_policy": True, "granularity": "sequence"},
-        "mis": {
-            "cap": None,
-            "weigh_on_policy": True,
-            "band": (0.0, 2.0),
-            "mask_on_policy": True,
-        },
-        "sequence_mis": {
-            "cap": None,
-            "weigh_on_policy": True,
-            "granularity": "sequence",
-            "band": (0.0, 2.0),
-            "mask_on_policy": True,
-        },
-        "geometric_mis": {
-            "granularity": "none",
-            "band_granularity": "step",
-            "band": (0.999, 1.001),
-            "mask_on_policy": True,
-        },
-        "icepop": {
-            "cap": None,
-            "weigh_on_policy": True,
-            "band": (0.5, 5.0),
-            "mask_on_policy": True,
-        },
-        "opsm": {"granularity": "none", "opsm": 1e-4, "mask_on_policy": True},
-    }
-)
-"""`off_policy.method` -> what it sets of the other fields. A field that is given wins."""
-
-Method: TypeAlias = Literal[
-    "staleness_aware",
-    "none",
-    "bypass",
-    "decoupled",
-    "tis",
-    "geometric_tis",
-    "sequence_tis",
-    "mis",
-    "sequence_mis",
-    "geometric_mis",
-    "icepop",
-    "opsm",
-]
+    @property
+    def chosen(self) -> PolicyLoss:
+        """What `policy` names."""
+        return POLICY_LOSSES.load(self.policy)
 
 
 class OffPolicyConfig(Section):
-    """Importance weight of a step by its lag (`trainer/off_policy.py`).
+    """Importance weight of a step by its lag (`algorithms/off_policy/`).
 
     The lag from which a step counts as off-policy is `async_training.staleness_threshold`.
     """
 
-    method: Method = "staleness_aware"
+    own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"options": METHODS}
+
+    method: str = "staleness_aware"
     """A preset of the fields below; what is given beside it wins. `staleness_aware`: the
     defaults. `none`: no weight, no mask. `tis`, `mis`, `icepop`: token-level truncation at 2,
     masking above 2, masking outside [0.5, 5]; `geometric_…`, `sequence_…` with ρ shared over a
     step. `decoupled`: plain ρ. `bypass`: π_prox is the behaviour policy, nothing is recomputed.
-    `opsm`: bad steps that the policy has left are masked."""
+    `opsm`: bad steps that the policy has left are masked. Or a plug-in's `OffPolicyMethod` by name
+    or dotted path."""
+    options: SerializeAsAny[Options] = Field(default=Options(), validate_default=True)
+    """Hyper-parameters that the method has alone."""
     proximal: Literal["recompute", "rollout"] = "recompute"
     """π_prox, the centre of the trust region: the policy before the batch, recomputed, or the
     behaviour policy itself (saves a forward pass; ρ is then 1)."""
@@ -323,9 +241,25 @@ class OffPolicyConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            return {**PRESETS.get(str(data.get("method", "staleness_aware")), {}), **data}
-        return data
+        method = data.get("method", "staleness_aware") if isinstance(data, Mapping) else None
+        if not isinstance(method, str):
+            return data
+        try:
+            return {**METHODS.load(method).preset, **data}
+        except ValueError:
+            return data  # the field's own validator says so, with the key
+
+    @field_validator("method")
+    @classmethod
+    def _known_method(cls, value: str) -> str:
+        METHODS.load(value)
+        return value
+
+    @field_validator("options", mode="plain")
+    @classmethod
+    def _methods_own(cls, value: Any, info: ValidationInfo) -> Options:
+        name = info.data.get("method")  # none if it is wrong, which is told already
+        return own_options(METHODS.load(name).options, value, name) if name else Options()
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> OffPolicyConfig:
@@ -343,6 +277,11 @@ class OffPolicyConfig(Section):
                 "weight is 1; choose token, step or sequence"
             )
         return self
+
+    @property
+    def chosen(self) -> OffPolicyMethod:
+        """What `method` names."""
+        return METHODS.load(self.method)
 
 
 class AlgorithmConfig(AdvantageConfig):

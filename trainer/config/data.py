@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from stepwell.trainer.config.base import Section
+from stepwell.trainer.section import Section
 
 Truncation: TypeAlias = Literal["left", "right", "middle", "error"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from stepwell.trainer.config.base import CallSampling, Section
+from stepwell.trainer.section import CallSampling, Section
 
-MANAGERS = ("auto", "naive", "parallel", "batch", "group", "dapo")
+MANAGERS = ("auto", "naive", "parallel", "batch", "group")
 _SYMPY = {"math", "deepscaler", "dapo"}
 """Built-ins that compute with sympy: now and then seconds for one answer, or for ever."""
 
@@ -31,7 +31,7 @@ class RewardFunctionConfig(_Scoring):
 
 
 class OverlongBufferConfig(Section):
-    """DAPO's soft over-long punishment, see `stepwell.trainer.rewards.manager.overlong_penalty`."""
+    """DAPO's soft over-long punishment, see `stepwell.trainer.rewards.overlong`."""
 
     max_resp_len: int = Field(ge=1)
     """L_max: tokens of a response (of all responses of a trajectory) at which the punishment is
@@ -64,9 +64,9 @@ class RewardConfig(_Scoring):
     """The function (its name, or {function, kwargs}) by the task's `data_source`."""
     manager: str = Field(default="auto", min_length=1)
     """naive: a call per sample. parallel: the same in processes of their own. batch: a call with
-    the lists of all. group: a call with the lists of one group's trajectories. dapo: naive, with
-    `overlong_buffer`. auto: parallel for the built-ins that compute with sympy, else naive. Or the
-    dotted path of a class made with this section."""
+    the lists of all. group: a call with the lists of one group's trajectories. auto: parallel for
+    the built-ins that compute with sympy, else naive. Or the dotted path of a class made with this
+    section."""
     reward_key: str = Field(default="score", min_length=1)
     """The number in a dict result; its other keys are metrics."""
     timeout_s: float = Field(default=60.0, gt=0)
@@ -82,8 +82,6 @@ class RewardConfig(_Scoring):
     at most 4, for `parallel`, else 0."""
     batch_size: int | None = Field(default=None, ge=1)
     """Samples in one call of `batch`; null: all that there are."""
-    overlong_buffer: OverlongBufferConfig | None = None
-    """Subtracted from what the function gives, whichever the manager; null: nothing."""
     max_failed_batches: int = Field(default=3, ge=1)
     """So many batches running in which nothing could be scored stop the run: a reward that never
     works would otherwise use up the data in silence."""
@@ -92,11 +90,6 @@ class RewardConfig(_Scoring):
     def _complete(self) -> RewardConfig:
         if self.function is None and not self.by_data_source:
             raise ValueError("function is missing; name one, or some in by_data_source")
-        if self.manager == "dapo" and self.overlong_buffer is None:
-            raise ValueError(
-                "manager is 'dapo', which needs overlong_buffer: {max_resp_len, len}; "
-                "add it, or set manager to naive"
-            )
         if self.manager not in MANAGERS and not {".", ":"} & set(self.manager):
             raise ValueError(
                 f"manager is {self.manager!r}; it should be {', '.join(MANAGERS)} or the dotted "
@@ -136,6 +129,8 @@ class RolloutConfig(CallSampling):
     the gateway, its engines or the pool failed is made again and not counted."""
     reward: RewardConfig | None = None
     """Scores rollouts whose agent returned None: a reward function's name, or a section."""
+    overlong_buffer: OverlongBufferConfig | None = None
+    """Taken off the reward of a long trajectory, whoever gave it; null: nothing."""
 
     @model_validator(mode="after")
     def _bounds(self) -> RolloutConfig:

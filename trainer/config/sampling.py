@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from stepwell.trainer.config.base import Section
 from stepwell.trainer.config.validation import ValidationConfig
+from stepwell.trainer.section import Section
 
 Mode: TypeAlias = Literal["sync", "one_step_off", "async"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from stepwell.trainer.config.base import Section
+from stepwell.trainer.section import Section
 
 
 class ToolConfig(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from stepwell.trainer.config.base import Section
+from stepwell.trainer.section import Section
 
 
 class TrainerConfig(Section):

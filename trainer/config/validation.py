@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from stepwell.trainer.config.base import CallSampling
+from stepwell.trainer.section import CallSampling
 
 
 class ValidationConfig(CallSampling):

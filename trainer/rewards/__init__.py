@@ -33,7 +33,7 @@ from stepwell.trainer.rewards.errors import (
     RewardTimeoutError,
     RewardValueError,
 )
-from stepwell.trainer.rewards.manager import RewardManager, build_manager, overlong_penalty
+from stepwell.trainer.rewards.manager import RewardManager, build_manager
 
 __all__ = [
     "BUILT_IN",
@@ -50,6 +50,5 @@ __all__ = [
     "build_manager",
     "last_boxed",
     "load_reward",
-    "overlong_penalty",
     "score_with",
 ]

@@ -71,8 +71,6 @@ class RewardSample:
     extra_info: Mapping[str, Any]
     group: str = ""
     """Samples of one group are told by it: the prompt_uid."""
-    response_length: int = 0
-    """Sampled tokens, over all steps of the trajectory."""
 
 
 @dataclass(frozen=True, slots=True)

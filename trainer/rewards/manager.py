@@ -6,7 +6,7 @@
                                        · the lists of one group (group)
                   ┌────────────────────────┘
                   ▼
-    a thread, the event loop or a process ──► score, extra keys ──► − over-long penalty
+    a thread, the event loop or a process ──► score, extra keys
                   │ raised, timed out, no number
                   └──► called again, max_attempts in all ──► RewardError: missing, never 0
 
@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from stepwell.trainer.config import (
     MANAGERS,
-    OverlongBufferConfig,
     RewardConfig,
     RewardFunctionConfig,
 )
@@ -79,25 +77,8 @@ def build_manager(config: RewardConfig) -> RewardManager:
     return manager
 
 
-def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
-    """DAPO's soft over-long punishment (arXiv 2503.14476, §3.4), times `penalty_factor`.
-
-    For a response of |y| tokens::
-
-        R(y) = 0                                      |y| ≤ L_max − L_cache
-             = ((L_max − L_cache) − |y|) / L_cache    L_max − L_cache < |y| ≤ L_max
-             = −1                                     L_max < |y|
-
-    Args:
-        length: |y|, sampled tokens of the trajectory, all its steps together.
-        config: L_max is `max_resp_len`, L_cache is `len`.
-    """
-    excess = length - (config.max_resp_len - config.len)
-    return -config.penalty_factor * min(max(excess / config.len, 0.0), 1.0)
-
-
 class Manager:
-    """The built-in managers: naive, parallel, batch, group and dapo, see `RewardConfig.manager`."""
+    """The built-in managers: naive, parallel, batch and group, see `RewardConfig.manager`."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -119,7 +100,7 @@ class Manager:
         outcomes: list[Outcome] = [_no_function(s) for s in samples]
         for (_, indices), unit in zip(units, scored, strict=True):
             for i, outcome in zip(indices, unit, strict=True):
-                outcomes[i] = self._punished(outcome, samples[i])
+                outcomes[i] = outcome
         return outcomes
 
     async def aclose(self) -> None:
@@ -203,16 +184,6 @@ class Manager:
             return read_results(results, len(samples), call, config.reward_key)
         except RewardError as e:
             return [e] * len(samples)
-
-    def _punished(self, outcome: Outcome, sample: RewardSample) -> Outcome:
-        config = self._config.overlong_buffer
-        if config is None or isinstance(outcome, RewardError):
-            return outcome
-        penalty = overlong_penalty(sample.response_length, config)
-        extra: Mapping[str, Any] = outcome.extra
-        if config.log:
-            extra = {**extra, "overlong_reward": penalty, "overlong": penalty < 0}
-        return replace(outcome, score=outcome.score + penalty, extra=extra)
 
 
 def _no_function(sample: RewardSample) -> RewardError:

@@ -25,8 +25,8 @@ from stepwell.trainer.rewards import (
     RewardTimeoutError,
     RewardValueError,
     build_manager,
-    overlong_penalty,
 )
+from stepwell.trainer.rewards.overlong import overlong_penalty
 from tests.helpers import gone
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info, **kwargs)"
@@ -61,9 +61,9 @@ async def outcomes(samples: Sequence[RewardSample], **config: Any) -> list[Any]:
 
 
 def sample(
-    answer: str = "4", truth: Any = "4", source: str = "any", group: str = "g", length: int = 0
+    answer: str = "4", truth: Any = "4", source: str = "any", group: str = "g"
 ) -> RewardSample:
-    return RewardSample(source, answer, truth, {"id": answer}, group, length)
+    return RewardSample(source, answer, truth, {"id": answer}, group)
 
 
 def scores(results: Sequence[Any]) -> list[float | type]:
@@ -411,23 +411,6 @@ def test_the_overlong_penalty_is_monotone_and_bounded(a: int, cache: int, factor
     assert -factor <= overlong_penalty(a + 1, config) <= overlong_penalty(a, config) <= 0
 
 
-async def test_dapo_subtracts_the_penalty_and_reports_it() -> None:
-    config = {"manager": "dapo", "overlong_buffer": {"max_resp_len": 100, "len": 40}}
-    results = await outcomes(
-        [sample(length=10), sample(length=80)], function="exact_match", **config
-    )
-    assert results == [
-        RewardResult(1.0, {"overlong_reward": 0.0, "overlong": False}),
-        RewardResult(0.5, {"overlong_reward": -0.5, "overlong": True}),
-    ]
-
-
-async def test_a_missing_score_is_not_fined() -> None:
-    config = {"manager": "dapo", "overlong_buffer": {"max_resp_len": 100, "len": 40}}
-    results = await outcomes([sample(truth=None, length=99)], function="exact_match", **config)
-    assert scores(results) == [RewardValueError]
-
-
 # ── the section ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -435,10 +418,8 @@ async def test_a_missing_score_is_not_fined() -> None:
     ("config", "message"),
     [
         ({}, "function is missing"),
-        ({"function": "f1", "manager": "dapo"}, "needs overlong_buffer"),
         ({"function": "f1", "manager": "parrallel"}, "should be auto, naive, parallel"),
         ({"function": "f1", "timeout_s": 0}, "greater than 0"),
-        ({"function": "f1", "overlong_buffer": {"max_resp_len": 9, "len": 10}}, "len smaller"),
         ({"function": "f1", "fn": "f1"}, "Extra inputs"),
     ],
 )

@@ -5,24 +5,56 @@
 
 Either way the reference is the frozen start model, scored at each step's temperature (column
 `ref_log_probs`). With `target` the coefficient follows the measured KL; its value is part of
-`Progress` and so of the checkpoint. Pure functions; owns no model and no state.
+`Progress` and so of the checkpoint. Pure functions, of the methods of tensors alone (a
+configuration is read without torch); owns no model and no state.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-from torch import Tensor
+from pydantic import Field, model_validator
 
 from stepwell.datapool.types import Group
-from stepwell.trainer.config import KlConfig, KlEstimator
 from stepwell.trainer.errors import ColumnError
+from stepwell.trainer.section import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 """Bounds of k3 (verl's): one hopeless token must not outweigh the batch."""
+
+
+KlEstimator: TypeAlias = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+
+
+class KlConfig(Section):
+    """Penalty for leaving the reference policy, the frozen start model."""
+
+    place: Literal["none", "loss", "reward"] = "none"
+    """`loss` adds coef · KL to the loss of every token; `reward` takes it off the rewards."""
+    estimator: KlEstimator = "k3"
+    """k1, k2, k3 (low variance, never negative), abs; with `+` the value of that estimator and
+    the gradient of k2, which is the unbiased one."""
+    kl_coef: float = Field(default=1e-3, gt=0)
+    """Weight of the penalty; where it starts, with `target_kl`."""
+    target_kl: float | None = Field(default=None, gt=0)
+    """Adapt the coefficient so that the measured KL stays near this; null = fixed."""
+    horizon: float = Field(default=10_000.0, gt=0)
+    """Trajectories in which an error of 20 % or more moves the coefficient by 20 %."""
+
+    @model_validator(mode="after")
+    def _gradient_only_in_loss(self) -> KlConfig:
+        if self.place == "reward" and self.estimator.endswith("+"):
+            raise ValueError(
+                f"estimator is {self.estimator!r} with place 'reward', where nothing is "
+                f"differentiated; write {self.estimator.removesuffix('+')!r}"
+            )
+        return self
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: KlEstimator) -> Tensor:
@@ -52,8 +84,8 @@ def _estimate(log_ratio: Tensor, name: str) -> Tensor:
         return 0.5 * log_ratio.square()
     if name == "abs":
         return log_ratio.abs()
-    inverse = torch.clamp(-log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.clamp(torch.exp(inverse) - inverse - 1, max=MAX_K3)
+    inverse = (-log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (inverse.exp() - inverse - 1).clamp(max=MAX_K3)
 
 
 def next_coef(coef: float, kl: float, trajectories: int, config: KlConfig) -> float:
@@ -90,13 +122,14 @@ def kl_in_reward(
         [T] float64, and the mean over trajectories of their mean KL per token (verl's
         `reward_kl_penalty`).
     """
-    sizes = torch.tensor([len(t.steps) for g in groups for t in g.trajectories])
+    sizes = lengths.new_tensor([len(t.steps) for g in groups for t in g.trajectories])
     kl = kl_estimate(log_probs, ref_log_probs, config.estimator).double()
     if len(lengths) != int(sizes.sum()) or len(kl) != int(lengths.sum()):
         raise ColumnError(
             f"{len(kl)} log-probs and {len(lengths)} lengths for {int(sizes.sum())} steps; pass "
             "those of these groups"
         )
-    trajectory = torch.arange(len(sizes)).repeat_interleave(sizes).repeat_interleave(lengths)
-    means = torch.bincount(trajectory, kl) / torch.bincount(trajectory)
+    number = sizes.new_tensor(range(len(sizes)))
+    trajectory = number.repeat_interleave(sizes).repeat_interleave(lengths)
+    means = trajectory.bincount(kl) / trajectory.bincount()
     return -coef * kl, float(means.mean())

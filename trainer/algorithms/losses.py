@@ -7,31 +7,30 @@ importance weights w: what is left is a plain sum, so any split into micro-batch
 form (a row per step, per branch, a prefix tree) gives the same loss and gradient. One trajectory
 is one sample, however many steps its tokens are spread over.
 
-Owns the sum, its coefficients and its diagnostics. Does not own: L (`policy_losses.py`), w
-(`off_policy.py`), A (`advantages.py`), KL (`kl.py`), rows and micro-batches (`backends/`).
+Owns the sum, its coefficients and its diagnostics. Does not own: L (`policy_losses/`), w
+(`off_policy/`), A (`advantages/`), KL (`kl.py`), rows and micro-batches (`backends/`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
-from stepwell.trainer.config import KlConfig, LossConfig
-from stepwell.trainer.errors import ColumnError
-from stepwell.trainer.kl import kl_estimate
-from stepwell.trainer.policy_losses import (
+from stepwell.datapool.types import Step
+from stepwell.trainer.algorithms.kl import KlConfig, kl_estimate
+from stepwell.trainer.algorithms.policy_losses.base import (
     MAX_LOG_RATIO,
-    policy_loss,
-    ppo_clip,
-    select_by_covariance,
+    BatchTokens,
+    PolicyLoss,
 )
-
-__all__ = ["LossConfig", "PolicyLoss", "coefficients", "loss_columns", "make_loss_fn", "ppo_clip"]
+from stepwell.trainer.config import LossConfig
+from stepwell.trainer.errors import ColumnError
 
 
 def loss_columns(
@@ -43,14 +42,14 @@ def loss_columns(
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """The columns that `config`'s loss needs beside advantages, weights and log-probs: `coef`, and
-    if the policy loss reads them `step`, `step_tokens` and `selected`.
+    what its policy loss prepares.
 
     Args:
         batch: with the columns `prox_log_probs` and `advantages` where tokens are selected by
-            them; those whose `weights` are 0 are not.
+            them.
         mini_batches: the mini-batch (one optimizer step) of each step, S values.
         mask: [T], 0 where a token is not to be trained; all ones if None.
-        seed: of the draw of `clip_cov`.
+        seed: of draws.
     """
     lengths = batch.lengths
     coef = coefficients(
@@ -61,25 +60,26 @@ def loss_columns(
         mini_batches=mini_batches,
     )
     columns = {"coef": coef}
-    needed = policy_loss(config.policy).columns
-    index = torch.repeat_interleave(lengths)
-    if "step" in needed:
-        # float32 counts exactly up to 2^24 steps.
-        count = torch.bincount(index[coef != 0], minlength=len(lengths))
-        columns |= {"step": index.float(), "step_tokens": count[index].float()}
-    if "selected" in needed:
-        prox, advantages = _require(batch.columns, "prox_log_probs", "advantages")
-        weighed = batch.columns.get("weights", coef) != 0
-        columns["selected"] = select_by_covariance(
-            prox,
-            advantages,
-            torch.as_tensor(mini_batches)[index],
-            (coef != 0) & weighed,
-            how=config.policy,
-            config=config.cov,
-            seed=seed,
-        )
+    if (prepare := config.chosen.prepare) is not None:
+        _require(batch.columns, "prox_log_probs", "advantages")
+        index = torch.repeat_interleave(lengths)
+        mini_batch = torch.as_tensor(mini_batches)[index]
+        shuffled = partial(torch.randperm, generator=torch.Generator().manual_seed(seed))
+        tokens = BatchTokens(batch.columns, index, mini_batch, coef != 0, shuffled)
+        columns |= prepare(tokens, config)
     return columns
+
+
+def untruncated(steps: Sequence[Step], lengths: Tensor) -> Tensor:
+    """The mask of `mask_truncated`, [T]: 0 on a trajectory whose last step was cut off at the token
+    limit, whoever scored it. Source: overlong filtering, DAPO, arXiv:2503.14476 §3.4."""
+    last: dict[str, Step] = {}
+    for step in steps:
+        known = last.setdefault(step.trajectory_uid, step)
+        if step.step_index > known.step_index:
+            last[step.trajectory_uid] = step
+    kept = [float(last[s.trajectory_uid].finish_reason != "length") for s in steps]
+    return torch.tensor(kept).repeat_interleave(lengths)
 
 
 def coefficients(
@@ -150,10 +150,11 @@ def _count(index: Tensor, weights: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyLoss:
+class BatchLoss:
     """The `LossFn` of a configuration. Callable, stateless, picklable."""
 
     config: LossConfig
+    policy: PolicyLoss
     kl: KlConfig = field(default_factory=KlConfig)
     kl_coef: float = 0.0
     """Weight of the KL term; used if `kl.place` is "loss"."""
@@ -173,7 +174,7 @@ class PolicyLoss:
         KL and entropy carry no importance weight: they ask nothing of the behaviour policy.
         """
         c = self.config
-        policy = policy_loss(c.policy)
+        policy = self.policy
         in_loss = self.kl.place == "loss"
         names = ("coef", "weights", *policy.columns, *(("ref_log_probs",) if in_loss else ()))
         needed = dict(zip(names, _require(columns, *names), strict=True))
@@ -216,12 +217,7 @@ def _require(columns: Mapping[str, Tensor], *names: str) -> list[Tensor]:
 
 def make_loss_fn(
     config: LossConfig, kl: KlConfig | None = None, kl_coef: float | None = None
-) -> PolicyLoss:
-    """The loss function (a `LossFn`) that a backend's `train_step` takes.
-
-    Raises:
-        UnknownNameError: `config.policy` cannot be found.
-    """
+) -> BatchLoss:
+    """The loss function (a `LossFn`) that a backend's `train_step` takes."""
     kl = kl or KlConfig()
-    policy_loss(config.policy)
-    return PolicyLoss(config, kl, kl.kl_coef if kl_coef is None else kl_coef)
+    return BatchLoss(config, config.chosen, kl, kl.kl_coef if kl_coef is None else kl_coef)

@@ -1,0 +1,221 @@
+"""What an advantage estimator is: from the rewards of a batch to one number per unit of credit.
+
+    step rewards ──► returns G, one per unit of credit ──► minus a baseline ──► over the batch ──► A
+                     trajectory: Σ r, all its tokens        of the group,        whitening,
+                     step, token: discounted sum to go      greedy, critic,      GPG's α
+                                                            running
+
+The trajectory is the unit by default: its reward is the sum of its step rewards, and its one
+advantage holds for every token of every step. With finer credit a step (or token) has a return of
+its own, and still each trajectory counts once in its group's baseline, however many steps it has:
+with a single reward at the end all three agree. A reward is earned at its step's last token.
+
+Groups may differ in size; each is normalised within itself. A group of one has no baseline: its
+trajectory keeps its raw score (verl's convention). A group whose returns are all equal carries no
+signal: exactly 0.
+
+Files beside this one hold an estimator or a small family each: its formula and its entry, an
+`Estimator`. Pure functions in float64, without torch. Does not own: which token is of which unit
+(`columns.py`), rewards (`rewards/`), the critic (`backends/critic.py`), the loss.
+
+Worked example, rewards [1, 0, 0, 1]: mean 0.5, unbiased std 0.577, GRPO advantages ±0.866.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.trainer.algorithms.options import Options
+
+Array: TypeAlias = npt.NDArray[np.float64]
+Index: TypeAlias = npt.NDArray[np.int64]
+Credit: TypeAlias = Literal["trajectory", "step", "token"]
+Baselines: TypeAlias = Mapping[str, Any]
+"""What an estimator remembers from batch to batch; in checkpoints."""
+O_co = TypeVar("O_co", bound=Options, covariant=True)
+
+WHITEN_EPSILON = 1e-8
+"""Added to the variance that whitening divides by, as verl does."""
+
+
+class AdvantageKeys(Protocol[O_co]):
+    """What a formula reads of `algorithm` (`AdvantageConfig`)."""
+
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def lam(self) -> float: ...
+    @property
+    def whiten(self) -> bool: ...
+    @property
+    def adv_options(self) -> O_co:
+        """The estimator's own."""
+        ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Returns:
+    """The returns of one group, one per unit of credit; U of them in n trajectories."""
+
+    values: Array
+    """G, [U]."""
+    tokens: Array
+    """Response tokens each unit covers, [U]."""
+    trajectory: Index
+    """Which of the group's trajectories, 0..n-1, [U]."""
+    greedy: float | None = None
+    """Reward of the greedy rollout (ReMax)."""
+
+    @classmethod
+    def of(
+        cls,
+        values: Sequence[float],
+        tokens: Sequence[float] | None = None,
+        trajectory: Sequence[int] | None = None,
+        greedy: float | None = None,
+    ) -> Returns:
+        """From plain numbers; by default each value is a trajectory of one token."""
+        n = len(values)
+        return cls(
+            np.asarray(values, np.float64),
+            np.ones(n) if tokens is None else np.asarray(tokens, np.float64),
+            np.arange(n) if trajectory is None else np.asarray(trajectory, np.int64),
+            greedy,
+        )
+
+    @property
+    def n(self) -> int:
+        """Trajectories."""
+        return int(self.trajectory[-1]) + 1 if len(self.trajectory) else 0
+
+    @property
+    def settled(self) -> Array | None:
+        """The advantages of a group that has no baseline to subtract (raw) or no signal (0)."""
+        if self.n <= 1:
+            return self.values
+        # Rounding leaves equal returns 1e-17 off their mean; divided by a std as small it is noise.
+        return np.zeros_like(self.values) if np.ptp(self.values) == 0 else None
+
+    @property
+    def means(self) -> Array:
+        """Mean return of each trajectory over its units, [n]."""
+        return np.asarray(np.bincount(self.trajectory, self.values) / np.bincount(self.trajectory))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """U units of credit in N trajectories in G groups, each contiguous."""
+
+    rewards: Array
+    """What is earned within each unit, [U]."""
+    returns: Array
+    """G: rewards to go, discounted, [U]."""
+    tokens: Array
+    """Response tokens of each unit, [U]."""
+    trajectory: Index
+    """Of each unit, 0..N-1, [U]."""
+    group: Index
+    """Of each trajectory, 0..G-1, [N]."""
+    greedy: Sequence[float | None] = ()
+    """Reward of each group's greedy rollout, [G]."""
+    sources: Sequence[str] = ()
+    """The data source of each trajectory's task, "" where it names none, as traffic; [N]."""
+    values: Array | None = None
+    """The critic's value of the state before each unit, [U]; None without a critic."""
+    baselines: Baselines = field(default_factory=lambda: MappingProxyType({}))
+    """As the estimate of the batch before left them."""
+
+    @property
+    def totals(self) -> Array:
+        """The reward of each trajectory, [N]."""
+        return np.bincount(self.trajectory, self.rewards).astype(np.float64)
+
+    def by_group(self, baseline: Callable[[Returns], Array]) -> Array:
+        """`baseline` of each group's returns, [U]."""
+        found = np.empty_like(self.returns)
+        group = self.group[self.trajectory]
+        ends = np.append(np.flatnonzero(np.diff(group)) + 1, len(group))
+        start = 0
+        for number, end in enumerate(ends):
+            own = slice(start, int(end))
+            trajectory = self.trajectory[own] - self.trajectory[start]
+            greedy = self.greedy[number] if self.greedy else None
+            found[own] = baseline(Returns(self.returns[own], self.tokens[own], trajectory, greedy))
+            start = int(end)
+        return found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Estimate:
+    """The advantages of a batch."""
+
+    advantages: Array
+    """[U]"""
+    targets: Array | None = None
+    """What the critic is to predict before each unit, [U]."""
+    baselines: Baselines = field(default_factory=dict)
+    """For the next batch."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """One advantage estimator. A plug-in's is named by a dotted path, or by an entry point of the
+    group `stepwell.advantages`.
+    """
+
+    estimate: Callable[[Batch, AdvantageKeys[Any]], Estimate]
+    options: type[Options] = Options
+    """Its own hyper-parameters, the section `algorithm.adv_options`."""
+    credit: Credit = "trajectory"
+    """What gets one advantage where `algorithm.credit` is null."""
+    group_baseline: bool = False
+    """A group whose rewards are all equal teaches it nothing."""
+    greedy: bool = False
+    """It needs one greedy rollout more per prompt."""
+    critic: bool = False
+    """It needs values: a critic is trained. It has λ, and no credit by trajectory."""
+
+
+def of_group(baseline: Callable[[Returns], Array], *, greedy: bool = False) -> Estimator:
+    """The estimator of a baseline within each group."""
+
+    def estimate(b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
+        return Estimate(b.by_group(baseline))
+
+    estimate.__doc__ = baseline.__doc__
+    return Estimator(estimate, group_baseline=True, greedy=greedy)
+
+
+def whiten(advantages: Array, tokens: Array) -> Array:
+    """(A - mean) / √(var + 1e-8), over tokens: a unit counts as often as it has tokens; var
+    unbiased. A batch of one token is 0.
+
+    Source: verl's `masked_whiten`; REINFORCE++, arXiv:2501.03262.
+    """
+    n = tokens.sum()
+    centred = advantages - (tokens * advantages).sum() / n
+    if n < 2 or np.ptp(advantages) == 0:
+        return np.zeros_like(centred)
+    variance = (tokens * centred**2).sum() / (n - 1)
+    return np.asarray(centred / math.sqrt(variance + WHITEN_EPSILON))
+
+
+def to_go(x: Array, trajectory: Index, discount: float) -> Array:
+    """y_k = x_k + discount · y_{k+1} along each trajectory, 0 behind its last unit, [U]."""
+    units = np.bincount(trajectory)
+    starts = np.cumsum(units) - units
+    # Time first: each turn of the loop is one contiguous operation over all trajectories.
+    columns = np.zeros((int(units.max()), len(units)))
+    place = np.arange(len(x)) - starts[trajectory]
+    columns[place, trajectory] = x
+    for k in range(len(columns) - 2, -1, -1):
+        columns[k] += discount * columns[k + 1]
+    return np.asarray(columns[place, trajectory])

@@ -1,0 +1,137 @@
+"""This module turns the rewards of a batch's groups into a column of advantages, so that the loss
+has one number per response token.
+
+Owns the batch's layout: which token is of which step, trajectory, group and unit of credit. Does
+not own the formulas (the files beside this one).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stepwell.datapool.types import Group
+from stepwell.trainer.algorithms.advantages.base import (
+    Array,
+    Baselines,
+    Batch,
+    Index,
+    to_go,
+)
+from stepwell.trainer.algorithms.advantages.greedy import GREEDY_REWARD
+from stepwell.trainer.config import AdvantageConfig
+from stepwell.trainer.errors import ColumnError, RewardError
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Advantages:
+    """Columns of a batch, in the order of `[s for g in groups for s in g.steps]`."""
+
+    columns: dict[str, Tensor]
+    """`advantages`, [T] float32; with a critic also `returns`, what it is to predict, NaN where
+    nothing is (all but a unit's first token)."""
+    metrics: dict[str, float]
+    """`advantage/mean|std` over tokens, and the estimator's own."""
+    baselines: Baselines
+    """For the next batch."""
+
+
+def compute_advantages(
+    groups: Sequence[Group],
+    config: AdvantageConfig,
+    *,
+    token_rewards: Tensor | None = None,
+    values: Tensor | None = None,
+    baselines: Baselines = MappingProxyType({}),
+) -> Advantages:
+    """The advantage of every response token.
+
+    Args:
+        groups: what is trained, as `baselined` returns them.
+        token_rewards: [T], added to the rewards at their tokens, e.g. -β KL.
+        values: [T], the critic's value of the state before each response token.
+        baselines: as the batch before returned them.
+
+    Raises:
+        RewardError: a trajectory has no reward. Missing is not zero, so it cannot be trained on;
+            abort it before. Or it has no steps.
+        ColumnError: a column has the wrong shape, or is missing.
+    """
+    for empty in (t for g in groups for t in g.trajectories if not t.steps):
+        raise RewardError(
+            f"trajectory {empty.trajectory_uid!r} of prompt {empty.prompt_uid!r} has no steps, "
+            "so no token to credit; leave it out"
+        )
+    # Of each step, [S], of each trajectory, [N], and of each token, [T].
+    step_tokens = np.array([len(s.response_ids) for g in groups for s in g.steps], np.int64)
+    n_steps = np.array([len(t.steps) for g in groups for t in g.trajectories], np.int64)
+    step_starts = np.cumsum(step_tokens) - step_tokens
+    trajectory = np.repeat(np.repeat(np.arange(len(n_steps)), n_steps), step_tokens)
+    n_tokens = len(trajectory)
+
+    earned = np.zeros(n_tokens)
+    earned[step_starts + step_tokens - 1] = _step_rewards(groups)
+    if token_rewards is not None:
+        earned += _column("token_rewards", token_rewards, n_tokens)
+    starts = {
+        "trajectory": step_starts[np.cumsum(n_steps) - n_steps],
+        "step": step_starts,
+        "token": np.arange(n_tokens),
+    }[config.unit]
+    lengths: Index = np.diff(np.append(starts, n_tokens))
+    rewards, unit_trajectory = np.add.reduceat(earned, starts), trajectory[starts]
+    found = config.estimator.estimate(
+        Batch(
+            rewards=rewards,
+            returns=to_go(rewards, unit_trajectory, config.gamma),
+            tokens=lengths.astype(np.float64),
+            trajectory=unit_trajectory,
+            group=np.repeat(np.arange(len(groups)), [len(g.trajectories) for g in groups]),
+            greedy=[g.metadata.get(GREEDY_REWARD) for g in groups],
+            sources=[_source(g) for g in groups for _ in g.trajectories],
+            values=None if values is None else _column("values", values, n_tokens)[starts],
+            baselines=baselines,
+        ),
+        config,
+    )
+    per_token = torch.from_numpy(np.repeat(found.advantages, lengths)).float()
+    columns = {"advantages": per_token}
+    if found.targets is not None:
+        columns["returns"] = torch.full((n_tokens,), torch.nan)
+        columns["returns"][torch.from_numpy(starts)] = torch.from_numpy(found.targets).float()
+    metrics = {
+        **found.metrics,
+        "advantage/mean": float(per_token.mean()),
+        "advantage/std": float(per_token.std(correction=0)),
+    }
+    return Advantages(columns, metrics, found.baselines)
+
+
+def _source(group: Group) -> str:
+    return str((group.metadata.get("task") or {}).get("data_source") or "")
+
+
+def _step_rewards(groups: Sequence[Group]) -> list[float]:
+    """Of each step, [S]; one without a reward earns nothing."""
+    rewards: list[float] = []
+    for trajectory in (t for g in groups for t in g.trajectories):
+        total = trajectory.reward
+        if total is None or not math.isfinite(total):
+            raise RewardError(
+                f"trajectory {trajectory.trajectory_uid!r} of prompt {trajectory.prompt_uid!r} has "
+                f"reward {total}; score it or abort it before it is trained on"
+            )
+        rewards += [s.reward or 0.0 for s in trajectory.steps]
+    return rewards
+
+
+def _column(name: str, column: Tensor, n_tokens: int) -> Array:
+    if column.shape != (n_tokens,):
+        raise ColumnError(f"{name} has shape {tuple(column.shape)} for {n_tokens} response tokens")
+    return np.asarray(column.detach().double().cpu().numpy())

@@ -1,0 +1,35 @@
+"""DAPO's soft over-long punishment, whoever scored the trajectory; arXiv:2503.14476 §3.4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepwell.datapool.types import Trajectory
+from stepwell.trainer.config import OverlongBufferConfig
+
+
+def overlong_penalty(length: int, config: OverlongBufferConfig) -> float:
+    """For a response of |y| tokens, times `penalty_factor`::
+
+        R(y) = 0                                      |y| ≤ L_max − L_cache
+             = ((L_max − L_cache) − |y|) / L_cache    L_max − L_cache < |y| ≤ L_max
+             = −1                                     L_max < |y|
+
+    Args:
+        length: |y|, sampled tokens of the trajectory, all its steps together.
+        config: L_max is `max_resp_len`, L_cache is `len`.
+    """
+    excess = length - (config.max_resp_len - config.len)
+    return -config.penalty_factor * min(max(excess / config.len, 0.0), 1.0)
+
+
+def punished(trajectory: Trajectory, config: OverlongBufferConfig, extra: str) -> Trajectory:
+    """A scored trajectory with the penalty on its last step, told of under `extra` if `log`."""
+    *earlier, last = trajectory.steps
+    penalty = overlong_penalty(sum(len(s.response_ids) for s in trajectory.steps), config)
+    metadata = trajectory.metadata
+    if config.log:
+        told = {"overlong_reward": penalty, "overlong": penalty < 0}
+        metadata = {**metadata, extra: {**metadata.get(extra, {}), **told}}
+    steps = (*earlier, replace(last, reward=(last.reward or 0.0) + penalty))
+    return replace(trajectory, steps=steps, metadata=metadata)
