@@ -9,7 +9,7 @@ whose trainer owns its loop; a backend that Stepwell's loop drives implements th
 
 Owns: the interface, the batch and loss types that cross it, and backends by name (`BACKENDS`).
 Does not own: the list of names (`registry.py`), any model (`torch_backend.py`), any formula
-(`trainer/losses.py`).
+(`trainer/algorithms/`).
 """
 
 from __future__ import annotations

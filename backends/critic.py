@@ -1,6 +1,6 @@
 """The critic of GAE: a value model on the policy's backbone architecture, with its own optimizer.
 
-    batch ──values──► V [T] ──► trainer/advantages.py ──► returns [T] (columns values, returns)
+    batch ──values──► V [T] ──► trainer/algorithms/ ──► returns [T] (columns values, returns)
                                                               │
               V ◄── optimizer step ◄── value loss, clipped ◄──┘ update, once per mini-batch
 

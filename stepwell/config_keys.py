@@ -146,7 +146,7 @@ def _shown(key: Key, values: Mapping[str, Any], width: int) -> str:
         value = value[part] if isinstance(value, Mapping) and part in value else PydanticUndefined
     if value is not PydanticUndefined and (now := _plain(value)) != default:
         told = now if told == "required" else f"{now} ({told})"
-    of = f", for {_listed(key.kinds)}" if key.kinds else ""
+    of = f", for kind {_listed(key.kinds)}" if key.kinds else ""
     head = f"{key.name}: {key.type}, {told}{of}"
     wrap = functools.partial(
         textwrap.wrap, width=width, subsequent_indent="    ", break_on_hyphens=False
@@ -178,8 +178,8 @@ def _walk(types: Sequence[Any], prefix: str, field: FieldInfo | None) -> Iterato
         for name, inner in model.model_fields.items():
             if name == "kind" and len(sections) > 1:
                 continue
-            if (members := getattr(model, "own_keys", {}).get(name)) is not None:
-                yield from _own_keys(members, f"{prefix}{name}.")
+            if (registry := getattr(model, "own_keys", {}).get(name)) is not None:
+                yield from _own_keys(registry, f"{prefix}{name}.")
                 continue
             for key in _walk([inner.annotation], f"{prefix}{name}.", inner):
                 shared = all(name in m.model_fields for m in sections)
@@ -195,11 +195,11 @@ def _walk(types: Sequence[Any], prefix: str, field: FieldInfo | None) -> Iterato
         )
 
 
-def _own_keys(members: Registry[Any], prefix: str) -> Iterator[Key]:
+def _own_keys(registry: Registry[Any], prefix: str) -> Iterator[Key]:
     """The hyper-parameters that one loss, estimator or method has alone."""
-    for found in members.survey():
+    for found in registry.survey():
         if found.state == "ready":
-            for key in _walk([members.load(found.name).options], prefix, None):
+            for key in _walk([registry.load(found.name).options], prefix, None):
                 yield replace(key, kinds=(found.name,))
 
 

@@ -83,10 +83,11 @@ class Display:
         tool_use, no_signal = record["tool_use"], record.get("groups/no_signal")
         tools = "" if tool_use is None else f"tool use {tool_use:.2f}  "
         flat = "" if no_signal is None else f"no signal {no_signal:.0%}  "
+        ready = f"ready {record['pool/ready']}  " if "pool/ready" in record else ""
         line = (
             f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  {tools}{flat}"
             f"lag {record['staleness/mean']:.2f}  "
-            f"{_loss(record)}  ready {record['pool/ready']}  "
+            f"{_loss(record)}  {ready}"
             f"{record['tokens_per_s']:.0f} tok/s  v{record['policy_version']}"
             f"{_failures(record)}"
         )

@@ -12,28 +12,24 @@ Does not own the training on a recording (`trainer/replay.py`).
 
 from __future__ import annotations
 
-from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 from stepwell.backends.base import TrainingBackend
-from stepwell.cluster import Parts
 from stepwell.config import RunConfig
 from stepwell.console import Display
-from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.layout import CHECKPOINTS
 from stepwell.trackers import build_trackers
+from stepwell.trainer import replay as recorded
 from stepwell.trainer.checkpoint import CheckpointStore
-from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import MetricsWriter
 from stepwell.trainer.recording import recordings
-from stepwell.trainer.replay import NoPool, ReplayTrainer
-from stepwell.training import build_trainer
+from stepwell.training import build_updater
 
 REPLAY = "replay"
 """Folder of a replay's metrics, in the run's folder."""
 
 
-async def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
+def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
     """Train on `trainer.load_debug_rollout_data`; returns {"optimizer_steps", "folder"}.
 
     Raises:
@@ -43,34 +39,23 @@ async def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
     batches = recordings(where) if where is not None else []
     folder = config.run.dir / REPLAY
     (folder / "metrics.jsonl").unlink(missing_ok=True)
-    silent = {
-        "trainer": config.trainer.model_copy(update={"save_debug_rollout_data": None}),
-        "rollout": config.rollout.model_copy(update={"reward": None}),  # scores are recorded
-        "run": config.run.model_copy(update={"dir": folder}),
-    }
-    parts = Parts(pool=cast(DataPoolClient, NoPool()), engines=())
-    with build_trainer(
-        config.model_copy(update=silent),
-        parts,
-        None,
-        backend=backend,
-        ledger=Ledger(),
-        kind=ReplayTrainer,
-    ) as built:
-        trainer = cast(ReplayTrainer, built)
+    updater = build_updater(config, backend)
+    try:
         store = CheckpointStore(config.run.dir / CHECKPOINTS)
         asked = config.run.resume
         if asked not in ("auto", "never") and (path := store.find(asked)) is not None:
-            trainer.load(store.load(path))
-        start, until = trainer.progress.updates, config.trainer.total_steps
+            updater.load_state_dict(store.load(path))
+        start, until = updater.progress.updates, config.trainer.total_steps
         batches = [b for b in batches if start <= b[0] and (until is None or b[0] < until)]
         display = Display(f"{config.run.name} replay", until, config.logging.console)
         with display, MetricsWriter(folder, build_trackers(folder, config)) as metrics:
             display.resume_at(start)
             display.status(f"training on {len(batches)} recorded batches")
-            async with aclosing(trainer.replay(batches)) as steps:
-                async for step in steps:
-                    metrics.write(step)
-                    display.step(step)
+            per_sync = config.async_training.trigger_parameter_sync_step
+            for step in recorded.replay(updater, batches, per_sync):
+                metrics.write(step)
+                display.step(step)
             display.status(f"figures are in {folder / 'metrics.jsonl'}")
-    return {"optimizer_steps": trainer.progress.updates, "folder": str(folder)}
+        return {"optimizer_steps": updater.progress.updates, "folder": str(folder)}
+    finally:
+        updater.close()

@@ -112,7 +112,7 @@ async def train(config: RunConfig, checked: Checked | None = None) -> dict[str, 
     seed_everything(config.run.seed)
     if config.trainer.load_debug_rollout_data is not None:
         backend = build_backend(config.trainer.backend, config.backend, config.model.path)
-        return await replay(config, backend)
+        return replay(config, backend)
     with only_run_in(config.run.dir):
         return await _run(config, checked.prompts)
 
@@ -151,9 +151,9 @@ async def _train_on(
         build_trainer(config, parts, source, tell=display.status) as trainer,
     ):
         async with AsyncExitStack() as end:  # each of them, whatever the others end with
-            end.push_async_callback(trainer.scorer.aclose)
+            end.push_async_callback(trainer.batches.scorer.aclose)
             end.push_async_callback(trainer.validator.stop)
-            end.push_async_callback(trainer.memory.take_back)
+            end.push_async_callback(trainer.publisher.memory.take_back)
             end.push_async_callback(_let_publish, trainer)
             return await _train(config, trainer, metrics, display, memory)
 
@@ -161,7 +161,7 @@ async def _train_on(
 async def _let_publish(trainer: Trainer) -> None:
     """Engines outlive an attached trainer: what it began to publish, they get."""
     try:
-        await asyncio.wait_for(trainer.published(), PUBLISHED_S)
+        await asyncio.wait_for(trainer.publisher.published(), PUBLISHED_S)
     except Exception:  # the error that ended the run is told, not what follows from it
         log.info("the last publication did not end", exc_info=True)
 

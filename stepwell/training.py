@@ -20,17 +20,22 @@ from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN
 from stepwell.layout import CHECKPOINTS, WEIGHTS
 from stepwell.resuming import origin
+from stepwell.trainer.batches import Batches
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import LEDGER, Ledger
 from stepwell.trainer.live import Traffic, TrafficValidator
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.memory import EngineMemory
+from stepwell.trainer.metrics import Phases
 from stepwell.trainer.producers import GroupProducer
-from stepwell.trainer.publication import Publisher
+from stepwell.trainer.publication import EngineWeights
+from stepwell.trainer.publisher import Publisher
 from stepwell.trainer.rollout import Producer
 from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
 from stepwell.trainer.scoring import Scorer
+from stepwell.trainer.threads import ComputeThread
+from stepwell.trainer.updater import Updater
 from stepwell.trainer.validation import TaskValidator, Validator
 
 log = logging.getLogger(__name__)
@@ -46,7 +51,6 @@ def build_trainer(
     checkpoints: CheckpointStore | None = None,
     ledger: Ledger | None = None,
     tell: Callable[[str], None] = log.info,
-    kind: Callable[..., Trainer] = Trainer,
 ) -> Iterator[Trainer]:
     """A trainer over the running `parts`; closed on leaving.
 
@@ -56,7 +60,6 @@ def build_trainer(
         checkpoints: None: in the run's folder.
         ledger: None: beside the checkpoints.
         tell: shows the user a line.
-        kind: what is built.
     """
     folder = config.run.dir / CHECKPOINTS
     ledger = ledger or Ledger(folder / LEDGER)
@@ -87,42 +90,75 @@ def build_trainer(
             config.model.path,
             **parts.placement.backend_options(),
         )
-    trainer = kind(
-        config.trainer,
+    updater = build_updater(config, backend, **parts.placement.critic_options())
+    compute, phases = ComputeThread(), Phases()
+    publisher = Publisher(
+        config.publish,
         config.async_training,
-        config.algorithm,
-        pool=parts.pool,
-        keeper=LeaseKeeper(parts.pool, TRAIN, config.pool.channel(TRAIN).lease_s),
-        producer=producer,
-        scorer=scorer,
-        group_filter=GroupFilter(config.sampling),
-        validator=validator,
-        backend=backend,
-        critic=build_critic(config, **parts.placement.critic_options()),
-        publisher=Publisher(
+        EngineWeights(
             parts.engines,
             weight_store(config),
             EngineMemory(parts.engines, lends=config.engine.release_memory),
             transport=config.engine.weight_transport,
             patience_s=config.trainer.starvation_timeout_s,
         ),
-        checkpoints=checkpoints
-        or CheckpointStore(
-            folder,
-            config.trainer.keep_checkpoints,
-            config.trainer.keep_best,
-            origin=origin(config, None if source is None else len(source)),
-        ),
-        publish=config.publish,
+        updater,
+        compute,
+        pool=parts.pool,
+        producer=producer,
+        validator=validator,
+        phases=phases,
         folder=config.run.dir,
-        seed=config.run.seed,
         tell=tell,
+    )
+    batches = Batches(
+        config.trainer,
+        config.async_training,
+        config.algorithm.estimator,
+        pool=parts.pool,
+        keeper=LeaseKeeper(parts.pool, TRAIN, config.pool.channel(TRAIN).lease_s),
+        producer=producer,
+        scorer=scorer,
+        group_filter=GroupFilter(config.sampling),
+        progress=updater.progress,
+        phases=phases,
+        folder=config.run.dir,
+        scored=publisher.releases.scored,
+        tell=tell,
+    )
+    checkpoints = checkpoints or CheckpointStore(
+        folder,
+        config.trainer.keep_checkpoints,
+        config.trainer.keep_best,
+        origin=origin(config, None if source is None else len(source)),
+    )
+    trainer = Trainer(
+        config.trainer,
+        batches,
+        updater,
+        publisher,
+        validator,
+        checkpoints,
+        compute,
+        phases,
+        tell,
     )
     try:
         yield trainer
     finally:
         trainer.close()
         ledger.close()
+
+
+def build_updater(config: RunConfig, backend: TrainingBackend, **critic_options: Any) -> Updater:
+    """The mathematics of a run, over the model of `backend`. `critic_options` are `Critic`'s."""
+    return Updater(
+        config.algorithm,
+        config.async_training,
+        backend,
+        build_critic(config, **critic_options),
+        seed=config.run.seed,
+    )
 
 
 def weight_store(config: RunConfig) -> WeightStore:

@@ -1,13 +1,13 @@
 """How far a run has come: what a checkpoint and a recorded batch carry besides model and prompts.
 
-Owns the numbers. Does not own when they change (`loop.py`) or the files (`checkpoint.py`,
+Owns the numbers. Does not own when they change (`updater.py`, `releases.py`) or the files (`checkpoint.py`,
 `recording.py`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from stepwell.trainer.algorithms.advantages.base import Baselines
 from stepwell.trainer.validation import Evaluation
@@ -35,6 +35,11 @@ class Progress:
     finite, the critic's warm-up."""
     rolled_back: dict[int, int] = field(default_factory=dict)
     """Version that a roll-back published -> the version whose weights it has."""
+
+    def become(self, other: Progress) -> None:
+        """Take over the numbers of a checkpoint, or of a recording."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(other, f.name))
 
     def lose(self, newest: int, updates_per_sync: int) -> None:
         """Versions up to `newest` were published by a trainer that crashed: their weights are lost,

@@ -30,7 +30,7 @@ REFUSALS = 3
 RETRY_S = 0.5
 
 
-class Publisher:
+class EngineWeights:
     """Gives the engines of a run its weights.
 
     Args:

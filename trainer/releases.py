@@ -18,7 +18,7 @@ published. The optimizer begins anew. Steps that bad versions sampled stay in th
 off-policy, with known log-probs (`Progress.roll_back`).
 
 Owns: the number of the next version, trials, roll-backs and requests for them. Does not own: how
-weights get to engines (`publication.py`), the test (`guard.py`), when to publish (`loop.py`).
+weights get to engines (`publication.py`), the test (`guard.py`), when to publish (`publisher.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from stepwell.datapool.types import Group
 from stepwell.trainer.config import PublishConfig
 from stepwell.trainer.guard import Guard
 from stepwell.trainer.progress import Progress
-from stepwell.trainer.publication import Publisher
+from stepwell.trainer.publication import EngineWeights
 from stepwell.trainer.rollback_file import RollBackFile
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Releases:
     """The versions of a run; see the module's docstring.
 
     Args:
-        progress: of the trainer, now.
+        progress: of the trainer.
         folder: of the run, where roll-backs are asked for.
         updates_per_sync: optimizer steps between two publications.
         tries_out: on one engine first: generation goes on under the version before.
@@ -60,10 +60,10 @@ class Releases:
 
     def __init__(
         self,
-        publisher: Publisher,
+        weights: EngineWeights,
         pool: DataPoolClient,
         config: PublishConfig,
-        progress: Callable[[], Progress],
+        progress: Progress,
         *,
         folder: Path,
         mode: PublishMode,
@@ -72,7 +72,7 @@ class Releases:
         overdue: Callable[[], Awaitable[None]],
         tell: Callable[[str], None] = log.info,
     ) -> None:
-        self._publisher = publisher
+        self._weights = weights
         self._pool = pool
         self._progress = progress
         self._requests = RollBackFile(folder)
@@ -83,7 +83,7 @@ class Releases:
         self._guard = Guard(config.guard, pool) if config.guard is not None else None
         self._tries_out = (
             self._guard is not None and tries_out and config.canary_share is not None
-        ) and publisher.has_canaries
+        ) and weights.has_canaries
         self._canary: Path | None = None
         """Where the version on trial is, if one engine alone has it."""
         self._lock = asyncio.Lock()
@@ -109,7 +109,7 @@ class Releases:
         """Requests are heard and versions judged inside the block."""
         tending = asyncio.create_task(self._noticed(self._tend()))
         following = asyncio.create_task(self._guard.follow()) if self._guard else None
-        self._begin_trial(self._progress().version)
+        self._begin_trial(self._progress.version)
         self._is_running = True
         try:
             yield
@@ -132,7 +132,7 @@ class Releases:
             await self._arrived()
             if self.holds:
                 return False
-            progress = self._progress()
+            progress = self._progress
             version = progress.version + 1
             path, updates = await write(version)
             # Before the first engine has them: their steps must find their version in the table.
@@ -167,7 +167,7 @@ class Releases:
         """
         async with self._lock:
             await self._arrived()
-            progress, store = self._progress(), self._publisher.store
+            progress, store = self._progress, self._weights.store
             bad = progress.version
             to = store.find(to, bad)
             path = await asyncio.to_thread(store.write_again, bad + 1, to)
@@ -186,16 +186,16 @@ class Releases:
         """The backend has loaded `path`, which was to be restored."""
         if path != self.to_restore:  # rolled back once more meanwhile
             return
-        progress = self._progress()
+        progress = self._progress
         self.to_restore = None
         progress.published[progress.version] = progress.updates
 
     def adopt(self, progress: Progress) -> None:
         """Of a run that goes on from a checkpoint: a roll-back since then holds."""
-        current = self._publisher.store.current()
+        current = self._weights.store.current()
         if current is None or current.version <= progress.version:
             return
-        if self._publisher.store.weights_of(current.version) != current.version:
+        if self._weights.store.weights_of(current.version) != current.version:
             self.to_restore = Path(current.path)
 
     def scored(self, groups: Sequence[Group]) -> None:
@@ -223,10 +223,10 @@ class Releases:
         self._canary = path if canary else None
         if canary:
             self._publication = asyncio.create_task(
-                self._publisher.try_out(path, version, self._mode)
+                self._weights.try_out(path, version, self._mode)
             )
             return
-        self._publication = asyncio.create_task(self._publisher.publish(path, version, self._mode))
+        self._publication = asyncio.create_task(self._weights.publish(path, version, self._mode))
 
     def _begin_trial(self, version: int) -> None:
         if self._guard is not None:
@@ -246,7 +246,7 @@ class Releases:
             return
         await self._arrived()
         beside = self._canary is not None
-        verdict = await self._guard.verdict(version, self._progress(), wait=wait, beside=beside)
+        verdict = await self._guard.verdict(version, self._progress, wait=wait, beside=beside)
         log.info("%s: %s", verdict.outcome, verdict.why)
         self.unjudged += verdict.outcome == "unjudged"
         self._undecided = False
@@ -288,7 +288,7 @@ class Releases:
                 if isinstance(e, WeightUpdateError):
                     raise
             else:
-                weights_of = self._progress().weights_of(version)
+                weights_of = self._progress.weights_of(version)
                 self._requests.answer(request, version=version, weights_of=weights_of)
 
     async def _noticed(self, work: Coroutine[None, None, None]) -> None:

@@ -1,4 +1,5 @@
-"""Foreign code in threads: a function that never returns holds up nobody else."""
+"""Work in threads: foreign code, of which a function that never returns holds up nobody else, and
+what has to be computed in one and the same thread."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -41,6 +43,22 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
     threading.Thread(target=run, name=function_name(function), daemon=True).start()
     return await future
+
+
+class ComputeThread:
+    """The one thread that computes with the model: torch keeps a pool of threads for each thread
+    that calls it, and the model is not to be shared."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="backend")
+
+    async def __call__(self, work: Callable[..., T], *args: Any) -> T:
+        """What `work` returns, computed there."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *args)
+
+    def close(self) -> None:
+        """Returns once nothing is computed any more."""
+        self._executor.shutdown()
 
 
 def function_name(function: Any) -> str:

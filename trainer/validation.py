@@ -15,7 +15,7 @@ At update 20 version 10 is published and pinned; the publications of 22 and 24 d
 the evaluation has ended and version 11 is published, with the weights of 25.
 
 Owns the figures of an evaluation and its sample table. Does not own: running agents
-(`rollout.py`), scoring (`scoring.py`), publishing (`loop.py`), which checkpoint is the best
+(`rollout.py`), scoring (`scoring.py`), publishing (`publisher.py`), which checkpoint is the best
 (`checkpoint.py`, told `Evaluation.value`).
 """
 

@@ -254,7 +254,7 @@ def test_a_wrong_hyper_parameter_is_told_by_key_value_and_remedy(
 def test_the_hyper_parameters_of_a_package_are_listed_and_survive_the_runs_record() -> None:
     config = load_config("quickstart", ["algorithm.loss.policy=hinge"])
     told = show_keys("algorithm.loss.options.*", config, width=100)
-    assert "algorithm.loss.options.margin: number > 0, default 0.2, for hinge" in told
-    assert "algorithm.loss.options.tau_positive: number > 0, default 1.0, for sapo" in told
-    assert "for clip_cov or kl_cov" in told
+    assert "algorithm.loss.options.margin: float > 0, default 0.2, for kind hinge" in told
+    assert "algorithm.loss.options.tau_positive: float > 0, default 1.0, for kind sapo" in told
+    assert "for kind clip_cov or kl_cov" in told
     assert RunConfig.model_validate(config.model_dump()) == config

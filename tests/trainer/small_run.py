@@ -236,7 +236,7 @@ class SmallRun:
 
     @property
     def producer(self) -> Producer:
-        return cast(Producer, self.trainer.producer)
+        return cast(Producer, self.trainer.batches.producer)
 
     async def train(self, until: int | None = None) -> list[dict[str, Any]]:
         """As `run.py` does, without its files."""
@@ -335,4 +335,4 @@ async def small_run(
             yield SmallRun(config, pool, engine, worker, backend, source, trainer, val_tasks)
         finally:
             await trainer.validator.stop()
-            await trainer.scorer.aclose()
+            await trainer.batches.scorer.aclose()

@@ -1,4 +1,4 @@
-"""The loop's mathematics on a real backend: which columns a batch gets by configuration."""
+"""The updater on a real backend: which columns a batch gets by configuration."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from stepwell.backends.torch_backend import TorchBackend, TorchBatch
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN, Group, Lease, Step, Trajectory
 from stepwell.presets import load_config
+from stepwell.trainer.batches import Batches
 from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.loop import Trainer
-from stepwell.training import build_critic
+from stepwell.trainer.metrics import Phases
+from stepwell.trainer.progress import Progress
+from stepwell.trainer.sampling import GroupFilter
+from stepwell.trainer.updater import Updater
+from stepwell.training import build_updater
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,36 +40,17 @@ class CountingBackend(TorchBackend):
 
 
 @contextmanager
-def trainer_of(tmp_path: Path, *overrides: str) -> Iterator[Trainer]:
-    """A trainer whose mathematics are whole; pool, engines and producer are never called."""
+def updater_of(tmp_path: Path, *overrides: str) -> Iterator[Updater]:
     fixed = ("data.train.size=4", "data.val.size=4", "backend.dtype=float32")
     config = load_config(
         str(ROOT / "configs/quickstart.yaml"),
         [f"run.dir={tmp_path}", f"model.path={ROOT}/examples/quickstart/model", *fixed, *overrides],
     )
-    absent = cast(Any, SimpleNamespace(ledger=None, memory=None))
-    trainer = Trainer(
-        config.trainer,
-        config.async_training,
-        config.algorithm,
-        pool=absent,
-        keeper=absent,
-        producer=absent,
-        scorer=absent,
-        backend=CountingBackend(config.backend, config.model.path),
-        group_filter=absent,
-        validator=absent,
-        publisher=absent,
-        checkpoints=absent,
-        publish=config.publish,
-        folder=tmp_path,
-        critic=build_critic(config),
-        seed=config.run.seed,
-    )
+    updater = build_updater(config, CountingBackend(config.backend, config.model.path))
     try:
-        yield trainer
+        yield updater
     finally:
-        trainer.close()
+        updater.close()
 
 
 def groups(log_probs: bool = True) -> list[Group]:
@@ -92,12 +77,13 @@ def groups(log_probs: bool = True) -> list[Group]:
     return [Group(f"p{p}", tuple(trajectory(p, t) for t in range(3))) for p in range(2)]
 
 
-def train(trainer: Trainer) -> tuple[Any, dict[str, float]]:
+def train(updater: Updater) -> tuple[Any, dict[str, float]]:
     torch.set_num_threads(1)
-    batch, mini_batches, metrics = trainer._prepare(groups())
-    for indices in mini_batches:
-        metrics |= trainer._optimize(batch, indices)
-    return batch, metrics
+    prepared = updater.prepare(groups())
+    metrics = dict(prepared.metrics)
+    for indices, _ in prepared.mini_batches:
+        metrics |= updater.step(prepared.batch, indices)
+    return prepared.batch, metrics
 
 
 POLICIES: dict[str, Callable[[dict[str, float]], bool]] = {
@@ -111,8 +97,8 @@ POLICIES: dict[str, Callable[[dict[str, float]], bool]] = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_loss_trains_through_the_loop(tmp_path: Path, policy: str) -> None:
-    with trainer_of(tmp_path, f"algorithm.loss.policy={policy}") as trainer:
-        _, metrics = train(trainer)
+    with updater_of(tmp_path, f"algorithm.loss.policy={policy}") as updater:
+        _, metrics = train(updater)
     assert metrics["grad_norm"] > 0
     assert metrics["skipped_updates"] == 0
     assert POLICIES[policy](metrics)
@@ -128,8 +114,8 @@ def test_a_plug_ins_loss_advantage_and_weight_train_through_the_loop(
         "algorithm.adv_estimator=stepwell_quantile:QUANTILE",
         "algorithm.off_policy.method=stepwell_tempered:TEMPERED",
     )
-    with trainer_of(tmp_path, *mine) as trainer:
-        batch, metrics = train(trainer)
+    with updater_of(tmp_path, *mine) as updater:
+        batch, metrics = train(updater)
     assert set(batch.columns["advantages"].tolist()) == {0.0, 1.0}
     assert metrics["grad_norm"] > 0
     assert metrics["policy/hinge_frac"] == 0
@@ -147,9 +133,10 @@ def test_what_was_cut_off_trains_nothing_and_counts_in_its_group(tmp_path: Path)
 
         return replace(group, trajectories=tuple(map(ended, group.trajectories)))
 
-    with trainer_of(tmp_path, "algorithm.loss.mask_truncated=true") as trainer:
-        whole, _, _ = trainer._prepare(groups())
-        batch, _, metrics = trainer._prepare([cut(g) for g in groups()])
+    with updater_of(tmp_path, "algorithm.loss.mask_truncated=true") as updater:
+        whole = updater.prepare(groups()).batch
+        cut_off = updater.prepare([cut(g) for g in groups()])
+    batch, metrics = cut_off.batch, cut_off.metrics
     trained = batch.columns["coef"] != 0
     owner = [s.trajectory_uid for s in batch.steps for _ in s.response_ids]
     assert {u for u, live in zip(owner, trained.tolist(), strict=True) if not live} == {
@@ -164,47 +151,47 @@ def test_what_was_cut_off_trains_nothing_and_counts_in_its_group(tmp_path: Path)
 def test_a_kl_in_the_reward_lowers_it_and_adapts_its_coefficient(tmp_path: Path) -> None:
     options = ("algorithm.kl.place=reward", "algorithm.kl.estimator=k1", "algorithm.kl.kl_coef=0.5")
     target = ("algorithm.kl.target_kl=1.0", "algorithm.kl.horizon=30")
-    with trainer_of(tmp_path, *options, *target) as trainer:
-        _, metrics = train(trainer)
+    with updater_of(tmp_path, *options, *target) as updater:
+        _, metrics = train(updater)
         # The policy is still its own reference: no KL, and the coefficient falls by 0.2 · 6 / 30.
         assert metrics["kl/ref"] == pytest.approx(0.0, abs=1e-5)
         assert metrics["kl/coef"] == 0.5
-        assert trainer.progress.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 6 / 30))
-        _, metrics = train(trainer)
+        assert updater.progress.kl_coef == pytest.approx(0.5 * (1 - 0.2 * 6 / 30))
+        _, metrics = train(updater)
         assert metrics["kl/ref"] != 0.0
         assert metrics["kl/coef"] == pytest.approx(0.48)
 
 
 def test_a_kl_in_the_loss_is_measured_at_every_update(tmp_path: Path) -> None:
     options = ("algorithm.kl.place=loss", "algorithm.kl.target_kl=1.0", "algorithm.kl.kl_coef=0.1")
-    with trainer_of(tmp_path, *options) as trainer:
-        train(trainer)
-        batch, metrics = train(trainer)
+    with updater_of(tmp_path, *options) as updater:
+        train(updater)
+        batch, metrics = train(updater)
         assert "ref_log_probs" in batch.columns
         assert metrics["kl/ref"] > 0
-        assert trainer.progress.kl_coef is not None
-        assert trainer.progress.kl_coef < 0.1
-    with trainer_of(tmp_path, "algorithm.kl.place=loss") as fixed:
+        assert updater.progress.kl_coef is not None
+        assert updater.progress.kl_coef < 0.1
+    with updater_of(tmp_path, "algorithm.kl.place=loss") as fixed:
         train(fixed)
         assert fixed.progress.kl_coef is None  # a changed configuration counts after a resume
 
 
 def test_without_a_kl_no_reference_is_scored(tmp_path: Path) -> None:
-    with trainer_of(tmp_path) as trainer:
-        batch, metrics = train(trainer)
+    with updater_of(tmp_path) as updater:
+        batch, metrics = train(updater)
     assert "ref_log_probs" not in batch.columns
     assert not any(name.startswith("kl/") for name in metrics)
 
 
 def test_bypass_saves_the_pass_that_recomputes_the_proximal_policy(tmp_path: Path) -> None:
-    with trainer_of(tmp_path, "algorithm.off_policy.method=bypass") as trainer:
-        batch, metrics = train(trainer)
-        backend = cast(CountingBackend, trainer._backend)
+    with updater_of(tmp_path, "algorithm.off_policy.method=bypass") as updater:
+        batch, metrics = train(updater)
+        backend = cast(CountingBackend, updater.backend)
         assert backend.passes == 0
         assert torch.equal(batch.columns["prox_log_probs"], batch.columns["rollout_log_probs"])
         assert metrics["policy/kl_k1"] != 0  # the ratio is π/μ
         assert "log_prob_gap" not in metrics
-        batch, _, _ = trainer._prepare(groups(log_probs=False))
+        batch = updater.prepare(groups(log_probs=False)).batch
         assert backend.passes == 1
         assert torch.isfinite(batch.columns["prox_log_probs"]).all()
 
@@ -213,7 +200,7 @@ def test_bypass_without_the_engines_log_probs_is_refused(tmp_path: Path) -> None
     options = ("algorithm.off_policy.method=bypass", "async_training.use_rollout_log_probs=false")
     with (
         pytest.raises(ConfigError, match="there would be no log-probs to use"),
-        trainer_of(tmp_path, *options),
+        updater_of(tmp_path, *options),
     ):
         pass
 
@@ -221,45 +208,48 @@ def test_bypass_without_the_engines_log_probs_is_refused(tmp_path: Path) -> None
 def test_the_gap_to_the_engine_is_measured_also_when_its_log_probs_are_not_used(
     tmp_path: Path,
 ) -> None:
-    with trainer_of(tmp_path) as used:
-        _, _, expected = used._prepare(groups())
-    with trainer_of(tmp_path, "async_training.use_rollout_log_probs=false") as unused:
-        batch, _, metrics = unused._prepare(groups())
+    with updater_of(tmp_path) as used:
+        expected = used.prepare(groups()).metrics
+    with updater_of(tmp_path, "async_training.use_rollout_log_probs=false") as unused:
+        prepared = unused.prepare(groups())
+    batch, metrics = prepared.batch, prepared.metrics
     assert torch.equal(batch.columns["rollout_log_probs"], batch.columns["prox_log_probs"])
     assert metrics["log_prob_gap"] == expected["log_prob_gap"] > 0.1  # the steps say -1.5
 
 
 def test_a_coefficient_that_was_adapted_to_0_stays_0(tmp_path: Path) -> None:
     options = ("algorithm.kl.place=reward", "algorithm.kl.kl_coef=0.5")
-    with trainer_of(tmp_path, *options, "algorithm.kl.target_kl=1.0") as trainer:
-        trainer.progress.kl_coef = 0.0
-        _, metrics = train(trainer)
+    with updater_of(tmp_path, *options, "algorithm.kl.target_kl=1.0") as updater:
+        updater.progress.kl_coef = 0.0
+        _, metrics = train(updater)
         assert metrics["kl/coef"] == 0.0
-        assert trainer.progress.kl_coef == 0.0
+        assert updater.progress.kl_coef == 0.0
 
 
 def test_an_update_that_is_not_applied_makes_no_step_staler(tmp_path: Path) -> None:
-    with trainer_of(tmp_path, "async_training.trigger_parameter_sync_step=1") as trainer:
-        batch, mini_batches, _ = trainer._prepare(groups())
-        batch.columns["advantages"].fill_(torch.inf)
-        assert trainer._optimize(batch, mini_batches[0])["skipped_updates"] == 1
-        assert trainer.progress.updates == 1
-        _, metrics = train(trainer)
+    with updater_of(tmp_path, "async_training.trigger_parameter_sync_step=1") as updater:
+        prepared = updater.prepare(groups())
+        prepared.batch.columns["advantages"].fill_(torch.inf)
+        ((indices, _),) = prepared.mini_batches
+        assert updater.step(prepared.batch, indices)["skipped_updates"] == 1
+        assert updater.progress.updates == 1
+        _, metrics = train(updater)
         assert metrics["staleness/mean"] == 0
         assert "log_prob_gap" in metrics  # the engines still have these weights
-        _, _, metrics = trainer._prepare(groups())
-        assert metrics["staleness/mean"] == 1
+        assert updater.prepare(groups()).metrics["staleness/mean"] == 1
 
 
 def test_an_update_of_the_critic_alone_makes_no_step_staler(tmp_path: Path) -> None:
     options = ("algorithm.adv_estimator=gae", "algorithm.critic.warmup_updates=1")
     sync = "async_training.trigger_parameter_sync_step=1"
-    with trainer_of(tmp_path, *options, sync) as trainer:
-        staleness = [train(trainer)[1]["staleness/mean"] for _ in range(3)]
+    with updater_of(tmp_path, *options, sync) as updater:
+        staleness = [train(updater)[1]["staleness/mean"] for _ in range(3)]
     assert staleness == [0, 0, 1]
 
 
-async def test_the_last_groups_are_trained_though_generation_ends_before_they_arrive() -> None:
+async def test_the_last_groups_are_trained_though_generation_ends_before_they_arrive(
+    tmp_path: Path,
+) -> None:
     """The pool has served them; to ask anew would bring nothing, and they would be lost."""
     last = tuple(Group(f"p{i}", ()) for i in range(8))
     asked = 0
@@ -274,14 +264,23 @@ async def test_the_last_groups_are_trained_though_generation_ends_before_they_ar
         async def get_statistics(self, channel: str) -> dict[str, Any]:
             return {}
 
-    trainer = Trainer.__new__(Trainer)
     config = load_config("quickstart", [])
-    trainer.config, trainer._async = config.trainer, config.async_training
-    trainer.pool = cast(Any, Pool())
-    trainer.keeper = LeaseKeeper(trainer.pool, TRAIN, 600.0)
+    pool = cast(Any, Pool())
     ended = asyncio.Event()
     ended.set()
     producer = SimpleNamespace(leased=list, ended=ended.wait, has_ended=True, endless=False)
-    trainer.producer = cast(Any, producer)
-    assert await trainer._lease() == last
-    assert await trainer._lease() is None
+    batches = Batches(
+        config.trainer,
+        config.async_training,
+        config.algorithm.estimator,
+        pool=pool,
+        keeper=LeaseKeeper(pool, TRAIN, 600.0),
+        producer=cast(Any, producer),
+        scorer=cast(Any, None),
+        group_filter=GroupFilter(config.sampling),
+        progress=Progress(),
+        phases=Phases(),
+        folder=tmp_path,
+    )
+    assert await batches.lease() == last
+    assert await batches.lease() is None

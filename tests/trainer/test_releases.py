@@ -20,7 +20,7 @@ from stepwell.datapool import Step
 from stepwell.trainer.guard import Sample, falls_below
 from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.progress import Progress
-from stepwell.trainer.publication import Publisher
+from stepwell.trainer.publication import EngineWeights
 from stepwell.trainer.releases import Releases
 from stepwell.trainer.rollback_file import Answer, RollBackFile, wait_for
 from tests.trainer.small_run import (
@@ -76,7 +76,7 @@ async def test_broken_weights_are_rolled_back_by_their_rewards(mode: str, tmp_pa
     larger = ("trainer.train_batch_size=8", "rollout.max_outstanding_groups=16")
     config = small_config(tmp_path, *GUARDED, *larger, f"async_training.mode={mode}")
     run = await trained(config, BreakingBackend(), 16)
-    assert run.trainer.releases.rolled_back == 1
+    assert run.trainer.publisher.releases.rolled_back == 1
     (version, weights_of), *more = run.trainer.progress.rolled_back.items()
     assert not more
     assert weights_of < version - 1, "the numbers go on"
@@ -90,7 +90,7 @@ async def test_broken_weights_are_rolled_back_by_their_rewards(mode: str, tmp_pa
 async def test_weights_that_are_no_worse_stay(tmp_path: Path) -> None:
     config = small_config(tmp_path, *GUARDED)
     run = await trained(config, RecordingBackend(), 12)
-    assert run.trainer.releases.rolled_back == 0
+    assert run.trainer.publisher.releases.rolled_back == 0
     assert served(run.engine) == run.backend.updates == 12, "what was held up is published"
 
 
@@ -98,7 +98,7 @@ async def test_without_traffic_a_version_stays_and_the_next_is_published(tmp_pat
     guarded = ("publish.guard.n=1000", "publish.guard.wait_s=0.05")
     config = small_config(tmp_path, *guarded)
     run = await trained(config, RecordingBackend(), 6)
-    assert run.trainer.releases.unjudged > 0
+    assert run.trainer.publisher.releases.unjudged > 0
     assert served(run.engine) == 6
 
 
@@ -159,7 +159,7 @@ async def test_a_resumed_run_goes_on_from_a_roll_back_that_its_checkpoint_does_n
     async with small_run(config) as again:
         assert await again.trainer.resume()
         assert again.backend.updates == 3, "of the version before the newest"
-        await again.trainer.published()
+        await again.trainer.publisher.published()
         assert served(again.engine) == 3
         assert again.engine.version > newest
 
@@ -172,9 +172,9 @@ async def test_a_checkpoint_beside_a_roll_back_has_the_weights_that_are_served(
     class RolledBackMeanwhile(RecordingBackend):
         def state_dict(self) -> dict[str, Any]:
             state = super().state_dict()
-            if run.trainer.releases.rolled_back == 0:
+            if run.trainer.publisher.releases.rolled_back == 0:
                 asyncio.run_coroutine_threadsafe(
-                    run.trainer.releases.roll_back(1, "for the test"), loop
+                    run.trainer.publisher.releases.roll_back(1, "for the test"), loop
                 ).result()
             return state
 
@@ -224,10 +224,10 @@ class Served:
         self.progress = Progress()
         self.said: list[str] = []
         self.releases = Releases(
-            Publisher(engines, self.store, EngineMemory(engines, lends=False)),
+            EngineWeights(engines, self.store, EngineMemory(engines, lends=False)),
             self.pool,
             config.publish,
-            lambda: self.progress,
+            self.progress,
             folder=folder,
             mode="retract",
             updates_per_sync=1,
@@ -322,7 +322,7 @@ async def test_a_trainer_that_dies_beside_a_canary_leaves_it_to_the_next(tmp_pat
     async with small_run(config) as again:
         again.engine.name, again.engine.path = left[1]
         assert not await again.trainer.resume()
-        await again.trainer.published()
+        await again.trainer.publisher.published()
         assert again.engine.name == "2", "a number that nobody has seen, committed"
         current = WeightStore(tmp_path / "weights").current()
         assert current is not None

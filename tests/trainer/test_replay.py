@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 
 from stepwell.datapool.types import Group, Step, Trajectory
+from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.recording import load_recording, record_batch, recording_path, recordings
-from stepwell.trainer.replay import ReplayTrainer
+from stepwell.trainer.replay import replay
+from stepwell.trainer.updater import Updater
+from tests.trainer.small_run import RecordingBackend
 
 
 def group(uid: str) -> Group:
@@ -92,9 +94,25 @@ def test_a_recording_of_classes_that_are_gone_is_refused_by_name(tmp_path: Path)
         load_recording(path)
 
 
-async def test_a_gap_in_the_recording_names_the_checkpoint_to_begin_from(tmp_path: Path) -> None:
+def test_a_gap_in_the_recording_names_the_checkpoint_to_begin_from(tmp_path: Path) -> None:
     record_batch(str(tmp_path), [group("a")], Progress(updates=6))
-    trainer = cast(Any, ReplayTrainer.__new__(ReplayTrainer))
-    trainer.progress = Progress()
+    updater = Updater(AlgorithmConfig(), AsyncTrainingConfig(), RecordingBackend())
     with pytest.raises(CheckpointError, match=r"set run\.resume to the checkpoint step_6"):
-        await anext(trainer.replay(recordings(str(tmp_path))))
+        next(replay(updater, recordings(str(tmp_path)), 1))
+
+
+def test_a_replay_has_the_counters_and_versions_of_the_recorded_run(tmp_path: Path) -> None:
+    for updates in (2, 3):
+        published = {0: 0, **{v: v for v in range(1, updates + 1)}}
+        progress = Progress(updates=updates, version=updates, published=published)
+        record_batch(str(tmp_path), [group(f"g{updates}")], progress)
+    backend = RecordingBackend()
+    updater = Updater(
+        AlgorithmConfig(), AsyncTrainingConfig(trigger_parameter_sync_step=1), backend
+    )
+    updater.progress.become(Progress(updates=2, version=2, published={2: 2}))
+    records = list(replay(updater, recordings(str(tmp_path)), 1))
+    assert [(r["step"], r["policy_version"]) for r in records] == [(3, 3), (4, 4)]
+    assert [s[0].prompt_uid for s in backend.steps] == ["g2", "g3"]
+    assert records[0]["reward/mean"] == 0.1 + 0.2
+    assert records[1]["staleness/mean"] == 3.0, "its step is of version 0"

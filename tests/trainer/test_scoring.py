@@ -193,10 +193,10 @@ async def test_a_group_reward_sees_every_trajectory_and_scores_the_unscored(
 
 
 async def test_long_trajectories_are_fined_whoever_scored_them(make: Any, encode: Any) -> None:
-    """Tokens of all steps count: call + 4 is half way into the buffer, call + a long one beyond."""
+    """Tokens of all steps count: call + 4 is half way into the buffer, a long one beyond."""
     short, length = len(encode("call")) + len(encode("4")), len(encode("call" + "4" * 40))
-    buffer = OverlongBufferConfig(max_resp_len=short + 5, len=10)
-    assert length > short + 5
+    buffer = OverlongBufferConfig(max_resp_len=short + 1, len=2)
+    assert length > short + 1
     scorer = Scorer("exact_match", MODEL, buffer)
     groups = await scorer.score([make("4", ("4", 0.75), ("4" * 40, 0.75)), make(("4", 1.0))])
     assert rewards(groups) == [[0.5, 0.25, -0.25], [0.5]]
