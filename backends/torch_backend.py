@@ -20,7 +20,7 @@ were, `skipped_updates` counts it, and too many in a row raise `NonFiniteUpdateE
 
 On the CPU, with the same thread count, a run is bit-identical to itself and to its continuation
 from a `state_dict`. Not thread-safe: one caller at a time. Does not own: formulas
-(`trainer/algorithms/losses.py`), when weights are published or checkpoints are written (`trainer/loop.py`).
+(`trainer/algorithms/`), when weights are published or checkpoints are written (`trainer/loop.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How far a run has come: what a checkpoint and a recorded batch carry besides model and prompts.
 
-Owns the numbers. Does not own when they change (`updater.py`, `releases.py`) or the files (`checkpoint.py`,
-`recording.py`).
+Owns the numbers. Does not own when they change (`updater.py`, `releases.py`) or the files
+(`checkpoint.py`, `recording.py`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Where generation waits for publications (`async_training.mode` with windows) the
 While the trainer computes on GPUs that it shares with the engines, they lend it their memory.
 
 Owns when a version is due, the windows around it, the loan of memory, and that after a roll-back
-the backend trains the weights that engines serve. Does not own trials and roll-backs (`releases.py`) or
-how weights get to engines (`publication.py`).
+the backend trains the weights that engines serve. Does not own trials and roll-backs
+(`releases.py`) or how weights get to engines (`publication.py`).
 """
 
 from __future__ import annotations
