@@ -34,7 +34,7 @@ from stepwell.presets import load_config
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.live import Traffic
 from stepwell.trainer.loop import Trainer
-from stepwell.trainer.rollout import Producer
+from stepwell.trainer.rollout.producer import Producer
 from stepwell.training import build_trainer
 
 BATCHES = 32

@@ -53,12 +53,12 @@ from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
 from stepwell.ray_address import check_environment, find_ray
 from stepwell.resuming import check_resumed, check_same_data
 from stepwell.run_file import refuse_second_run
-from stepwell.trainer.agents import load_agent
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.errors import ConfigError, TrainerError
 from stepwell.trainer.rewards import build_manager
+from stepwell.trainer.rollout.agents import load_agent
 
 _KNOWN = (TrainerError, BackendError, GatewayError, DataPoolError)
 _GB = 1e9

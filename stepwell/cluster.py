@@ -52,7 +52,7 @@ from stepwell.placement import (
 from stepwell.ray_cluster import connected, joined, ray_here, while_raylet_lives
 from stepwell.run_file import RayPart
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
-from stepwell.trainer.rollout import WorkerHandle, start_workers
+from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
 from stepwell.trainer.sampling import train_channel
 
 log = logging.getLogger(__name__)

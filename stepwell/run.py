@@ -77,7 +77,7 @@ from stepwell.trainer.errors import ConfigError, StarvedError
 from stepwell.trainer.live import LOST
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.metrics import MemoryMeter, MetricsWriter
-from stepwell.trainer.rollout import WorkerHandle, start_workers
+from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
 from stepwell.trainer.validation import COLUMNS, VALIDATION, read_samples, samples_path
 from stepwell.training import build_trainer
 

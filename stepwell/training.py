@@ -31,7 +31,7 @@ from stepwell.trainer.metrics import Phases
 from stepwell.trainer.producers import GroupProducer
 from stepwell.trainer.publication import EngineWeights
 from stepwell.trainer.publisher import Publisher
-from stepwell.trainer.rollout import Producer
+from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.sampling import GroupFilter, Pace, credit_limit, drops_surplus
 from stepwell.trainer.scoring import Scorer
 from stepwell.trainer.threads import ComputeThread

@@ -19,7 +19,7 @@ readers leave it out. Worked example: 10 prompts trained, checkpoint at offset 9
 kill. The next process writes {"event":"resumed","offset":900}; the 4 are issued and trained again,
 and `audit` counts each once.
 
-Owns the file and the audit. Does not own what is issued again (`reclaim.py`, `rollout.py`).
+Owns the file and the audit. Does not own what is issued again (`reclaim.py`, `rollout/`).
 """
 
 from __future__ import annotations

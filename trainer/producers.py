@@ -1,7 +1,7 @@
 """This module says what the trainer needs of whatever brings its groups, so that our own
 rollouts, live traffic and recordings train alike.
 
-    Producer   (`rollout.py`)   agents that this run starts, on the tasks of `data`
+    Producer   (`rollout/`)     agents that this run starts, on the tasks of `data`
     Traffic    (`live.py`)      agents that nobody here starts, through the gateway
 
 Both bring groups into the pool, where the trainer leases them. What differs is what is known of

@@ -15,7 +15,7 @@ are trained: one publication behind. In `async` mode there is no credit to run o
 pool's `max_outstanding_groups` is the brake.
 
 Owns the credit, the channel's settings that follow from the mode, and the filter of scored groups.
-Does not own: issuing groups (`rollout.py`), scoring (`scoring.py`), the rules themselves
+Does not own: issuing groups (`rollout/`), scoring (`scoring.py`), the rules themselves
 (`datapool/selection`). Pure but for `Pace`'s event. Loads no torch.
 """
 

@@ -15,7 +15,7 @@ At update 20 version 10 is published and pinned; the publications of 22 and 24 d
 the evaluation has ended and version 11 is published, with the weights of 25.
 
 Owns the figures of an evaluation and its sample table. Does not own: running agents
-(`rollout.py`), scoring (`scoring.py`), publishing (`publisher.py`), which checkpoint is the best
+(`rollout/`), scoring (`scoring.py`), publishing (`publisher.py`), which checkpoint is the best
 (`checkpoint.py`, told `Evaluation.value`).
 """
 
@@ -41,7 +41,7 @@ from stepwell.datapool.types import VAL, Group, Trajectory
 from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
 from stepwell.trainer.errors import ConfigError, StarvedError
-from stepwell.trainer.rollout import Producer
+from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.scoring import Scorer, why_lost
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.wiring import Wiring
 from stepwell.trainer.config import RewardConfig, RolloutConfig
 from stepwell.trainer.rewards import build_manager
-from stepwell.trainer.rollout import RolloutWorker
+from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.gateway.conftest import QUICKSTART, local_pool, make_tokenizer, port_of, serving
 from tests.helpers import serving_posts
 

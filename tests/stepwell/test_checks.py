@@ -17,7 +17,7 @@ import ray
 
 from stepwell.cli import main
 from stepwell.run_file import only_run_in
-from stepwell.trainer.agents import load_agent
+from stepwell.trainer.rollout.agents import load_agent
 from tests.e2e.conftest import ROOT
 
 MODEL = ROOT / "examples" / "quickstart" / "model"

@@ -26,7 +26,7 @@ from stepwell.cluster import start_cluster
 from stepwell.layout import GATEWAY_KEY
 from stepwell.ray_cluster import connected, joined
 from stepwell.trainer.errors import ConfigError
-from stepwell.trainer.rollout import RolloutWorker
+from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.e2e.conftest import small_config
 
 DRIVER = """

@@ -35,7 +35,7 @@ from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.loop import Trainer
-from stepwell.trainer.rollout import Producer
+from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.sampling import train_channel
 from stepwell.trainer.validation import Evaluation
 from stepwell.training import build_trainer

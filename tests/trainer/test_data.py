@@ -29,7 +29,7 @@ from stepwell.trainer.buffer_filters import Returned
 from stepwell.trainer.config import DataConfig, SourceConfig
 from stepwell.trainer.data import DataError, DataExhaustedError, PromptSource, Task
 from stepwell.trainer.prompt_length import PromptMeter
-from stepwell.trainer.rollout import _new_uid
+from stepwell.trainer.rollout.producer import new_uid
 
 WriteLines = Callable[..., Path]
 
@@ -442,9 +442,9 @@ def test_any_instance_id_makes_a_prompt_uid_that_may_stand_in_a_url(
 ) -> None:
     task = only(write({"question": "a", "answer": "1", "instance_id": instance_id}))
     assert task["instance_id"] == instance_id
-    uid = _new_uid(task)
+    uid = new_uid(task)
     assert quote(uid, safe="") == uid
-    assert uid != _new_uid(task)
+    assert uid != new_uid(task)
 
 
 def test_an_instance_id_that_occurs_twice_is_refused(write: WriteLines) -> None:

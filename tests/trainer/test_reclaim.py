@@ -13,7 +13,8 @@ from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.data import DataExhaustedError, PromptSource
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.reclaim import reclaim
-from stepwell.trainer.rollout import Producer, WorkerHandle
+from stepwell.trainer.rollout.producer import Producer
+from stepwell.trainer.rollout.worker import WorkerHandle
 
 
 @pytest.fixture

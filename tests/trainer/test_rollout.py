@@ -14,7 +14,8 @@ from aiohttp import web
 
 from stepwell.trainer.config import RolloutConfig
 from stepwell.trainer.errors import RolloutError
-from stepwell.trainer.rollout import RolloutWorker, load_agent
+from stepwell.trainer.rollout.agents import load_agent
+from stepwell.trainer.rollout.worker import RolloutWorker
 
 compact = partial(json.dumps, separators=(",", ":"))
 

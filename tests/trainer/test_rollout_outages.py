@@ -28,7 +28,8 @@ from stepwell.gateway.wiring import Wiring
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import Ledger, audit
-from stepwell.trainer.rollout import INFRASTRUCTURE, LOSSES, Producer, RolloutWorker, start_workers
+from stepwell.trainer.rollout.producer import LOSSES, Producer
+from stepwell.trainer.rollout.worker import INFRASTRUCTURE, RolloutWorker, start_workers
 from tests.gateway.conftest import make_tokenizer
 from tests.gateway.test_engine import Machine
 from tests.helpers import actor_processes

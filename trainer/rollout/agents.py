@@ -1,7 +1,7 @@
 """This module finds the agent that `rollout.agent` names, so that one that cannot be run is refused
 before anything is started.
 
-Owns what an agent is and the errors of one that is none. Does not own running it (`rollout.py`).
+Owns what an agent is and the errors of one that is none. Does not own running it (`worker.py`).
 Loads neither torch nor Ray, unless the agent's own module does.
 """
 

@@ -1,0 +1,325 @@
+"""This module runs agents against the gateway, so that a rollout that fails is never scored, and is
+made again if the agent was not at fault.
+
+`RolloutWorker` (a Ray actor) runs the rollouts of whole groups on its own event loop and talks to
+the gateway by HTTP only, like any agent. One rollout::
+
+    init_trajectory ──► agent(task, base_url, api_key) ──► complete_trajectory(reward)
+        │                   │ raised, timed out
+        │                   └──► abort_trajectory(reason) ──► next attempt, or the rollout is lost
+        └──► "closed": the group's deadline came first
+
+A failed rollout is aborted with its reason and never scored 0. Whose failure it was, the gateway
+says (`GET /health`, `undisturbed_s`): an attempt during which the gateway was restarted, or lost
+its engines or the pool, has failed through no fault of the agent's. It does not count against
+`rollout.max_attempts`, and is made again as soon as an engine answers::
+
+    attempt fails ──undisturbed──► the agent's: counted; the last one loses the rollout
+        └──disturbed──► aborted, to be made again ──an engine answers──► next attempt
+                            └──none within OUTAGE_S, or the group has closed──► INFRASTRUCTURE
+
+Does not own: scoring (an agent that returns None leaves its trajectory unscored, the trainer scores
+it), group readiness (the pool), which prompt is rolled out (`producer.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import ray
+from pydantic import SecretStr
+
+from stepwell.datapool.process import log_to_file, numbered_log, settle_heap
+from stepwell.datapool.types import GREEDY, MAX_REWARD, TRAIN, is_reward
+from stepwell.trainer.config import RolloutConfig
+from stepwell.trainer.data import Task
+from stepwell.trainer.errors import RolloutError
+from stepwell.trainer.rollout.agents import load_agent
+from stepwell.trainer.rollout.gateway import (
+    PATIENCE_S,
+    RETRY_S,
+    ClosedError,
+    GatewayClient,
+    UnreachableError,
+)
+
+log = logging.getLogger(__name__)
+
+OUTAGE_S = 60.0
+"""A rollout that lost its engine waits for one so long, within its group."""
+OUTAGES = 8
+"""Attempts in a row that a rollout loses to infrastructure before its group is given up."""
+OUTAGE_PAUSE_S = (0.25, 10.0)
+"""Before the next attempt: doubles, from the first to the second."""
+RECOVERY_S = 900.0
+"""The producer waits for workers, gateway and engine so long: an engine may load for ten minutes
+(`engine.startup_timeout_s`). The run ends if they are not back: no rollout can be run any more."""
+COMPLETE = "complete"
+CLOSED = "closed"
+"""How a rollout ended whose group was closed before it could."""
+INFRASTRUCTURE = "infrastructure"
+"""How a rollout ended that worker, gateway, engine or pool failed; and the reason under which its
+group is dropped, to be issued again."""
+
+
+def read_reward(agent: str, returned: object) -> float | None:
+    """What the agent at the path `agent` returned, as a reward.
+
+    Raises:
+        RolloutError: it is none. Nothing is converted: "347" would be a reward of 347.
+    """
+    if returned is None:
+        return None
+    if not is_reward(returned):
+        named = returned if isinstance(returned, int | float) else f"a {type(returned).__name__}"
+        raise RolloutError(
+            f"{agent} returned {named}; return a number within ±{MAX_REWARD:g}, or None to leave "
+            "the rollout unscored"
+        )
+    return float(returned)
+
+
+class RolloutWorker:
+    """Runs groups of rollouts; one per process (see `start_workers`).
+
+    Args:
+        gateway_urls: of the gateway's replicas.
+        key: the gateway's admin key; None: it has no keys.
+        log_file: what the process logs, and what agents print, goes there, too.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        gateway_urls: Sequence[str],
+        key: SecretStr | None = None,
+        log_file: Path | None = None,
+    ) -> None:
+        log_to_file(log_file)
+        self._config = config
+        self._gateway = GatewayClient(gateway_urls, key)
+        self._agent = load_agent(config.agent or "")
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._traced: set[tuple[str, int | None]] = set()
+        """Lines of code whose traceback is in the log: every rollout may fail at the same one."""
+        settle_heap()
+
+    async def run_group(
+        self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0
+    ) -> dict[str, int]:
+        """Run `n` rollouts of `task`, the last `n_greedy` of them as greedy baselines; returns how
+        they ended: {"complete": 7, "timeout": 1}.
+
+        Raises:
+            RolloutError: the gateway refuses to begin rollouts; none can be run.
+        """
+        marks: list[dict[str, Any]] = [{"rollout_index": index} for index in range(n)]
+        for mark in marks[n - n_greedy :]:
+            mark[GREEDY] = True
+        ends = await asyncio.gather(
+            *(self._rollout(task, prompt_uid, mark, channel) for mark in marks)
+        )
+        return dict(Counter(ends))
+
+    async def ready(self, patience_s: float = RECOVERY_S) -> None:
+        """Returns once the gateway answers and has an engine.
+
+        Raises:
+            RolloutError: not within `patience_s`; or it refuses this worker's key.
+        """
+        await self._gateway.ready(patience_s)
+
+    async def close(self) -> None:
+        await self._gateway.close()
+
+    async def _rollout(
+        self, task: Task, prompt_uid: str, mark: dict[str, Any], channel: str
+    ) -> str:
+        began, attempts = time.monotonic(), count()
+        failures, outages, end = 0, 0, INFRASTRUCTURE
+        while outages < OUTAGES:
+            async with self._slots:
+                final = failures + 1 == self._config.max_attempts
+                attempt = next(attempts)
+                end = await self._attempt(task, prompt_uid, mark, attempt, final, channel)
+                if end == INFRASTRUCTURE:
+                    if not await self._outlasts(outages, prompt_uid):
+                        break
+                    outages += 1
+                    continue
+            if end == CLOSED and await self._gateway.was_disturbed(began):
+                return INFRASTRUCTURE
+            failures, outages = failures + 1, 0
+            if end in (COMPLETE, CLOSED) or failures == self._config.max_attempts:
+                break
+        return end
+
+    async def _outlasts(self, outages: int, prompt_uid: str) -> bool:
+        """Wait for gateway and engine; False: in vain."""
+        shortest, longest = OUTAGE_PAUSE_S
+        await asyncio.sleep(min(shortest * 2**outages, longest))
+        try:
+            await self.ready(OUTAGE_S)
+        except UnreachableError as e:
+            log.warning("a rollout of %s waited in vain: %s", prompt_uid, e)
+            return False
+        return True
+
+    async def _attempt(
+        self,
+        task: Task,
+        prompt_uid: str,
+        mark: dict[str, Any],
+        attempt: int,
+        final: bool,
+        channel: str,
+    ) -> str:
+        """How it ended: COMPLETE, CLOSED, INFRASTRUCTURE, or what the agent failed with."""
+        began = time.monotonic()
+        try:
+            started = await self._gateway.ask_any(
+                "/init_trajectory",
+                {
+                    # Chosen here, so that asking again opens no second one.
+                    "trajectory_uid": uuid.uuid4().hex,
+                    "prompt_uid": prompt_uid,
+                    "channel": channel,
+                    "attempt": attempt,
+                    "metadata": mark,
+                },
+            )
+        except ClosedError as closed:
+            log.info("a rollout of %s comes too late: %s", prompt_uid, closed)
+            return CLOSED
+        except UnreachableError as e:
+            log.warning("a rollout of %s could not begin: %s", prompt_uid, e)
+            return INFRASTRUCTURE
+        base_url: str = started["base_url"]
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                returned = await self._agent(task, base_url, started.get("api_key", "none"))
+            reward = read_reward(self._config.agent or "", returned)
+            await self._gateway.ask(f"{base_url}/v1/complete_trajectory", {"reward": reward})
+        except TimeoutError:
+            reason = "timeout"
+        except asyncio.CancelledError:
+            if (us := asyncio.current_task()) is None or us.cancelling():
+                await self._abort(base_url, "cancelled", patience_s=0)
+                raise
+            reason = "CancelledError: the agent was cancelled from within"
+        except ClosedError as closed:
+            log.info("a rollout of %s had ended already: %s", prompt_uid, closed)
+            return CLOSED
+        except (Exception, SystemExit) as e:  # an agent is foreign code
+            reason = f"{type(e).__name__}: {e}"[:200]
+            frame = traceback.extract_tb(e.__traceback__)[-1]
+            if (place := (frame.filename, frame.lineno)) not in self._traced:
+                self._traced.add(place)
+                log.warning("the first rollout that failed there", exc_info=True)
+        else:
+            return COMPLETE
+        origin = base_url.rsplit("/", 2)[0]
+        disturbed = await self._gateway.was_disturbed(began, origin)
+        log.warning(
+            "rollout %d of %s failed (attempt %d%s): %s",
+            mark["rollout_index"],
+            prompt_uid,
+            attempt,
+            ", during an outage" if disturbed else "",
+            reason,
+        )
+        if disturbed:
+            reason = f"{INFRASTRUCTURE}: {reason}"
+        if await self._abort(base_url, reason, will_retry=disturbed or not final):
+            return reason.partition(":")[0]
+        return CLOSED
+
+    async def _abort(
+        self,
+        base_url: str,
+        reason: str,
+        *,
+        will_retry: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> bool:
+        """False: it had ended already, with its group. One that cannot be aborted stays open until
+        its group's deadline."""
+        body: dict[str, Any] = {"reason": reason}
+        if patience_s:
+            body["will_retry"] = will_retry
+        try:
+            answer = await self._gateway.ask(f"{base_url}/v1/abort_trajectory", body, patience_s)
+        except ClosedError as closed:
+            log.info("%s had ended already: %s", base_url, closed)
+            return False
+        except RolloutError as e:  # at the end of a run the gateway may be gone
+            log.warning("%s could not be aborted (%s): %s", base_url, reason, e)
+            return True
+        return answer.get("outcome") != "late"
+
+
+class WorkerHandle(Protocol):
+    """What `Producer` needs of a worker: a Ray handle from `start_workers`, or a local one."""
+
+    async def run_group(
+        self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0
+    ) -> dict[str, int]: ...
+
+    async def ready(self) -> None: ...
+
+
+class _RemoteWorker:
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def run_group(
+        self, task: Task, prompt_uid: str, n: int, channel: str = TRAIN, n_greedy: int = 0
+    ) -> dict[str, int]:
+        running = self._actor.run_group.remote(task, prompt_uid, n, channel, n_greedy)
+        try:
+            return cast(dict[str, int], await running)
+        except asyncio.CancelledError:
+            ray.cancel(running)  # giving up the reference alone would leave the agents running
+            raise
+
+    async def ready(self) -> None:
+        give_up = time.monotonic() + RECOVERY_S
+        while True:
+            try:
+                await self._actor.ready.remote()
+                return
+            except ray.exceptions.RayActorError as e:  # Ray is starting it again
+                if time.monotonic() >= give_up:
+                    raise RolloutError(
+                        f"a rollout worker died and did not come back for {RECOVERY_S:g} s ({e})"
+                    ) from e
+            await asyncio.sleep(RETRY_S)
+
+
+def start_workers(
+    config: RolloutConfig,
+    gateway_urls: Sequence[str],
+    key: SecretStr | None = None,
+    log_dir: Path | None = None,
+) -> list[WorkerHandle]:
+    """`config.workers` actors; Ray restarts one that dies, and its groups are issued again.
+
+    Args:
+        log_dir: what they log and agents print goes to `rollout.log`, or `rollout_0.log`, …, there,
+            too.
+    """
+    actor = ray.remote(RolloutWorker).options(
+        num_cpus=0, max_restarts=-1, max_concurrency=1000, name=None
+    )
+    n = config.workers
+    logs = [numbered_log(log_dir, "rollout", k, n) for k in range(n)]
+    return [_RemoteWorker(actor.remote(config, gateway_urls, key, log)) for log in logs]
