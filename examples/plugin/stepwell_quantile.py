@@ -9,7 +9,6 @@ import numpy as np
 from pydantic import Field
 
 from stepwell.trainer.algorithms.advantages.base import (
-    AdvantageKeys,
     Array,
     Batch,
     Estimate,
@@ -26,11 +25,11 @@ class QuantileOptions(Options):
     """The quantile of the group's returns that is the baseline; 0.5 is the median."""
 
 
-def quantile(b: Batch, keys: AdvantageKeys[QuantileOptions]) -> Estimate:
+def quantile(b: Batch, options: QuantileOptions) -> Estimate:
     """A = G - a quantile of the group's returns."""
 
     def above(r: Returns) -> Array:
-        return np.asarray(r.values - np.quantile(r.means, keys.adv_options.at))
+        return np.asarray(r.values - np.quantile(r.means, options.at))
 
     return Estimate(b.by_group(above))
 

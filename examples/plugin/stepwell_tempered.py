@@ -8,7 +8,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from stepwell.trainer.algorithms.off_policy.base import MethodKeys, OffPolicyMethod
+from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod
 from stepwell.trainer.algorithms.off_policy.ratios import Ratios
 from stepwell.trainer.algorithms.options import Options
 
@@ -20,9 +20,9 @@ class TemperedOptions(Options):
     """Of ρ: 0 weighs nothing, 1 is plain importance sampling."""
 
 
-def tempered(x: Ratios, keys: MethodKeys[TemperedOptions]) -> Tensor:
+def tempered(x: Ratios, options: TemperedOptions) -> Tensor:
     """w = ρ^power on every token, fresh or stale."""
-    return (keys.options.power * x.log_ratio).exp()
+    return (options.power * x.log_ratio).exp()
 
 
 TEMPERED = OffPolicyMethod("ρ to a power.", weigh=tempered, options=TemperedOptions)

@@ -24,6 +24,7 @@ from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.advantages.gae import gae
 from stepwell.trainer.algorithms.advantages.greedy import GREEDY_REWARD, baselined, remax
 from stepwell.trainer.algorithms.advantages.group import dr_grpo, gpg, grpo, opo, rloo
+from stepwell.trainer.algorithms.options import Options
 from stepwell.trainer.algorithms.registry import ESTIMATORS as REGISTRY
 from stepwell.trainer.config import AdvantageConfig
 from stepwell.trainer.errors import ColumnError, RewardError
@@ -55,7 +56,8 @@ def batch_of(returns: Array, tokens: Array, rewards: Array | None = None) -> Bat
 def within_group(name: str, rewards: Sequence[float]) -> Array:
     values = np.array(rewards)
     config = AdvantageConfig(adv_estimator=name)
-    return config.estimator.estimate(batch_of(values, np.ones(len(values))), config).advantages
+    batch = batch_of(values, np.ones(len(values)))
+    return config.estimator.estimate(batch, config.adv_options).advantages
 
 
 def trajectory(
@@ -234,10 +236,9 @@ def test_whitening_one_token_or_equal_values_gives_zero(tokens: list[float]) -> 
 
 def test_gpg_makes_up_for_trajectories_without_reward() -> None:
     """Of [1, 0, 0, 0] one in four is scored: α = 4."""
-    keys = AdvantageConfig(adv_estimator="gpg")
-    found = gpg(batch_of(np.array([1.0, 0.0, 0.0, 0.0]), np.ones(4)), keys).advantages
+    found = gpg(batch_of(np.array([1.0, 0.0, 0.0, 0.0]), np.ones(4)), Options()).advantages
     assert found == pytest.approx([3.0, -1.0, -1.0, -1.0])
-    assert gpg(batch_of(np.zeros(2), np.ones(2)), keys).advantages == pytest.approx([0.0, 0.0])
+    assert gpg(batch_of(np.zeros(2), np.ones(2)), Options()).advantages == pytest.approx([0.0, 0.0])
 
 
 def test_gae_with_lambda_one_is_the_return_minus_the_value_and_with_zero_the_td_error() -> None:

@@ -15,85 +15,77 @@ this loads no torch.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import TypeVar
 
 from stepwell.backends.registry import Names, Registry, first_line
 from stepwell.trainer.algorithms.advantages.base import Estimator
 from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod
 from stepwell.trainer.algorithms.policy_losses.base import PolicyLoss
 
-_HERE: Final = "stepwell.trainer.algorithms"
+T = TypeVar("T")
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry(
-    Names(
-        group="stepwell.policy_losses",
-        key="policy",
-        built_in={
-            "ppo": f"{_HERE}.policy_losses.ppo:PPO",
-            "gspo": f"{_HERE}.policy_losses.gspo:GSPO",
-            "cispo": f"{_HERE}.policy_losses.cispo:CISPO",
-            "sapo": f"{_HERE}.policy_losses.sapo:SAPO",
-            "clip_cov": f"{_HERE}.policy_losses.covariance:CLIP_COV",
-            "kl_cov": f"{_HERE}.policy_losses.covariance:KL_COV",
-            "gpg": f"{_HERE}.policy_losses.likelihood:GPG",
-            "sft": f"{_HERE}.policy_losses.likelihood:SFT",
-        },
-    ),
-    wanted="PolicyLoss",
-    fits=lambda found: isinstance(found, PolicyLoss),
-    lacks=lambda name, found: None,
-    about=lambda found: first_line(found.compute),
+
+def _family(
+    group: str, key: str, member: type[T], about: Callable[[T], str], built_in: dict[str, str]
+) -> Registry[T]:
+    """`built_in`: by name, where the member is below this package."""
+    paths = {name: f"stepwell.trainer.algorithms.{path}" for name, path in built_in.items()}
+    return Registry(
+        Names(group, key, paths),
+        wanted=member.__name__,
+        fits=lambda found: isinstance(found, member),
+        lacks=lambda name, found: None,
+        about=about,
+    )
+
+
+POLICY_LOSSES = _family(
+    "stepwell.policy_losses",
+    "policy",
+    PolicyLoss,
+    lambda found: first_line(found.compute),
+    {
+        "ppo": "policy_losses.ppo:PPO",
+        "gspo": "policy_losses.gspo:GSPO",
+        "cispo": "policy_losses.cispo:CISPO",
+        "sapo": "policy_losses.sapo:SAPO",
+        "clip_cov": "policy_losses.covariance:CLIP_COV",
+        "kl_cov": "policy_losses.covariance:KL_COV",
+        "gpg": "policy_losses.likelihood:GPG",
+        "sft": "policy_losses.likelihood:SFT",
+    },
 )
 
-ESTIMATORS: Registry[Estimator] = Registry(
-    Names(
-        group="stepwell.advantages",
-        key="adv_estimator",
-        built_in={
-            "grpo": f"{_HERE}.advantages.group:GRPO",
-            "dr_grpo": f"{_HERE}.advantages.group:DR_GRPO",
-            "rloo": f"{_HERE}.advantages.group:RLOO",
-            "opo": f"{_HERE}.advantages.group:OPO",
-            "gpg": f"{_HERE}.advantages.group:GPG",
-            "remax": f"{_HERE}.advantages.greedy:REMAX",
-            "reinforce_plus_plus": f"{_HERE}.advantages.reinforce:REINFORCE_PLUS_PLUS",
-            "reinforce_plus_plus_baseline": (
-                f"{_HERE}.advantages.reinforce:REINFORCE_PLUS_PLUS_BASELINE"
-            ),
-            "reinforce_running": f"{_HERE}.advantages.running:REINFORCE_RUNNING",
-            "gae": f"{_HERE}.advantages.gae:GAE",
-        },
-    ),
-    wanted="Estimator",
-    fits=lambda found: isinstance(found, Estimator),
-    lacks=lambda name, found: None,
-    about=lambda found: first_line(found.estimate),
+ESTIMATORS = _family(
+    "stepwell.advantages",
+    "adv_estimator",
+    Estimator,
+    lambda found: first_line(found.estimate),
+    {
+        "grpo": "advantages.group:GRPO",
+        "dr_grpo": "advantages.group:DR_GRPO",
+        "rloo": "advantages.group:RLOO",
+        "opo": "advantages.group:OPO",
+        "gpg": "advantages.group:GPG",
+        "remax": "advantages.greedy:REMAX",
+        "reinforce_plus_plus": "advantages.reinforce:PLAIN",
+        "reinforce_plus_plus_baseline": "advantages.reinforce:WITH_BASELINE",
+        "reinforce_running": "advantages.running:REINFORCE_RUNNING",
+        "gae": "advantages.gae:GAE",
+    },
 )
 
-METHODS: Registry[OffPolicyMethod] = Registry(
-    Names(
-        group="stepwell.off_policy",
-        key="method",
-        built_in={
-            name: f"{_HERE}.off_policy.presets:{name.upper()}"
-            for name in (
-                "staleness_aware",
-                "none",
-                "bypass",
-                "decoupled",
-                "tis",
-                "geometric_tis",
-                "sequence_tis",
-                "mis",
-                "sequence_mis",
-                "geometric_mis",
-                "icepop",
-                "opsm",
-            )
-        },
-    ),
-    wanted="OffPolicyMethod",
-    fits=lambda found: isinstance(found, OffPolicyMethod),
-    lacks=lambda name, found: None,
-    about=lambda found: found.about,
+METHODS = _family(
+    "stepwell.off_policy",
+    "method",
+    OffPolicyMethod,
+    lambda found: found.about,
+    {
+        name: f"off_policy.presets:{name.upper()}"
+        for name in (
+            *("staleness_aware", "none", "bypass", "decoupled", "tis", "geometric_tis"),
+            *("sequence_tis", "mis", "sequence_mis", "geometric_mis", "icepop", "opsm"),
+        )
+    },
 )

@@ -26,8 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,25 +38,9 @@ Index: TypeAlias = npt.NDArray[np.int64]
 Credit: TypeAlias = Literal["trajectory", "step", "token"]
 Baselines: TypeAlias = Mapping[str, Any]
 """What an estimator remembers from batch to batch; in checkpoints."""
-O_co = TypeVar("O_co", bound=Options, covariant=True)
 
 WHITEN_EPSILON = 1e-8
 """Added to the variance that whitening divides by, as verl does."""
-
-
-class AdvantageKeys(Protocol[O_co]):
-    """What a formula reads of `algorithm` (`AdvantageConfig`)."""
-
-    @property
-    def gamma(self) -> float: ...
-    @property
-    def lam(self) -> float: ...
-    @property
-    def whiten(self) -> bool: ...
-    @property
-    def adv_options(self) -> O_co:
-        """The estimator's own."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -129,8 +112,18 @@ class Batch:
     """The data source of each trajectory's task, "" where it names none, as traffic; [N]."""
     values: Array | None = None
     """The critic's value of the state before each unit, [U]; None without a critic."""
-    baselines: Baselines = field(default_factory=lambda: MappingProxyType({}))
+    baselines: Baselines = field(default_factory=dict)
     """As the estimate of the batch before left them."""
+    gamma: float = 1.0
+    """`algorithm.gamma`, which is in `returns` already."""
+    lam: float = 1.0
+    """`algorithm.lam`."""
+    scaled: bool = True
+    """`algorithm.whiten`: over the batch, by estimators that say so."""
+
+    def whitened(self, advantages: Array) -> Array:
+        """`advantages`, scaled over the batch's tokens if that is wanted."""
+        return whiten(advantages, self.tokens) if self.scaled else advantages
 
     @property
     def totals(self) -> Array:
@@ -171,7 +164,8 @@ class Estimator:
     group `stepwell.advantages`.
     """
 
-    estimate: Callable[[Batch, AdvantageKeys[Any]], Estimate]
+    estimate: Callable[[Batch, Any], Estimate]
+    """(batch, options)"""
     options: type[Options] = Options
     """Its own hyper-parameters, the section `algorithm.adv_options`."""
     credit: Credit = "trajectory"
@@ -187,7 +181,7 @@ class Estimator:
 def of_group(baseline: Callable[[Returns], Array], *, greedy: bool = False) -> Estimator:
     """The estimator of a baseline within each group."""
 
-    def estimate(b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
+    def estimate(b: Batch, options: Options) -> Estimate:
         return Estimate(b.by_group(baseline))
 
     estimate.__doc__ = baseline.__doc__

@@ -97,8 +97,11 @@ def compute_advantages(
             sources=[_source(g) for g in groups for _ in g.trajectories],
             values=None if values is None else _column("values", values, n_tokens)[starts],
             baselines=baselines,
+            gamma=config.gamma,
+            lam=config.lam,
+            scaled=config.whiten,
         ),
-        config,
+        config.adv_options,
     )
     per_token = torch.from_numpy(np.repeat(found.advantages, lengths)).float()
     columns = {"advantages": per_token}

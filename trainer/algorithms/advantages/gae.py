@@ -10,20 +10,17 @@ Source: arXiv:1506.02438, eq. 16.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from stepwell.trainer.algorithms.advantages.base import (
-    AdvantageKeys,
     Array,
     Batch,
     Estimate,
     Estimator,
     Index,
     to_go,
-    whiten,
 )
+from stepwell.trainer.algorithms.options import Options
 from stepwell.trainer.errors import ColumnError
 
 
@@ -37,13 +34,12 @@ def gae(
     return advantages, advantages + values
 
 
-def estimate(b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
+def estimate(b: Batch, options: Options) -> Estimate:
     """A critic's values as the baseline."""
     if b.values is None:
         raise ColumnError("gae has no values; compute the critic's before the advantages")
-    gamma, lam = keys.gamma, keys.lam
-    advantages, targets = gae(b.rewards, b.values, b.trajectory, gamma=gamma, lam=lam)
-    return Estimate(whiten(advantages, b.tokens) if keys.whiten else advantages, targets)
+    advantages, targets = gae(b.rewards, b.values, b.trajectory, gamma=b.gamma, lam=b.lam)
+    return Estimate(b.whitened(advantages), targets)
 
 
 GAE = Estimator(estimate, credit="token", critic=True)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from stepwell.trainer.algorithms.advantages.base import (
-    AdvantageKeys,
     Array,
     Batch,
     Estimate,
@@ -16,6 +14,7 @@ from stepwell.trainer.algorithms.advantages.base import (
     Returns,
     of_group,
 )
+from stepwell.trainer.algorithms.options import Options
 
 EPSILON = 1e-6
 """Added to GRPO's std, as verl does."""
@@ -66,7 +65,7 @@ def opo(r: Returns) -> Array:
     return r.values - float((r.tokens * r.values).sum() / r.tokens.sum())
 
 
-def gpg(b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
+def gpg(b: Batch, options: Options) -> Estimate:
     """A = α (G - mean), α = trajectories / trajectories of non-zero reward (at least 1).
 
     Source: GPG, arXiv:2504.02546, in verl's form: the paper's α counts groups with a signal.

@@ -8,32 +8,20 @@ Source: REINFORCE++, arXiv:2501.03262.
 
 from __future__ import annotations
 
-from typing import Any
-
-from stepwell.trainer.algorithms.advantages.base import (
-    AdvantageKeys,
-    Array,
-    Batch,
-    Estimate,
-    Estimator,
-    whiten,
-)
+from stepwell.trainer.algorithms.advantages.base import Batch, Estimate, Estimator
 from stepwell.trainer.algorithms.advantages.group import dr_grpo
+from stepwell.trainer.algorithms.options import Options
 
 
-def _over_batch(advantages: Array, b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
-    return Estimate(whiten(advantages, b.tokens) if keys.whiten else advantages)
-
-
-def plain(b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
+def plain(b: Batch, options: Options) -> Estimate:
     """The batch's mean and spread alone."""
-    return _over_batch(b.returns, b, keys)
+    return Estimate(b.whitened(b.returns))
 
 
-def with_baseline(b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
+def with_baseline(b: Batch, options: Options) -> Estimate:
     """The group's mean, and the batch's spread."""
-    return _over_batch(b.by_group(dr_grpo), b, keys)
+    return Estimate(b.whitened(b.by_group(dr_grpo)))
 
 
-REINFORCE_PLUS_PLUS = Estimator(plain)
-REINFORCE_PLUS_PLUS_BASELINE = Estimator(with_baseline, group_baseline=True)
+PLAIN = Estimator(plain)
+WITH_BASELINE = Estimator(with_baseline, group_baseline=True)

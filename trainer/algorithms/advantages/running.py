@@ -15,18 +15,18 @@ batch as in REINFORCE++, arXiv:2501.03262.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from stepwell.trainer.algorithms.advantages.base import (
     WHITEN_EPSILON,
-    AdvantageKeys,
     Array,
     Batch,
     Estimate,
     Estimator,
 )
+from stepwell.trainer.algorithms.options import Options
 
 WINDOW = 256
 """Trajectories that a baseline remembers: the plain mean up to here, then each new reward counts
@@ -51,7 +51,7 @@ class RunningBaseline(NamedTuple):
         return RunningBaseline(n, mean, variance)
 
 
-def reinforce_running(b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
+def reinforce_running(b: Batch, options: Options) -> Estimate:
     """The mean reward of each data source lately as its baseline."""
     totals = b.totals
     means, variances = np.zeros(len(totals)), np.zeros(len(totals))
@@ -63,7 +63,7 @@ def reinforce_running(b: Batch, keys: AdvantageKeys[Any]) -> Estimate:
         means[own], variances[own] = before.mean, before.variance
         following[source] = b.baselines.get(source, RunningBaseline()).followed_by(rewards)
     advantages = b.returns - means[b.trajectory]
-    if keys.whiten:
+    if b.scaled:
         square = max((b.tokens * x).sum() for x in (advantages**2, variances[b.trajectory]))
         advantages = advantages / math.sqrt(square / b.tokens.sum() + WHITEN_EPSILON)
     mean = sum(following[s].mean for s in b.sources) / len(b.sources)

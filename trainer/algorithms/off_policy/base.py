@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from stepwell.trainer.algorithms.options import Options
 
@@ -12,20 +12,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stepwell.trainer.algorithms.off_policy.ratios import Ratios
-
-O_co = TypeVar("O_co", bound=Options, covariant=True)
-
-
-class MethodKeys(Protocol[O_co]):
-    """What a weight of one's own reads of `algorithm.off_policy` (`OffPolicyConfig`)."""
-
-    @property
-    def options(self) -> O_co:
-        """The method's own."""
-        ...
-
-
-Weigh: TypeAlias = "Callable[[Ratios, MethodKeys[Any]], Tensor]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +24,9 @@ class OffPolicyMethod:
     """In a line."""
     preset: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `algorithm.off_policy` that it sets; what is given beside it wins."""
-    weigh: Weigh | None = None
-    """The weight of every token, [T], in place of `granularity`, `cap`, `floor` and
-    `decay`. Masks that are set hold beside it, and a step without behaviour log-probs is weighed by
-    `missing`."""
+    weigh: Callable[[Ratios, Any], Tensor] | None = None
+    """(ratios, options): the weight of every token, [T], in place of `granularity`, `cap`, `floor`
+    and `decay`. Masks that are set hold beside it, and a step without behaviour log-probs is
+    weighed by `missing`."""
     options: type[Options] = Options
     """Hyper-parameters of `weigh`, the section `algorithm.off_policy.options`."""

@@ -103,8 +103,8 @@ def correct(
         known=known,
         advantages=advantages,
     )
-    weigh = config.chosen.weigh or _weigh
-    weights = weigh(x, config).detach()
+    own = config.chosen.weigh
+    weights = _weigh(x, config) if own is None else own(x, config.options).detach()
     where = known if config.mask_on_policy else known & steps.spread(x.off_policy)
     masked = {name: m & where for name, m in _masks(x, config).items()}
     for m in masked.values():
