@@ -31,7 +31,7 @@ RETRY_S = 0.5
 
 
 class EngineWeights:
-    """Gives the engines of a run its weights.
+    """The weights of a run's engines.
 
     Args:
         store: where versions are on disk.
@@ -59,28 +59,38 @@ class EngineWeights:
         """Whether a version is a LoRA adapter, beside weights that engines keep."""
         return self._transport == "lora"
 
+    @property
+    def has_canaries(self) -> bool:
+        """Whether one engine can try a version out while others serve."""
+        return len(self._engines) > 1
+
     def write(self, version: int, backend: TrainingBackend) -> Path:
         """Write the backend's weights of now as `version`; the folder."""
         save = backend.save_adapters if self.gives_adapters else backend.save_weights
         return self.store.write(version, save)
 
     async def publish(self, path: Path, version: int, mode: PublishMode) -> Publication:
-        """As `publish_patiently`, once the engines have their memory."""
-        async with self.memory.at_home():
-            return await publish_patiently(
-                self._engines,
-                path,
-                version,
-                mode,
-                store=self.store,
-                transport=self._transport,
-                patience_s=self._patience_s,
-            )
+        """Give a version to all engines, and commit it; again while every engine is down.
 
-    @property
-    def has_canaries(self) -> bool:
-        """Whether one engine can try a version out while others serve."""
-        return len(self._engines) > 1
+        Raises:
+            WeightUpdateError: none came back in time; or the engines answer and refuse.
+        """
+        async with self.memory.at_home():
+            give_up, refusals = time.monotonic() + self._patience_s, 0
+            while True:
+                try:
+                    done = await self._publish(self._engines, path, version, mode)
+                    for url, why in done.fenced.items():
+                        log.warning(
+                            "version %d is committed without %s, which %s", version, url, why
+                        )
+                    return done
+                except WeightUpdateError as e:
+                    refusals += None not in (e.serving or {}).values()
+                    if refusals >= REFUSALS or time.monotonic() >= give_up:
+                        raise
+                    log.warning("version %d is published again: %s", version, e)
+                await asyncio.sleep(RETRY_S)
 
     async def try_out(self, path: Path, version: int, mode: PublishMode) -> Publication:
         """Give a version to one engine alone, without committing it; the last that takes it.
@@ -88,21 +98,13 @@ class EngineWeights:
         Raises:
             WeightUpdateError: none does.
         """
-        store = self.store
-        if store.current() is None and store.base is not None:
-            store.commit(0, store.base)  # what the others serve, and a canary goes back to
+        if self.store.current() is None and self.store.base is not None:
+            # What the others serve, and a canary goes back to.
+            self.store.commit(0, self.store.base)
         async with self.memory.at_home():
             for engine in reversed(self._engines):
                 try:
-                    return await publish(
-                        [engine],
-                        str(path),
-                        version,
-                        mode,
-                        store=store,
-                        transport=self._transport,
-                        canary=True,
-                    )
+                    return await self._publish([engine], path, version, mode, canary=True)
                 except WeightUpdateError as e:
                     failure = e
                     log.warning("version %d is tried out elsewhere: %s", version, e)
@@ -114,56 +116,26 @@ class EngineWeights:
         Raises:
             EngineError: it does not come back in time.
         """
-        return await serving(self._engines, self._patience_s)
+        give_up = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return [await engine.weight_version() for engine in self._engines]
+            except EngineError as e:
+                if time.monotonic() >= give_up:
+                    raise
+                log.warning("an engine is down: %s", e)
+            await asyncio.sleep(RETRY_S)
 
-
-async def publish_patiently(
-    engines: Sequence[EngineClient],
-    path: Path,
-    version: int,
-    mode: PublishMode,
-    *,
-    store: WeightStore,
-    transport: WeightTransport,
-    patience_s: float,
-) -> Publication:
-    """`stepwell.backends.weights.publish`, again while every engine is down.
-
-    Args:
-        patience_s: how long the first may take to come back.
-
-    Raises:
-        WeightUpdateError: it did not; or the engines answer and refuse.
-    """
-    give_up, refusals = time.monotonic() + patience_s, 0
-    while True:
-        try:
-            done = await publish(
-                engines, str(path), version, mode, store=store, transport=transport
-            )
-            for url, why in done.fenced.items():
-                log.warning("version %d is committed without %s, which %s", version, url, why)
-            return done
-        except WeightUpdateError as e:
-            refusals += None not in (e.serving or {}).values()
-            if refusals >= REFUSALS or time.monotonic() >= give_up:
-                raise
-            log.warning("version %d is published again: %s", version, e)
-        await asyncio.sleep(RETRY_S)
-
-
-async def serving(engines: Sequence[EngineClient], patience_s: float) -> list[int]:
-    """The version that each engine serves; one that is down is waited for.
-
-    Raises:
-        EngineError: it does not come back within `patience_s`.
-    """
-    give_up = time.monotonic() + patience_s
-    while True:
-        try:
-            return [await engine.weight_version() for engine in engines]
-        except EngineError as e:
-            if time.monotonic() >= give_up:
-                raise
-            log.warning("an engine is down: %s", e)
-        await asyncio.sleep(RETRY_S)
+    async def _publish(
+        self,
+        engines: Sequence[EngineClient],
+        path: Path,
+        version: int,
+        mode: PublishMode,
+        *,
+        canary: bool = False,
+    ) -> Publication:
+        store, transport = self.store, self._transport
+        return await publish(
+            engines, str(path), version, mode, store=store, transport=transport, canary=canary
+        )

@@ -46,7 +46,6 @@ from stepwell.trainer.scoring import Scorer, why_lost
 
 log = logging.getLogger(__name__)
 
-"""Of the pool's reasons, those that name no cause by themselves."""
 ATTEMPTS = 3
 """Evaluations in a row, beside training, of which not one rollout finished, that end the run."""
 VALIDATION = "validation"

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import EngineError, WeightUpdateError
 from stepwell.backends.weights import Publication, WeightStore
 from stepwell.trainer import publication
-from stepwell.trainer.publication import REFUSALS, publish_patiently, serving
+from stepwell.trainer.memory import EngineMemory
+from stepwell.trainer.publication import REFUSALS, EngineWeights
 
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "RETRY_S", 0.0)
+
+
+def weights_of(engines: list[Any], folder: Path, patience_s: float) -> EngineWeights:
+    memory = EngineMemory(engines, lends=False)
+    return EngineWeights(engines, WeightStore(folder), memory, patience_s=patience_s)
 
 
 async def attempts(
@@ -33,15 +38,8 @@ async def attempts(
         return Publication(7, 0.1)
 
     monkeypatch.setattr(publication, "publish", publish)
-    done = await publish_patiently(
-        [],
-        folder,
-        7,
-        "drain",
-        store=WeightStore(folder),
-        transport="disk",
-        patience_s=patience_s,
-    )
+    weights = weights_of([], folder, patience_s)
+    done = await weights.publish(folder, 7, "drain")
     assert done.version == 7
     return tries
 
@@ -83,8 +81,7 @@ class Engine:
         return 4
 
 
-async def test_a_resume_waits_for_engines_too() -> None:
-    engines = cast(list[EngineClient], [Engine(0), Engine(3)])
-    assert await serving(engines, 60) == [4, 4]
+async def test_a_resume_waits_for_engines_too(tmp_path: Path) -> None:
+    assert await weights_of([Engine(0), Engine(3)], tmp_path, 60).serving() == [4, 4]
     with pytest.raises(EngineError):
-        await serving(cast(list[EngineClient], [Engine(3)]), 0)
+        await weights_of([Engine(3)], tmp_path, 0).serving()
