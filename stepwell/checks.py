@@ -9,7 +9,7 @@ within seconds and costs nothing that was there.
     6  the architecture        is it one of transformers'?                         loads torch
 
 The mistakes of one stage are told together; a later stage is only looked at when the one before has
-none. Rooms know what is right for them (`trainer/agents.py`, `trainer/datasets.py`,
+none. Rooms know what is right for them (`trainer/rollout/agents.py`, `trainer/data/`,
 `backends/model_folder.py`, …); here stands what is asked, in which order, of which key.
 
 Does not own what the configuration alone shows (`config.py`), nor what only a running system can

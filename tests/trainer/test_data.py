@@ -25,10 +25,11 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
-from stepwell.trainer.buffer_filters import Returned
 from stepwell.trainer.config import DataConfig, SourceConfig
-from stepwell.trainer.data import DataError, DataExhaustedError, PromptSource, Task
-from stepwell.trainer.prompt_length import PromptMeter
+from stepwell.trainer.data import PromptSource, Task
+from stepwell.trainer.data.buffer_filters import Returned
+from stepwell.trainer.data.prompt_length import PromptMeter
+from stepwell.trainer.errors import DataError, DataExhaustedError
 from stepwell.trainer.rollout.producer import new_uid
 
 WriteLines = Callable[..., Path]

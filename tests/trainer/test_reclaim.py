@@ -10,7 +10,8 @@ import ray
 
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, client_of, start_data_pool
 from stepwell.trainer.config import RolloutConfig
-from stepwell.trainer.data import DataExhaustedError, PromptSource
+from stepwell.trainer.data import PromptSource
+from stepwell.trainer.errors import DataExhaustedError
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.reclaim import reclaim
 from stepwell.trainer.rollout.producer import Producer

@@ -33,7 +33,8 @@ from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGro
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import GREEDY, TRAIN
 from stepwell.trainer.config import RolloutConfig
-from stepwell.trainer.data import DataExhaustedError, PromptSource, Task, slug
+from stepwell.trainer.data import PromptSource, Task, slug
+from stepwell.trainer.errors import DataExhaustedError
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.metrics import Idle
 from stepwell.trainer.reclaim import PRODUCER_GONE, live_groups, reclaim

@@ -11,7 +11,7 @@ order of epoch e depends on `shuffle_seed` and e alone, so a source resumed from
 goes on exactly where it stood: with 5 tasks, 3 handed out and 1 put back, the next two are that one
 and the fourth.
 
-Does not own: what the data is (`datasets.py`), how many rollouts a task gets (`rollout.n`), what is
+Does not own: what the data is (`tasks.py`), how many rollouts a task gets (`rollout.n`), what is
 in flight (`Producer`), scoring (`rewards/`). Loads no torch.
 """
 
@@ -28,13 +28,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from stepwell.trainer.buffer_filters import Returned, load_buffer_filter
 from stepwell.trainer.config import SourceConfig
-from stepwell.trainer.datasets import Task, open_tasks, slug
+from stepwell.trainer.data.buffer_filters import Returned, load_buffer_filter
+from stepwell.trainer.data.tables import describe
+from stepwell.trainer.data.tasks import Task, open_tasks
 from stepwell.trainer.errors import DataError, DataExhaustedError
-from stepwell.trainer.tables import describe
-
-__all__ = ["DataError", "DataExhaustedError", "PromptSource", "Returned", "Task", "slug"]
 
 log = logging.getLogger(__name__)
 

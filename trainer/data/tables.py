@@ -5,7 +5,7 @@
                  becomes Python objects when it is asked for
 
 Owns: files, formats, the place of a row for messages and ids. Does not own: what a row means
-(`datasets.py`).
+(`tasks.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import json
 import mmap
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from contextlib import contextmanager
 from glob import glob
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stepwell.backends.hub import is_hub_id, offline_if_unreachable
 from stepwell.trainer.config import (
@@ -39,21 +40,48 @@ UNREAD = object()
 """What `scan` gives for a column of media: reading every image to check texts would take hours."""
 
 
-class Table(Protocol):
-    """Rows by index. `where` names a row in messages, `label` its file or data set, `number` its
-    place there; `files` is what the rows depend on, None if that is not known."""
+class Table(ABC):
+    """Rows of several parts (files, a split), by index over all of them.
 
-    files: Sequence[Path] | None
+    Args:
+        files: what the rows depend on; None if that is not known.
+        labels: of each part, for ids.
+        sizes: rows of each part.
+    """
 
-    def __len__(self) -> int: ...
+    def __init__(
+        self, files: Sequence[Path] | None, labels: Sequence[str], sizes: Iterable[int]
+    ) -> None:
+        self.files = files
+        self._labels = labels
+        self._starts = [0, *accumulate(sizes)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @abstractmethod
     def __getitem__(self, index: int) -> dict[str, Any]: ...
+
     def scan(self) -> Iterator[dict[str, Any]]:
         """Every row in order, columns of media `UNREAD` where that saves time."""
-        ...
+        return (self[i] for i in range(len(self)))
 
-    def where(self, index: int) -> str: ...
-    def label(self, index: int) -> str: ...
-    def number(self, index: int) -> int: ...
+    def place(self, index: int) -> tuple[int, int]:
+        """The row's part, and its place there."""
+        part = bisect_right(self._starts, index) - 1
+        return part, index - self._starts[part]
+
+    def label(self, index: int) -> str:
+        """Of the part that the row is in."""
+        return self._labels[self.place(index)[0]]
+
+    def number(self, index: int) -> int:
+        """The row's, in its part."""
+        return self.place(index)[1]
+
+    def where(self, index: int) -> str:
+        """Names the row in messages."""
+        return f"{self.label(index)} row {self.number(index)}"
 
 
 def lookup(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -119,13 +147,11 @@ def describe(config: SourceConfig) -> str:
     return ", ".join(map(str, config.path if isinstance(config.path, tuple) else (config.path,)))
 
 
-class JsonlTable:
+class JsonlTable(Table):
     """Lines of files by index: their offsets are kept, their text stays on disk."""
 
     def __init__(self, config: JsonlSource) -> None:
         self._paths = _files(config.path, ".jsonl")
-        self.files: Sequence[Path] | None = self._paths
-        self._labels = _labels(self._paths)
         self._maps: list[mmap.mmap | bytes] = []
         self._offsets: list[array[int]] = []
         self._numbers: list[array[int]] = []
@@ -136,7 +162,7 @@ class JsonlTable:
                 raise DataError(
                     f"path is {str(path)!r}, which cannot be read ({e}); name a UTF-8 JSONL file"
                 ) from e
-        self._starts = [0, *accumulate(len(o) for o in self._offsets)]
+        super().__init__(self._paths, _labels(self._paths), map(len, self._offsets))
         if not len(self):
             raise DataError(f"{describe(config)} has no tasks; write one JSON object per line")
 
@@ -155,31 +181,19 @@ class JsonlTable:
         self._offsets.append(offsets)
         self._numbers.append(numbers)
 
-    def __len__(self) -> int:
-        return self._starts[-1]
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        file, at = self._place(index)
+        file, at = self.place(index)
         content, start = self._maps[file], self._offsets[file][at]
         end = content.find(b"\n", start)
         return self._parse(content[start : end if end >= 0 else len(content)], index)
 
-    def scan(self) -> Iterator[dict[str, Any]]:
-        return (self[i] for i in range(len(self)))
-
     def where(self, index: int) -> str:
-        return f"{self._paths[self._place(index)[0]]}:{self.number(index)}"
-
-    def label(self, index: int) -> str:
-        return self._labels[self._place(index)[0]]
+        return f"{self._paths[self.place(index)[0]]}:{self.number(index)}"
 
     def number(self, index: int) -> int:
-        file, at = self._place(index)
+        """The row's line."""
+        file, at = self.place(index)
         return self._numbers[file][at]
-
-    def _place(self, index: int) -> tuple[int, int]:
-        file = bisect_right(self._starts, index) - 1
-        return file, index - self._starts[file]
 
     def _parse(self, line: bytes, index: int) -> dict[str, Any]:
         try:
@@ -204,7 +218,7 @@ class JsonlTable:
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class ArrowTable:
+class ArrowTable(Table):
     """A `datasets.Dataset`, memory-mapped; media stay as they are stored."""
 
     def __init__(
@@ -218,16 +232,11 @@ class ArrowTable:
     ) -> None:
         if not len(dataset):
             raise DataError(f"{describe(config)} has no rows")
-        self.files = files
+        super().__init__(files, labels, sizes)
         self._config = config
-        self._labels = labels
-        self._starts = [0, *accumulate(sizes)]
         self._features = _json_features(dataset.features)
         # Rows as they are stored: decoding images into pixels would cost, and tasks are JSON.
         self._rows = dataset.with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._read(self._rows[index].to_pylist()[0])
@@ -240,15 +249,6 @@ class ArrowTable:
         for table in checked.iter(SCAN_ROWS):
             for row in table.to_pylist():
                 yield self._read(row) | dict.fromkeys(media, UNREAD)
-
-    def where(self, index: int) -> str:
-        return f"{self.label(index)} row {self.number(index)}"
-
-    def label(self, index: int) -> str:
-        return self._labels[bisect_right(self._starts, index) - 1]
-
-    def number(self, index: int) -> int:
-        return index - self._starts[bisect_right(self._starts, index) - 1]
 
     def _read(self, row: dict[str, Any]) -> dict[str, Any]:
         if self._features is not None:

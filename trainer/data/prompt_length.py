@@ -8,7 +8,7 @@ system messages, tools and media survive::
     right    [system] █████ user … tool … user ░░░░░░░   the newest goes
     middle   [system] ██░░░░░░░ user … ░░░░░ user ████   both ends stay
 
-Owns: the measure. Does not own: which prompts are measured, nor the cache (`datasets.py`). Media
+Owns: the measure. Does not own: which prompts are measured, nor the cache (`tasks.py`). Media
 count nothing: their tokens depend on the model's image processor.
 """
 

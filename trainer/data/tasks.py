@@ -7,8 +7,8 @@ Opening a table reads every row once and keeps none: bad rows, ids that occur tw
 prompts are found before training starts, and memory grows by some bytes a row only.
 
 Owns: what a task is, and how rows become tasks. Does not own: where rows lie (`tables.py`), order,
-epochs and what comes back (`data.py`), measuring and cutting prompts (`prompt_length.py`). Loads no
-torch.
+epochs and what comes back (`source.py`), measuring and cutting prompts (`prompt_length.py`).
+Loads no torch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from stepwell.trainer.config import (
     SourceConfig,
     TableConfig,
 )
-from stepwell.trainer.errors import DataError
-from stepwell.trainer.prompt_length import PromptMeter
-from stepwell.trainer.tables import (
+from stepwell.trainer.data.prompt_length import PromptMeter
+from stepwell.trainer.data.tables import (
     SCAN_ROWS,
     UNREAD,
     JsonlTable,
@@ -47,6 +46,7 @@ from stepwell.trainer.tables import (
     open_parquet,
     root_of,
 )
+from stepwell.trainer.errors import DataError
 
 log = logging.getLogger(__name__)
 
