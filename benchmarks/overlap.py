@@ -29,6 +29,7 @@ import psutil
 from benchmarks.checks import BenchResult, Check
 from stepwell.checks import training_prompts
 from stepwell.cluster import start_cluster
+from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN
 from stepwell.presets import load_config
 from stepwell.trainer.ledger import Ledger
@@ -61,15 +62,15 @@ async def run() -> BenchResult:
         )
         async with start_cluster(config) as cluster:
             with build_trainer(config, cluster, training_prompts(config)) as trainer:
-                producer = cast(Producer, trainer.producer)
+                groups = config.trainer.train_batch_size
+                producer = cast(Producer, trainer.batches.producer)
                 # Groups are brought by the bench alone.
-                trainer.producer = Traffic(trainer.pool, Ledger(), producer.min_n)
-                await _both(
-                    trainer, producer, 2
-                )  # warm up: first batches pay for imports and allocations
-                generate = await _cost(_generate(trainer, producer, BATCHES))
+                trainer.batches.producer = Traffic(cluster.pool, Ledger(), producer.min_n)
+                # Warm up: first batches pay for imports and allocations.
+                await _both(trainer, producer, 2, groups)
+                generate = await _cost(_generate(cluster.pool, producer, BATCHES, groups))
                 train = await _cost(_train(trainer, BATCHES))
-                both = await _cost(_both(trainer, producer, BATCHES))
+                both = await _cost(_both(trainer, producer, BATCHES, groups))
     parts = {"generate": generate, "train": train, "both": both}
     cores = os.cpu_count() or 1
     least = max(generate.wall, train.wall, both.cpu / cores)
@@ -99,17 +100,14 @@ def _cpu_s() -> float:
     return sum(sum(p.cpu_times()[:2]) for p in (me, *me.children(recursive=True)))
 
 
-async def _generate(trainer: Trainer, producer: Producer, batches: int) -> None:
-    groups = trainer.config.train_batch_size
+async def _generate(pool: DataPoolClient, producer: Producer, batches: int, groups: int) -> None:
     leases = []
     for _ in range(batches):
         async with producer.running(limit=groups):
-            leases.append(
-                await trainer.pool.lease_batch(channel=TRAIN, batch_size=groups, timeout_s=600)
-            )
+            leases.append(await pool.lease_batch(channel=TRAIN, batch_size=groups, timeout_s=600))
     for lease in leases:
         if lease is not None:
-            await trainer.pool.nack(lease.lease_id, "bench: kept for the training half")
+            await pool.nack(lease.lease_id, "bench: kept for the training half")
 
 
 async def _train(trainer: Trainer, batches: int) -> None:
@@ -117,7 +115,6 @@ async def _train(trainer: Trainer, batches: int) -> None:
         pass
 
 
-async def _both(trainer: Trainer, producer: Producer, batches: int) -> None:
-    groups = trainer.config.train_batch_size
+async def _both(trainer: Trainer, producer: Producer, batches: int, groups: int) -> None:
     async with producer.running(limit=batches * groups):
         await _train(trainer, batches)
