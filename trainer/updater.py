@@ -64,7 +64,7 @@ class Updater:
     ) -> None:
         self._algorithm = algorithm
         self._async = async_training
-        self._critic = critic
+        self.critic = critic
         self._seed = seed
         self._loss_fn = make_loss_fn(algorithm.loss, algorithm.kl)
         self.backend = backend
@@ -91,8 +91,8 @@ class Updater:
             columns["rollout_log_probs"] = prox
         columns["prox_log_probs"] = prox
         token_rewards, metrics = self._hold_to_reference(groups, batch)
-        if self._critic is not None:
-            columns["values"] = self._critic.values(batch)
+        if self.critic is not None:
+            columns["values"] = self.critic.values(batch)
         advantages = compute_advantages(
             groups,
             algorithm,
@@ -158,27 +158,27 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """Of the models, for a checkpoint."""
-        critic = self._critic.state_dict() if self._critic is not None else None
+        critic = self.critic.state_dict() if self.critic is not None else None
         return {"backend": self.backend.state_dict(), "critic": critic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Models and progress of a checkpoint."""
         self.backend.load_state_dict(state["backend"])
-        if self._critic is not None and state["critic"] is not None:
-            self._critic.load_state_dict(state["critic"])
+        if self.critic is not None and state["critic"] is not None:
+            self.critic.load_state_dict(state["critic"])
         self.progress.become(state["progress"])
 
     def close(self) -> None:
         self.backend.close()
-        if self._critic is not None:
-            self._critic.close()
+        if self.critic is not None:
+            self.critic.close()
 
     def _update(self, batch: TokenBatch, indices: Sequence[int]) -> dict[str, float]:
         loss_fn = replace(self._loss_fn, kl_coef=self._kl_coef)
         update: dict[str, float] = {}
-        if self._critic is not None:
-            update |= self._critic.update(batch, indices)
-            if not self._critic.warm:
+        if self.critic is not None:
+            update |= self.critic.update(batch, indices)
+            if not self.critic.warm:
                 return update | {"skipped": 1.0}
         update |= self.backend.train_step(batch, loss_fn, indices)
         if self._algorithm.kl.place == "loss":

@@ -41,7 +41,7 @@ async def test_gae_trains_its_critic_alone_during_the_warm_up_and_saves_it_with_
         assert run.backend.updates == 2
         for columns in run.backend.columns:
             assert columns["values"].shape == columns["returns"].shape
-        critic = run.trainer._critic
+        critic = run.trainer.updater.critic
         assert critic is not None
         saved = critic.state_dict()
     assert [("loss" in r, "critic/loss" in r) for r in records] == [
@@ -55,7 +55,7 @@ async def test_gae_trains_its_critic_alone_during_the_warm_up_and_saves_it_with_
 
     async with small_run(small_config(tmp_path, *options, "trainer.total_steps=5")) as run:
         assert await run.trainer.resume()
-        critic = run.trainer._critic
+        critic = run.trainer.updater.critic
         assert critic is not None
         assert critic.warm
         for name, weight in critic.state_dict()["model"]["model"].items():

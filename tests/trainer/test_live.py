@@ -12,7 +12,7 @@ import pytest
 from stepwell.config import RunConfig
 from stepwell.datapool import DataPoolClient, Step, VersionSpan
 from stepwell.datapool.types import TRAIN, VAL
-from stepwell.trainer import loop
+from stepwell.trainer import batches
 from stepwell.trainer.ledger import audit
 from tests.trainer.small_run import RecordingBackend, SmallRun, small_config, small_run
 
@@ -73,7 +73,7 @@ async def test_groups_that_come_by_themselves_are_trained_once_each(tmp_path: Pa
 async def test_a_trainer_waits_for_traffic_as_long_as_it_takes_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "TOLD_S", 0.01)
+    monkeypatch.setattr(batches, "TOLD_S", 0.01)
     told: list[str] = []
     said = asyncio.Event()
 
