@@ -99,6 +99,7 @@ def test_a_documented_line_loads(
     config: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "examples/plugin")  # as `pip install` does
     monkeypatch.setenv("STEPWELL_ADMIN_KEY", "k" * 20)
     ours = [o for o in overrides if o.partition(".")[0] in RunConfig.model_fields]
     assert not [o for o in overrides if o not in ours and not known_as(o.partition("=")[0])]
