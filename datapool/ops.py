@@ -26,7 +26,6 @@ from types import NoneType
 from typing import (
     Annotated,
     Any,
-    ClassVar,
     Final,
     Generic,
     Literal,
@@ -43,7 +42,7 @@ from msgspec.structs import force_setattr
 
 from stepwell.datapool import errors
 from stepwell.datapool.codec import PackedLease, PackedTrajectory, encode_any, unpack
-from stepwell.datapool.errors import DataPoolError, InvalidRequestError
+from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolFullError
 from stepwell.datapool.selection import UNMARKED, Marks
 from stepwell.datapool.types import MAX_REWARD, TRAIN, Step, is_reward
 
@@ -55,7 +54,8 @@ TrajectoryOutcome: TypeAlias = Literal["complete", "aborted", "late"]
 """What became of a trajectory; "late": the pool had closed it before the producer did."""
 Unserved: TypeAlias = Literal["nothing_yet", "shut_down"]
 """Why `LeaseBatch` gave no lease: too few groups in its time, or too few and no more to come."""
-Route: TypeAlias = Literal["group", "trajectory", "lease", "all"]
+LEFT = "consumer_left"
+"""Why a lease goes back that nobody waits for any more."""
 
 
 # -- arguments ---------------------------------------------------------------------------------
@@ -170,10 +170,6 @@ class Deleted(msgspec.Struct, frozen=True, array_like=True):
 class Op(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
     """Something asked of the pool, answered with an `R`."""
 
-    route: ClassVar[Route] = "all"
-    """Which shards of a pool are asked: that of the op's group, of its trajectory or of its lease,
-    or all."""
-
     def __post_init__(self) -> None:
         for name, check, optional in _checks(type(self)):
             value = getattr(self, name)
@@ -182,6 +178,14 @@ class Op(msgspec.Struct, Generic[R], frozen=True, array_like=True, tag=True):
                 check.refuse(f"trajectory {uid!r}: {name}" if check is _REWARD else name, value)
             if check is _REWARD and value is not None:  # NumPy's too
                 force_setattr(self, name, float(value))
+
+    def is_unanswered(self, answer: Any) -> bool:
+        """Whether this answer, or refusal, is none to whoever has time to wait for another."""
+        return isinstance(answer, PoolFullError)
+
+    def undone(self, answer: Any) -> Op[None] | None:
+        """The operation that takes back what was granted to a caller that has left."""
+        return None
 
 
 class Change(Op[R], Generic[R], frozen=True, array_like=True):
@@ -197,7 +201,6 @@ class OpenGroup(Change[SubmitOutcome], frozen=True, array_like=True):
         ChannelShutDownError: no more groups.
     """
 
-    route: ClassVar[Route] = "group"
     prompt_uid: Text
     n_rollouts: Positive
     min_rollouts: Positive = 1
@@ -213,6 +216,12 @@ class OpenGroup(Change[SubmitOutcome], frozen=True, array_like=True):
                 "a group cannot need more trajectories than it asks for"
             )
 
+    def undone(self, answer: Any) -> Op[None] | None:
+        if answer != "accepted":
+            return None
+        # Nobody would ever start its rollouts.
+        return DropGroup(self.prompt_uid, "open_cancelled", self.channel)
+
 
 class OpenTrajectory(Change[SubmitOutcome], frozen=True, array_like=True):
     """Register a trajectory before its first step. Again: metadata is merged, "duplicate".
@@ -222,7 +231,6 @@ class OpenTrajectory(Change[SubmitOutcome], frozen=True, array_like=True):
         PoolFullError: the channel blocks, and the trajectory would begin a new group.
     """
 
-    route: ClassVar[Route] = "group"
     trajectory_uid: Text
     prompt_uid: Text
     attempt: Natural = 0
@@ -238,7 +246,6 @@ class ResumeTrajectory(Change[Resumed], frozen=True, array_like=True):
         JournalError: a payload cannot be read back.
     """
 
-    route: ClassVar[Route] = "group"
     trajectory_uid: Text
     prompt_uid: Text
     attempt: Natural = 0
@@ -254,7 +261,6 @@ class SubmitSteps(Change[list[SubmitOutcome | Refusal]], frozen=True, array_like
     TrajectoryConflictError, InvalidStepError; UnknownBaseError: send it whole; PoolFullError: the
     channel blocks, and the step would begin a new group)."""
 
-    route: ClassVar[Route] = "group"
     trajectories: list[PackedTrajectory]
     """Steps of each, in order. A trajectory may come several times. Without metadata."""
     channel: Text = TRAIN
@@ -269,7 +275,6 @@ class CompleteTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True
         TrajectoryClosedError: aborted before, or completed with another reward.
     """
 
-    route: ClassVar[Route] = "trajectory"
     trajectory_uid: Text
     reward: Reward | None = None
     metadata: dict[str, Any] = {}
@@ -285,7 +290,6 @@ class AbortTrajectory(Change[TrajectoryOutcome], frozen=True, array_like=True):
         TrajectoryClosedError: completed before, or aborted for good and now `will_retry`.
     """
 
-    route: ClassVar[Route] = "trajectory"
     trajectory_uid: Text
     reason: Text
     will_retry: bool = False
@@ -299,7 +303,6 @@ class DropGroup(Change[None], frozen=True, array_like=True):
         UnknownGroupError, GroupClosedError: never seen; acked, or leased at the moment.
     """
 
-    route: ClassVar[Route] = "group"
     prompt_uid: Text
     reason: Text
     channel: Text = TRAIN
@@ -313,7 +316,6 @@ class SetReward(Change[SubmitOutcome], frozen=True, array_like=True):
         UnknownTrajectoryError, StepIndexError: no such trajectory, no such step.
     """
 
-    route: ClassVar[Route] = "trajectory"
     trajectory_uid: Text
     reward: Reward
     step_index: Natural | None = None
@@ -389,9 +391,12 @@ class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
     lease_s: Seconds | None = None
     """None: the channel's."""
     request_id: str | None = None
-    at_most: bool = False
-    """With fewer groups than `batch_size`, if there is one at all: a part of a batch that several
-    shards fill."""
+
+    def is_unanswered(self, answer: Any) -> bool:
+        return bool(answer == "nothing_yet")
+
+    def undone(self, answer: Any) -> Op[None] | None:
+        return Nack(answer.lease_id, LEFT) if isinstance(answer, PackedLease) else None
 
 
 class Ack(Change[None], frozen=True, array_like=True):
@@ -401,7 +406,6 @@ class Ack(Change[None], frozen=True, array_like=True):
         UnknownLeaseError, LeaseExpiredError, LeaseClosedError
     """
 
-    route: ClassVar[Route] = "lease"
     lease_id: str
 
 
@@ -409,7 +413,6 @@ class Nack(Change[None], frozen=True, array_like=True):
     """The groups go back, first in order, to be delivered again. Twice is a no-op. Raises as
     `Ack`."""
 
-    route: ClassVar[Route] = "lease"
     lease_id: str
     reason: str = ""
 
@@ -418,7 +421,6 @@ class Renew(Change[float], frozen=True, array_like=True):
     """Hold the lease for `lease_s` (None: the channel's) from now; the new `expires_at`. Raises as
     `Ack`."""
 
-    route: ClassVar[Route] = "lease"
     lease_id: str
     lease_s: Seconds | None = None
 

@@ -6,7 +6,6 @@ question's. Waiting holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -37,13 +36,6 @@ class Credit(NamedTuple):
     is_known: bool
     """The group asked about is in the channel, and needs no credit."""
     shut_down: bool
-
-    def is_freer(self, before: Mapping[str, tuple[int, int]]) -> bool:
-        """Whether less of a limit is used than before, or more is allowed."""
-        return any(
-            name in before and (used < before[name][0] or limit > before[name][1])
-            for name, (used, limit) in self.used.items()
-        )
 
 
 class GetStatistics(Op[dict[str, Any]], frozen=True, array_like=True):
@@ -120,15 +112,8 @@ class GetEvents(Op[Events], frozen=True, array_like=True):
                 f"kinds holds {sorted(unknown)}; there are {', '.join(KINDS)}"
             )
 
-
-class WaitForRoom(Op[None], frozen=True, array_like=True):
-    """Answered once a step of a new group would be admitted.
-
-    Raises:
-        PoolFullError: the channel still blocks.
-    """
-
-    channel: Text = TRAIN
+    def is_unanswered(self, answer: Any) -> bool:
+        return isinstance(answer, Events) and not answer.events and not answer.lost
 
 
 class WaitAvailable(Op[Available], frozen=True, array_like=True):
@@ -140,6 +125,13 @@ class WaitAvailable(Op[Available], frozen=True, array_like=True):
     channel: Text = TRAIN
     more_than: int = -1
 
+    def is_unanswered(self, answer: Any) -> bool:
+        return (
+            isinstance(answer, Available)
+            and answer.n_groups <= self.more_than
+            and not answer.shut_down
+        )
+
 
 class WaitCredit(Op[Credit], frozen=True, array_like=True):
     """How much of each limit that `OpenGroup` waits for is used, once it is freer than `before`,
@@ -149,8 +141,14 @@ class WaitCredit(Op[Credit], frozen=True, array_like=True):
     channel: Text = TRAIN
     before: dict[str, tuple[int, int]] | None = None
 
+    def is_unanswered(self, answer: Any) -> bool:
+        if self.before is None or not isinstance(answer, Credit) or answer.shut_down:
+            return False
+        pairs = [(now, self.before[k]) for k, now in answer.used.items() if k in self.before]
+        return all(now[0] >= before[0] and now[1] <= before[1] for now, before in pairs)
+
 
 QUESTIONS: tuple[type[Op[Any]], ...] = (
     *(GetStatistics, Describe, DryRunOf, ListGroups, ListTrajectories, ListSteps),
-    *(ReadTrajectories, GetEvents, WaitForRoom, WaitAvailable, WaitCredit),
+    *(ReadTrajectories, GetEvents, WaitAvailable, WaitCredit),
 )

@@ -355,7 +355,6 @@ METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
     ops.Mark: Channel.mark,
     ops.AdvanceVersion: Channel.advance_version,
     questions.DryRunOf: Channel.dry_run,
-    questions.WaitForRoom: Channel.check_room,
     questions.WaitAvailable: Channel.available,
     questions.WaitCredit: Channel.credit,
     rows.GroupDue: Channel.close_by_deadline,

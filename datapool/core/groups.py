@@ -33,9 +33,9 @@ from stepwell.datapool.core.orders import KeyedOrder, ReadyOrder
 from stepwell.datapool.core.payloads import Payloads
 from stepwell.datapool.core.records import Closing, GroupRecord, Remembered, TrajectoryRecord
 from stepwell.datapool.core.rows import GroupClosed, GroupRetired, Writer
-from stepwell.datapool.errors import PoolFullError, UnknownGroupError, UnknownTrajectoryError
+from stepwell.datapool.errors import UnknownGroupError, UnknownTrajectoryError
 from stepwell.datapool.ops import AdvanceVersion
-from stepwell.datapool.questions import Credit, WaitCredit, WaitForRoom
+from stepwell.datapool.questions import Credit, WaitCredit
 from stepwell.datapool.selection import STALE, Selection
 
 GROUP_DROPPED = "group_dropped"
@@ -259,11 +259,6 @@ class Groups:
         if name == MAX_BYTES:
             return f"holds {used} bytes, {name}={limit}, and blocks"
         return f"holds {name}={limit} open and ready groups"
-
-    def check_room(self, _: WaitForRoom) -> None:
-        """Raises PoolFullError if a step of a new group would be refused now."""
-        if (full := self._no_room()) is not None:
-            raise PoolFullError(f"channel {self.name!r} {full}; try again once something is leased")
 
     def more_may_come(self, n_dropped: int = 0) -> bool:
         """Whether another group may still become ready, or could after so many drops."""

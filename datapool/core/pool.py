@@ -104,7 +104,7 @@ class DataPool:
         if before is not None:
             again = [source.leased(uid) for uid in before.prompt_uids]
             return PackedLease(before.lease_id, op.channel, again, before.expires_at)
-        chosen = source.choose(op.n_rollouts, op.batch_size, op.at_most)
+        chosen = source.choose(op.n_rollouts, op.batch_size)
         if not chosen:
             return "shut_down" if source.counts.shut_down else "nothing_yet"
         groups = source.take(chosen, op.n_rollouts)

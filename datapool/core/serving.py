@@ -224,22 +224,14 @@ class Serving(Groups):
         n_wanted = op.n_rollouts or self.config.n_rollouts
         return Available(self._order.count(n_wanted), self.counts.shut_down)
 
-    def choose(self, n_rollouts: int | None, batch_size: int, at_most: bool) -> list[str]:
-        """The groups that a consumer gets next, if there are `batch_size` of them, or any that are
-        `at_most` so many; else none. Drops those on the way that are too old or that a filter
-        objects to."""
-        n_wanted = n_rollouts or self.config.n_rollouts
-        chosen = self._choose(n_wanted, batch_size)
-        while at_most and not chosen and 0 < (n_left := self._order.count(n_wanted)) < batch_size:
-            batch_size = n_left  # choosing may drop some: fewer are left
-            chosen = self._choose(n_wanted, batch_size)
-        return chosen
-
-    def _choose(self, n_wanted: int, batch_size: int) -> list[str]:
+    def choose(self, n_rollouts: int | None, batch_size: int) -> list[str]:
+        """The groups that a consumer gets next, if there are `batch_size` of them; else none. Drops
+        those on the way that are too old or that a filter objects to."""
         while (oldest := self._ready_versions.first()) is not None:
             if self._is_fresh(self.prompt_groups[oldest[1]]):
                 break
-        return list(self.selection.next_batch(_Ready(self, n_wanted), batch_size))
+        ready = _Ready(self, n_rollouts or self.config.n_rollouts)
+        return list(self.selection.next_batch(ready, batch_size))
 
     def first(self, n_wanted: int, limit: int) -> list[str]:
         """The groups that a consumer who asks for `n_wanted` gets next, at most `limit`."""

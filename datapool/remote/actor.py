@@ -1,4 +1,5 @@
-"""The DataPool in a Ray actor: a process of its own that Ray places, finds and starts again.
+"""This module puts a pool into a Ray actor so that it has a process of its own, which Ray places,
+finds and starts again.
 
     Ray ──calls, one after the other──► DataPoolActor ─┐
     clients ──socket (`wire.py`)──────────────────────►└─► PoolService, on a loop in a thread
@@ -174,7 +175,7 @@ class DataPoolActor:
             lease = await self._service.call(op, timeout_s)
             if not isinstance(lease, PackedLease):
                 return None
-            await self._service.begin(Ack(lease.lease_id))
+            await self._service.call(Ack(lease.lease_id))
             return Fetched(lease)
 
         fetched: Fetched | None = self._run(fetch())

@@ -1,7 +1,7 @@
-"""The DataPool as its users have it: typed methods, whatever the number of shards and wherever they
-are.
+"""This module gives users a DataPool as typed methods so that they see neither shards nor
+connections.
 
-    await client.submit_step(step) ──► SubmitSteps ──► `fanout.py`: which shard ──► `link.py`
+    await client.submit_step(step) ──► SubmitSteps ──► the shard it is about, or all ──► its answer
 
 A step is acknowledged once the pool applied it and its journal has it. Every call may be repeated
 without harm, so calls that were on their way when a pool's process died are made again. What is
@@ -9,76 +9,62 @@ called without waiting takes effect in the order it was called, as far as it is 
 Not thread-safe: one client per event loop.
 
 What each call does and raises is said where the operation is (`ops.py`, `questions.py`); here is
-what a user types.
+what a user types, and which operations all shards have to answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, Final, ParamSpec
 
-from stepwell.datapool.codec import (
-    PackedLease,
-)
+from stepwell.datapool import ops
+from stepwell.datapool import questions as asked
+from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.config import PoolConfig, SelectionConfig
-from stepwell.datapool.errors import (
-    InvalidStepError,
-    JournalFullError,
-)
+from stepwell.datapool.errors import InvalidStepError, JournalFullError
 from stepwell.datapool.inspect.events import Events
 from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
-from stepwell.datapool.ops import (
-    AbortTrajectory,
-    AdvanceVersion,
-    CompleteTrajectory,
-    Delete,
-    Deleted,
-    DropGroup,
-    LeaseBatch,
-    Mark,
-    Op,
-    OpenGroup,
-    OpenTrajectory,
-    R,
-    ReleaseLeases,
-    Resumed,
-    ResumeTrajectory,
-    SetReward,
-    Shutdown,
-    SubmitOutcome,
-    TrajectoryOutcome,
-    metadata_of,
-    outcomes_or_raise,
-)
-from stepwell.datapool.questions import (
-    Describe,
-    DryRunOf,
-    GetEvents,
-    GetStatistics,
-    ListGroups,
-    ListSteps,
-    ListTrajectories,
-    ReadTrajectories,
-)
-from stepwell.datapool.remote.batches import Batches
+from stepwell.datapool.ops import Op, R, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.remote.credit import CreditLines
-from stepwell.datapool.remote.fanout import Shards
 from stepwell.datapool.remote.link import LocalPort, Port
-from stepwell.datapool.remote.outbox import Outbox, Wait
+from stepwell.datapool.remote.outbox import Outbox
 from stepwell.datapool.remote.service import PoolService
 from stepwell.datapool.selection import DryRun, Marks
 from stepwell.datapool.types import TRAIN, Lease, Step
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+
 FULL_S = 5.0
 """Between two tries to lease from a pool whose disk is full."""
+
+
+def _makes(
+    op: Callable[P, Op[R]],
+) -> Callable[Concatenate[DataPoolClient, P], Coroutine[Any, Any, R]]:
+    """A method with the arguments, the documentation and the answer of an operation."""
+
+    async def method(self: DataPoolClient, *args: P.args, **kwargs: P.kwargs) -> R:
+        return await self.call(op(*args, **kwargs))
+
+    return wraps(op, updated=())(method)  # type: ignore[return-value]
 
 
 class DataPoolClient:
@@ -90,23 +76,17 @@ class DataPoolClient:
     """
 
     def __init__(self, ports: Sequence[Port]) -> None:
-        self._shards = Shards(ports)
-        self._batches = Batches(self._shards)
-        self._credit = CreditLines(self._shards)
+        self.ports = tuple(ports)
+        self._shards = CreditLines(self.ports)
         self._outbox = Outbox(self._shards)
-        self._background: set[asyncio.Task[Any]] = set()
+        self._acking: set[asyncio.Future[Any]] = set()
 
     def __reduce__(self) -> tuple[type[DataPoolClient], tuple[Sequence[Port]]]:
-        return (type(self), (self._shards.ports,))
-
-    @property
-    def ports(self) -> Sequence[Port]:
-        """The ways to its shards."""
-        return self._shards.ports
+        return (type(self), (self.ports,))
 
     async def close(self) -> None:
         """Hang up. A later call connects again."""
-        await self._settled()
+        await asyncio.gather(*self._acking, return_exceptions=True)
         for port in self.ports:
             port.close()
 
@@ -130,13 +110,24 @@ class DataPoolClient:
             service.close()
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        """What the pool answers to any operation.
+        """What the pool answers to any operation; waits up to `timeout_s` (None: for ever) for an
+        answer to one that may have none yet.
 
         Raises:
             DataPoolError: its refusal.
             PoolUnavailableError: the pool is gone, or does not come back in time.
         """
-        return await self._shards.call(op, timeout_s)
+        return await self._begin(op, timeout_s)
+
+    def _begin(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
+        """As `call`. A call of one shard, or about a lease, is begun now, whenever it is
+        awaited."""
+        if isinstance(op, ops.CompleteTrajectory | ops.AbortTrajectory):
+            self._outbox.end(op.trajectory_uid, op.channel)
+        if len(self.ports) == 1:
+            return self.ports[0].call(op, timeout_s)
+        ask = _OF_SEVERAL.get(type(op))
+        return self._shards.call(op, timeout_s) if ask is None else ask(self._shards, op, timeout_s)
 
     # -- producers ---------------------------------------------------------------------------
 
@@ -152,9 +143,9 @@ class DataPoolClient:
     ) -> SubmitOutcome:
         """Declare a group (`ops.OpenGroup`). Waits up to `timeout_s` (None: for ever) for
         credit."""
-        known = metadata_of(metadata)
-        op = OpenGroup(prompt_uid, n_rollouts, min_rollouts, deadline_s, known, channel)
-        return await self._credit.open_group(op, timeout_s)
+        known = ops.metadata_of(metadata)
+        op = ops.OpenGroup(prompt_uid, n_rollouts, min_rollouts, deadline_s, known, channel)
+        return await self.call(op, timeout_s)
 
     async def open_trajectory(
         self,
@@ -167,9 +158,9 @@ class DataPoolClient:
     ) -> SubmitOutcome:
         """Register a trajectory (`ops.OpenTrajectory`). Waits up to `timeout_s` (None: for ever)
         for room."""
-        known = metadata_of(metadata)
-        op = OpenTrajectory(trajectory_uid, prompt_uid, attempt, known, channel)
-        return await self._outbox.with_room(op, prompt_uid, channel, timeout_s)
+        known = ops.metadata_of(metadata)
+        op = ops.OpenTrajectory(trajectory_uid, prompt_uid, attempt, known, channel)
+        return await self.call(op, timeout_s)
 
     async def resume_trajectory(
         self,
@@ -180,12 +171,12 @@ class DataPoolClient:
         channel: str = TRAIN,
         elsewhere: bool = False,
         timeout_s: float | None = None,
-    ) -> Resumed:
+    ) -> ops.Resumed:
         """Open a trajectory, or find it with its steps (`ops.ResumeTrajectory`). Waits as
         `open_trajectory`."""
-        known = metadata_of(metadata)
-        op = ResumeTrajectory(trajectory_uid, prompt_uid, attempt, known, channel, elsewhere)
-        return await self._outbox.with_room(op, prompt_uid, channel, timeout_s)
+        known = ops.metadata_of(metadata)
+        op = ops.ResumeTrajectory(trajectory_uid, prompt_uid, attempt, known, channel, elsewhere)
+        return await self.call(op, timeout_s)
 
     async def submit_step(
         self, step: Step, channel: str = TRAIN, timeout_s: float | None = None
@@ -211,7 +202,7 @@ class DataPoolClient:
                 )
         if not steps:
             return []
-        return outcomes_or_raise(await self._outbox.submit(steps, channel, timeout_s))
+        return ops.outcomes_or_raise(await self._outbox.submit(steps, channel, timeout_s))
 
     async def complete_trajectory(
         self,
@@ -221,20 +212,11 @@ class DataPoolClient:
         channel: str = TRAIN,
     ) -> TrajectoryOutcome:
         """Close a trajectory with its outcome reward (`ops.CompleteTrajectory`)."""
-        self._outbox.end(trajectory_uid, channel)
-        known = metadata_of(metadata)
-        return await self.call(CompleteTrajectory(trajectory_uid, reward, known, channel))
+        known = ops.metadata_of(metadata)
+        return await self.call(ops.CompleteTrajectory(trajectory_uid, reward, known, channel))
 
-    async def abort_trajectory(
-        self, trajectory_uid: str, reason: str, will_retry: bool = False, channel: str = TRAIN
-    ) -> TrajectoryOutcome:
-        """Close a trajectory without serving it (`ops.AbortTrajectory`)."""
-        self._outbox.end(trajectory_uid, channel)
-        return await self.call(AbortTrajectory(trajectory_uid, reason, will_retry, channel))
-
-    async def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN) -> None:
-        """Take an open or ready group out (`ops.DropGroup`)."""
-        await self.call(DropGroup(prompt_uid, reason, channel))
+    abort_trajectory = _makes(ops.AbortTrajectory)
+    drop_group = _makes(ops.DropGroup)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -254,21 +236,19 @@ class DataPoolClient:
         Raises:
             JournalFullError: the disk is still full after `timeout_s`.
         """
-        wait = Wait(timeout_s)
-        op = LeaseBatch(n_rollouts, channel, batch_size, lease_s, uuid.uuid4().hex)
+        op = ops.LeaseBatch(n_rollouts, channel, batch_size, lease_s, uuid.uuid4().hex)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            left = None if end is None else max(0.0, end - time.monotonic())
             try:
-                answer = await self._batches.lease(op, wait.next_slice())
+                answer = await self.call(op, left)
             except JournalFullError as e:
-                if wait.is_over():
+                if left == 0:
                     raise
                 log.warning("no lease yet: %s", e)
-                await asyncio.sleep(min(FULL_S, wait.left()))
-                continue
-            if isinstance(answer, PackedLease):
-                return answer.unpack()
-            if answer == "shut_down" or wait.is_over():
-                return None
+                await asyncio.sleep(FULL_S if left is None else min(FULL_S, left))
+            else:
+                return answer.unpack() if isinstance(answer, PackedLease) else None
 
     async def fetch_batch(
         self,
@@ -286,44 +266,25 @@ class DataPoolClient:
         lease = await self.lease_batch(n_rollouts, channel, batch_size, timeout_s)
         if lease is None:
             return None
-        task = asyncio.ensure_future(self._batches.ack(lease.lease_id))
-        self._background.add(task)
-        task.add_done_callback(self._acked)
+        acking = asyncio.ensure_future(self._begin(ops.Ack(lease.lease_id)))
+        self._acking.add(acking)
+        acking.add_done_callback(self._acked)
         return lease.steps
 
-    def _acked(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+    def _acked(self, acking: asyncio.Future[Any]) -> None:
+        self._acking.discard(acking)
+        if not acking.cancelled() and (error := acking.exception()) is not None:
             log.error("the ack of a fetched batch failed: %s", error)
 
-    async def ack(self, lease_id: str) -> None:
-        """The groups are consumed for good (`ops.Ack`): in every shard that the lease is from,
-        whatever becomes of the others."""
-        await self._batches.ack(lease_id)
-
-    async def nack(self, lease_id: str, reason: str = "") -> None:
-        """The groups go back, to be delivered again (`ops.Nack`)."""
-        await self._batches.nack(lease_id, reason)
-
-    async def renew(self, lease_id: str, lease_s: float | None = None) -> float:
-        """Hold a lease for longer (`ops.Renew`); when it expires."""
-        return await self._batches.renew(lease_id, lease_s)
-
-    async def release_leases(self, channel: str = TRAIN, reason: str = "released") -> int:
-        """Give every lease of the channel back (`ops.ReleaseLeases`); how many."""
-        return sum(await self._shards.all(ReleaseLeases(channel, reason)))
+    ack = _makes(ops.Ack)
+    nack = _makes(ops.Nack)
+    renew = _makes(ops.Renew)
+    release_leases = _makes(ops.ReleaseLeases)
 
     # -- people and sources ------------------------------------------------------------------
 
-    async def set_reward(
-        self,
-        trajectory_uid: str,
-        reward: float,
-        step_index: int | None = None,
-        channel: str = TRAIN,
-    ) -> SubmitOutcome:
-        """Score a trajectory, or one step, until its group is leased (`ops.SetReward`)."""
-        return await self.call(SetReward(trajectory_uid, reward, step_index, channel))
+    set_reward = _makes(ops.SetReward)
+    advance_version = _makes(ops.AdvanceVersion)
 
     async def mark(
         self,
@@ -333,23 +294,17 @@ class DataPoolClient:
         **marks: Any,
     ) -> Marks:
         """What people say of a group or trajectory (`ops.Mark`)."""
-        return await self.call(Mark(prompt_uid, trajectory_uid, marks, channel))
+        return await self.call(ops.Mark(prompt_uid, trajectory_uid, marks, channel))
 
-    async def delete(self, trajectory_uid: str | None = None, tag: str | None = None) -> Deleted:
+    async def delete(
+        self, trajectory_uid: str | None = None, tag: str | None = None
+    ) -> ops.Deleted:
         """Delete data (`ops.Delete`), all there is. Erased from the journal's files within
         seconds."""
-        await self._settled()
-        found = Deleted(more=True)
+        found = ops.Deleted(more=True)
         while found.more:
-            answers = await self._shards.all(Delete(trajectory_uid, tag))
-            more = any(answer.more for answer in answers)
-            found = sum(answers, found)
-            found = Deleted(found.trajectories, found.leased, more)
+            found += await self.call(ops.Delete(trajectory_uid, tag))
         return found
-
-    async def advance_version(self, version: int, channel: str = TRAIN) -> None:
-        """Generation uses policy `version` from now on (`ops.AdvanceVersion`)."""
-        await self._shards.all(AdvanceVersion(version, channel))
 
     async def dry_run(
         self,
@@ -357,11 +312,9 @@ class DataPoolClient:
         channel: str = TRAIN,
         batch_size: int = 1,
     ) -> DryRun:
-        """What a fetch would be given (`questions.DryRunOf`); of several shards one after the
-        other: a fetch gets its part of the first ones of each."""
+        """What a fetch would be given (`questions.DryRunOf`)."""
         rules = None if selection is None else selection.model_dump()
-        runs = await self._shards.all(DryRunOf(rules, channel, batch_size))
-        return DryRun(batch_size, tuple(d for run in runs for d in run.decisions))
+        return await self.call(asked.DryRunOf(rules, channel, batch_size))
 
     async def get_events(
         self,
@@ -373,14 +326,14 @@ class DataPoolClient:
     ) -> Events:
         """What happened after `cursor` (`questions.GetEvents`), waiting up to `timeout_s` for the
         first. Of several shards by time; one that is down is left out until it is back."""
-        wait = Wait(timeout_s)
         named = None if kinds is None else tuple(kinds)
+        end = time.monotonic() + timeout_s
         lost = False
         while True:
-            op = GetEvents(cursor, channel, named, limit)
-            page = await self._shards.events(op, wait.next_slice())
+            left = max(0.0, end - time.monotonic())
+            page = await self.call(asked.GetEvents(cursor, channel, named, limit), left)
             lost = lost or page.lost
-            if page.events or wait.is_over():
+            if page.events or left == 0:
                 return replace(page, lost=lost)
             cursor = page.cursor  # what was looked at is not again
 
@@ -390,13 +343,13 @@ class DataPoolClient:
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> Page[GroupRow]:
         """Live groups; filters and errors: `inspect/listing.py`. Shard by shard."""
-        return await self._shards.page(ListGroups(channel, cursor, limit, filters))
+        return await self.call(asked.ListGroups(channel, cursor, limit, filters))
 
     async def list_trajectories(
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> Page[TrajectoryRow]:
         """Trajectories of live groups, as `list_groups`."""
-        return await self._shards.page(ListTrajectories(channel, cursor, limit, filters))
+        return await self.call(asked.ListTrajectories(channel, cursor, limit, filters))
 
     async def list_steps(
         self,
@@ -407,32 +360,50 @@ class DataPoolClient:
         **filters: Any,
     ) -> Page[StepRow]:
         """Stored steps, as `list_groups`."""
-        return await self._shards.page(ListSteps(channel, cursor, limit, filters, include_tokens))
+        return await self.call(asked.ListSteps(channel, cursor, limit, filters, include_tokens))
 
     async def read_trajectories(
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> ExportedPage:
         """Whole trajectories, as they are exported, as `list_groups`."""
-        return await self._shards.page(ReadTrajectories(channel, cursor, limit, filters))
+        return await self.call(asked.ReadTrajectories(channel, cursor, limit, filters))
 
     # -- end and statistics ------------------------------------------------------------------
 
-    async def get_statistics(self, channel: str | None = None) -> dict[str, Any]:
-        """Counts (`questions.GetStatistics`) of the whole pool. Of a shard that is down, what it
-        answered last; `shards` says which those are."""
-        await self._settled()
-        return await self._shards.statistics(GetStatistics(channel))
+    get_statistics = _makes(asked.GetStatistics)
+    describe = _makes(asked.Describe)
+    shutdown = _makes(ops.Shutdown)
 
-    async def describe(self) -> dict[str, Any]:
-        """The pool's process, durability, memory and journal; of several shards, `shards`."""
-        return await self._shards.describe(Describe())
 
-    async def shutdown(self, channel: str | None = None) -> None:
-        """No group is opened any more (`ops.Shutdown`)."""
-        await self._settled()
-        await self._shards.all(Shutdown(channel))
+_Ask = Callable[[CreditLines, Any, float | None], Awaitable[Any]]
 
-    async def _settled(self) -> None:
-        """Return once every ack that nobody waited for has its answer."""
-        while self._background:
-            await asyncio.wait(self._background)
+
+def _all(answer: Callable[[list[Any]], Any]) -> _Ask:
+    """All shards are asked, and their answers are made one."""
+
+    async def ask(shards: CreditLines, op: Any, timeout_s: float | None) -> Any:
+        return answer(await shards.all(op))
+
+    return ask
+
+
+def _deleted(answers: list[ops.Deleted]) -> ops.Deleted:
+    found = sum(answers, ops.Deleted())
+    return ops.Deleted(found.trajectories, found.leased, any(answer.more for answer in answers))
+
+
+_OF_SEVERAL: Final[Mapping[type, _Ask]] = {
+    ops.OpenGroup: CreditLines.open_group,
+    ops.LeaseBatch: CreditLines.lease,
+    **dict.fromkeys((ops.Ack, ops.Nack, ops.Renew), CreditLines.each_part),
+    ops.ReleaseLeases: _all(sum),
+    ops.AdvanceVersion: _all(lambda answers: None),
+    ops.Shutdown: _all(lambda answers: None),
+    ops.Delete: _all(_deleted),
+    asked.GetStatistics: CreditLines.statistics,
+    asked.Describe: CreditLines.describe,
+    asked.GetEvents: CreditLines.events,
+    asked.DryRunOf: CreditLines.dry_run,
+    **dict.fromkeys(asked.Listing.__subclasses__(), CreditLines.page),
+}
+"""How a pool of several shards is asked; all else is about one of them."""

@@ -1,173 +1,114 @@
-"""Credit for new groups, of a pool of several shards as a whole.
+"""This module grants credit for new groups of a pool of several shards as a whole, so that no
+producer waits for a shard while the consumer waits for groups that other shards were to have: a
+group's shard is a matter of chance, and a share of the limits per shard would be used up in one
+first.
 
-Dividing it among the shards would let one that happens to get many groups stop a producer while the
-consumer waits for groups that the others were to have. So shards are asked, and it is exact for the
-groups that one client opens. Steps of groups that nobody opened are blocked by their own shard.
+Every shard is asked what it holds, and the sum counts. It is exact for the groups that one client
+opens, one after the other; m clients at once may go m - 1 groups over. Steps of groups that nobody
+opened are blocked by their own shard.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+
+from msgspec.structs import replace
 
 from stepwell.datapool.errors import PoolFullError
-from stepwell.datapool.ops import DropGroup, OpenGroup, SubmitOutcome
+from stepwell.datapool.ops import OpenGroup, SubmitOutcome
 from stepwell.datapool.questions import Credit, WaitCredit
-from stepwell.datapool.remote.fanout import ANSWER_S, Shards, shard_of
-
-SLICE_S: Final = 10.0
-"""A pool is not told that a caller's machine died: a long wait is asked for in slices."""
-
-
-@dataclass(slots=True)
-class _Line:
-    """Those who open groups in one channel, first come first; all in one event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    opening: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Admitted, and perhaps not in their shard yet."""
-    credits: dict[int, Credit] = field(default_factory=dict)
-    """What each shard answered last; what is in one that is down still counts."""
-    full: str | None = None
-    """Why the first one waits."""
-    is_unlimited: bool = False
+from stepwell.datapool.remote import shards as shards_module
+from stepwell.datapool.remote.batches import Batches
+from stepwell.datapool.remote.link import Port
+from stepwell.datapool.remote.shards import shard_of
 
 
-class CreditLines:
-    """Opens groups of a pool, whatever its number of shards."""
+class CreditLines(Batches):
+    """Shards, batches out of several, and credit for new groups of all."""
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._ports = shards.ports
-        self._n = shards.n
-        self._lines: dict[str, _Line] = {}
+    def __init__(self, ports: Sequence[Port]) -> None:
+        super().__init__(ports)
+        self._lines: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Lock]] = {}
+        """Those who open groups in one channel, first come first; all in one event loop."""
+        self._credits: dict[str, dict[int, Credit]] = {}
+        """What each shard answered last; what is in one that is down still counts."""
+        self._full: dict[str, str] = {}
+        """Why the first one in a channel's line waits."""
+        self._unlimited: set[str] = set()
 
     async def open_group(self, op: OpenGroup, timeout_s: float | None) -> SubmitOutcome:
         """Open it once the whole pool has credit for one more."""
-        end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        home = self._ports[shard_of(op.prompt_uid, self._n)]
-
-        async def open_() -> SubmitOutcome:
-            while True:
-                try:
-                    left = max(0.0, end - time.monotonic())
-                    return await home.call(op, min(left, SLICE_S))
-                except PoolFullError:
-                    if time.monotonic() >= end:
-                        raise
-
+        home = self.ports[shard_of(op.prompt_uid, self.n)]
+        if op.channel in self._unlimited:
+            return await home.call(op, timeout_s)
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        # Outside the line: a shard that is down stops its own groups only.
+        if (await home.call(WaitCredit(op.prompt_uid, op.channel))).is_known:
+            return await home.call(op)
         line = self._line(op.channel)
-        if self._n == 1 or line.is_unlimited:
-            return await open_()
-        ask = WaitCredit(op.prompt_uid, op.channel)
-        if line.full is not None and (await home.call(ask)).is_known:
-            return await open_()
+        # A moment at least: who is before us may be just about to be admitted.
+        least = 0.0 if op.channel in self._full else shards_module.ANSWER_S
         try:
-            # A moment at least: who is before us may be just about to be admitted.
-            least = ANSWER_S if line.full is None else 0.0
-            wait = None if timeout_s is None else max(end - time.monotonic(), least)
-            async with asyncio.timeout(wait):
-                await line.lock.acquire()
+            async with asyncio.timeout(None if end == math.inf else max(_left(end), least)):
+                await line.acquire()
         except TimeoutError:
             raise PoolFullError(
-                f"channel {op.channel!r} {line.full or 'is busy'}; group {op.prompt_uid!r} waits "
-                "behind others: raise the limit or timeout_s"
+                f"channel {op.channel!r} {self._full.get(op.channel, 'is busy')}; group "
+                f"{op.prompt_uid!r} waits behind others: raise the limit or timeout_s"
             ) from None
         try:
-            await self._wait_for_credit(line, op, end)
-            opening = asyncio.create_task(open_())
-            line.opening.add(opening)
-            opening.add_done_callback(line.opening.discard)
+            await self._wait_for_credit(op, end)
+            return await home.call(op, None if end == math.inf else _left(end))
         finally:
-            line.lock.release()
-        # Outside the line: the shard may be down, and the next group of another one.
-        try:
-            return await opening
-        except asyncio.CancelledError:
-            if opening.done() and not opening.cancelled() and opening.exception() is None:
-                # It was opened in the same moment, and nobody would ever start its rollouts.
-                drop = DropGroup(op.prompt_uid, "open_cancelled", op.channel)
-                if opening.result() == "accepted":
-                    self._shards.later(home.call(drop))
-            raise
+            self._full.pop(op.channel, None)
+            line.release()
 
-    def _line(self, channel: str) -> _Line:
-        loop = asyncio.get_running_loop()
-        line = self._lines.get(channel)
-        if line is None or line.loop is not loop:
-            line = self._lines[channel] = _Line(loop)
+    def _line(self, channel: str) -> asyncio.Lock:
+        here = asyncio.get_running_loop()
+        loop, line = self._lines.get(channel, (None, None))
+        if line is None or loop is not here:
+            line = asyncio.Lock()
+            self._lines[channel] = here, line
         return line
 
-    async def _wait_for_credit(self, line: _Line, op: OpenGroup, end: float) -> None:
-        """Return once the whole pool has credit for one group more."""
-        home = shard_of(op.prompt_uid, self._n)
-        try:
-            while True:
-                # From before asking: whoever of these was not there yet when its shard answered
-                # is counted, and who was is counted twice, until it is done.
-                earlier = tuple(line.opening)
-                answers = await self._shards.each(WaitCredit(op.prompt_uid, op.channel))
-                line.credits |= {k: credit for k, credit in enumerate(answers) if credit}
-                known = answers[home]
-                if known is not None and known.is_known:
-                    return
-                if any(credit.shut_down for credit in line.credits.values()):
-                    return  # which is for the shard to say
-                credits = line.credits.values()
-                if len(credits) == self._n and not any(c.used for c in credits):
-                    line.is_unlimited = True
-                    return
-                line.full = _no_credit(credits, len(earlier))
-                if line.full is None:
-                    return
-                left = end - time.monotonic()
-                if left <= 0:
-                    raise PoolFullError(
-                        f"channel {op.channel!r} {line.full}; group {op.prompt_uid!r} waits until "
-                        "one is leased: raise the limit or timeout_s"
-                    )
-                await self._freer(op, line, earlier, left)
-        finally:
-            line.full = None
-
-    async def _freer(
-        self, op: OpenGroup, line: _Line, earlier: Sequence[asyncio.Task[Any]], left: float
-    ) -> None:
-        """Return once a shard has more credit, one of `earlier` is open, or after `left` s."""
-        wait = min(left, SLICE_S)
-        tasks = [
-            self._shards.later(
-                port.call(WaitCredit(op.prompt_uid, op.channel, line.credits[k].used), wait)
-            )
-            for k, port in enumerate(self._ports)
-            if k in line.credits
-        ]
-        try:
-            await asyncio.wait(
-                (*tasks, *earlier), timeout=wait, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in tasks:
-                if task.done():
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
+    async def _wait_for_credit(self, op: OpenGroup, end: float) -> None:
+        ask = WaitCredit(op.prompt_uid, op.channel)
+        credits = self._credits.setdefault(op.channel, {})
+        while True:
+            credits |= await self.ask(dict.fromkeys(range(self.n), ask))
+            if any(credit.shut_down for credit in credits.values()):
+                return  # which is for the shard to say
+            if len(credits) == self.n and not any(credit.used for credit in credits.values()):
+                self._unlimited.add(op.channel)
+            full = _no_credit(credits.values())
+            if full is None:
+                return
+            if (left := _left(end)) == 0:
+                raise PoolFullError(
+                    f"channel {op.channel!r} {full}; group {op.prompt_uid!r} waits until one is "
+                    "leased: raise the limit or timeout_s"
+                )
+            self._full[op.channel] = full
+            freer = {
+                k: replace(ask, before=credits[k].used if k in credits else None)
+                for k in range(self.n)
+            }
+            wait_s = None if left == math.inf else left
+            await self.ask(freer, wait_s, enough=lambda credit: True)
 
 
-def _no_credit(credits: Collection[Credit], n_more: int) -> str | None:
+def _left(end: float) -> float:
+    return max(0.0, end - time.monotonic())
+
+
+def _no_credit(credits: Collection[Credit]) -> str | None:
     """Why a group has to wait; None if it would be admitted by all limits together."""
     for name in dict.fromkeys(name for credit in credits for name in credit.used):
         pairs = [credit.used[name] for credit in credits if name in credit.used]
-        used = sum(used for used, _ in pairs) + (n_more if name in _GROUP_LIMITS else 0)
-        limit = max(limit for _, limit in pairs)
+        used, limit = sum(used for used, _ in pairs), max(limit for _, limit in pairs)
         if used >= limit:
             return f"has used {used} of {limit} ({name}) in {len(pairs)} shards"
     return None
-
-
-_GROUP_LIMITS: Final = ("max_outstanding_groups", "max_ahead_versions")
-"""Limits that count the groups that are being opened."""

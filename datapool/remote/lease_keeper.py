@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from stepwell.datapool.errors import (
     GroupClosedError,
@@ -38,9 +38,15 @@ from stepwell.datapool.errors import (
     UnknownGroupError,
     UnknownLeaseError,
 )
-from stepwell.datapool.types import TRAIN, Group, Lease
+from stepwell.datapool.types import Group, Lease
+
+if TYPE_CHECKING:  # made where it is used: a consumer need not load what starts pools
+    from stepwell.datapool.remote.client import DataPoolClient
 
 log = logging.getLogger(__name__)
+
+LeasingPool: TypeAlias = "DataPoolClient"
+"""The pool, for rooms that see nothing else of it."""
 
 LOST = (UnknownLeaseError, LeaseExpiredError, LeaseClosedError)
 """Answers to a lease that its consumer has no more."""
@@ -50,27 +56,6 @@ RENEWALS = 3
 
 USED = "used_after_its_lease"
 """Drop reason of a group that was used and that no lease held when its use was durable."""
-
-
-class LeasingPool(Protocol):
-    """What a keeper needs of the pool; `datapool.DataPoolClient` has it."""
-
-    async def lease_batch(
-        self,
-        n_rollouts: int | None = None,
-        channel: str = TRAIN,
-        batch_size: int = 1,
-        timeout_s: float | None = 0,
-        lease_s: float | None = None,
-    ) -> Lease | None: ...
-
-    async def ack(self, lease_id: str) -> None: ...
-
-    async def nack(self, lease_id: str, reason: str = "") -> None: ...
-
-    async def renew(self, lease_id: str, lease_s: float | None = None) -> Any: ...
-
-    async def drop_group(self, prompt_uid: str, reason: str, channel: str = TRAIN) -> None: ...
 
 
 @dataclass(slots=True)

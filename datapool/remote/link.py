@@ -1,4 +1,5 @@
-"""One shard as a client has it: operations out in order, answers back, again if the pool restarts.
+"""This module holds one shard for a client so that its calls arrive in order, and once: operations
+out, answers back, again if the pool restarts.
 
     call ──► unanswered ──one write for all of this turn──► connection ──► answer
                  │                                              │ breaks (the pool died)
@@ -20,16 +21,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any, Generic, Protocol, TypeVar
 
-from stepwell.datapool.codec import PackedLease
-from stepwell.datapool.errors import (
-    DataPoolError,
-    InvalidRequestError,
-    PoolUnavailableError,
-)
-from stepwell.datapool.ops import DropGroup, LeaseBatch, Nack, Op, OpenGroup, ReleaseRequest
+from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUnavailableError
+from stepwell.datapool.ops import LEFT, LeaseBatch, Op, ReleaseRequest
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
-from stepwell.datapool.remote.wire import Connection, Door, Request, Sent, connect
+from stepwell.datapool.remote.wire import Connection, Door, Sent, connect, frame
 
 log = logging.getLogger(__name__)
 
@@ -43,29 +39,19 @@ RETRY_S = 0.05
 """Between two tries to connect."""
 
 
-class AwayError(PoolUnavailableError):
-    """The pool went away, or is starting: it may come back."""
-
-
 class Port(Protocol):
     """A way to one shard."""
 
     met: Known
 
-    async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
-        """The answer to `op`, waited for up to `timeout_s` where it waits (None: for ever).
-
-        Args:
-            once: not again if the pool dies meanwhile.
+    def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
+        """The answer to `op`, waited for up to `timeout_s` (None: for ever) if there is none yet.
+        Takes effect before all that is called later, whenever it is awaited.
 
         Raises:
             DataPoolError: its refusal.
             PoolUnavailableError: the pool is gone, or does not come back in time.
-            AwayError: `once`, and it is not there now.
         """
-
-    def begin(self, op: Op[R]) -> Awaitable[R]:
-        """As `call`, and takes effect before all that is called later, whenever it is awaited."""
 
     def close(self) -> None:
         """Hang up. A later call connects again."""
@@ -78,27 +64,31 @@ class LocalPort:
         self.service = service
         self.met = service.incarnation
 
-    async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
-        return await self.service.call(op, timeout_s)
-
-    def begin(self, op: Op[R]) -> Awaitable[R]:
-        return self.service.begin(op)
+    def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
+        return self.service.call(op, timeout_s)
 
     def close(self) -> None:
         """As `Port.close`: the pool itself goes on."""
 
 
 class _Call(Generic[R]):
-    __slots__ = ("again", "answer", "give_up", "number", "op", "sent", "timeout_s", "was_sent")
+    __slots__ = ("answer", "end", "number", "op", "sent")
 
-    def __init__(self, number: int, op: Op[R], timeout_s: float | None, again: bool) -> None:
-        self.number, self.op, self.timeout_s, self.again = number, op, timeout_s, again
+    def __init__(self, number: int, op: Op[R], timeout_s: float | None) -> None:
+        self.number, self.op = number, op
+        self.end = timeout_s and time.monotonic() + timeout_s
+        """When it has waited long enough; 0: it does not wait; None: it never has."""
         self.answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self.sent = False
-        """Through the connection that is up."""
-        self.was_sent = False
-        """Through an earlier one: perhaps it was applied."""
-        self.give_up = time.monotonic() + RESTART_S
+        self.sent: Connection | None = None
+        """The connection that it went through last: perhaps it was applied."""
+
+    def frame(self) -> bytes:
+        left = self.end and max(0.0, self.end - time.monotonic())
+        return frame((self.number, self.op, left))
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class Link(ABC):
@@ -115,8 +105,9 @@ class Link(ABC):
         self._connection: Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._unanswered: dict[int, _Call[Any]] = {}
+        self._unsent: list[_Call[Any]] = []
+        """Those of `_unanswered` that the next write takes."""
         self._number = 0
-        self._is_flushing = False
 
     @abstractmethod
     async def find(self) -> tuple[Door, str]:
@@ -130,15 +121,11 @@ class Link(ABC):
     @property
     def is_up(self) -> bool:
         """Whether there is a connection."""
-        return self._connection is not None and self._connection.is_up
+        return self._connection is not None
 
-    async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
+    def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
         """As `Port.call`."""
-        return await self._answer(self._start(op, timeout_s, once))
-
-    def begin(self, op: Op[R]) -> Awaitable[R]:
-        """As `Port.begin`."""
-        return self._answer(self._start(op))
+        return self._answer(self._begin(op, timeout_s))
 
     def close(self) -> None:
         """Hang up, also on calls that are under way. A later call connects again."""
@@ -150,19 +137,21 @@ class Link(ABC):
             self._connection = None
         self._fail_all(PoolUnavailableError("this client hung up meanwhile"))
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- a call ------------------------------------------------------------------------------
 
-    def _start(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> _Call[R]:
+    def _begin(self, op: Op[R], timeout_s: float | None = 0.0) -> _Call[R]:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._follow(loop)
+            self._move_to(loop)
         self._number += 1
-        call = _Call(self._number, op, timeout_s, not once)
+        call = _Call(self._number, op, timeout_s)
         self._unanswered[call.number] = call
-        if self.is_up:
-            self._flush_soon(loop)
-        elif self._connecting is None:
-            self._connecting = loop.create_task(self._connect())
+        self._unsent.append(call)
+        if self._connection is None:
+            self._reach(loop)
+        elif len(self._unsent) == 1:
+            # Behind those who are about to send something, too.
+            loop.call_soon(self._flush)
         return call
 
     async def _answer(self, call: _Call[R]) -> R:
@@ -172,49 +161,24 @@ class Link(ABC):
             self._leave(call)
             raise
 
-    def _follow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """What an event loop of before left behind gets no answer, and must hold up nobody."""
-        if self._connection is not None:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                self._connection.transport.abort()
-        self._connection = self._connecting = None
-        self._unanswered.clear()
-        self._is_flushing = False
-        self._loop = loop
-
-    def _flush_soon(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._is_flushing:
-            self._is_flushing = True
-            # Behind those who are about to send something, too.
-            loop.call_soon(self._flush)
-
     def _flush(self) -> None:
-        self._is_flushing = False
-        if not self.is_up or self._connection is None:
+        if self._connection is None:
             return
-        requests: list[Request] = []
-        for call in reversed(self._unanswered.values()):
-            if call.sent:
-                break  # so is everything before it
-            if call.answer.cancelled():
-                continue
-            call.sent = True
-            requests.append((call.number, call.op, call.timeout_s))
-        if requests:
+        calls, self._unsent = self._unsent, []
+        frames: list[bytes] = []
+        for call in calls:
+            if call.answer.done():
+                continue  # its caller left
             try:
-                self._connection.send(requests[::-1])
-            except Exception:  # noqa: BLE001 - whose it is, and what, is found out one by one
-                for number, *rest in reversed(requests):
-                    self._send_one(number, *rest)
-
-    def _send_one(self, number: int, op: Op[Any], timeout_s: float | None) -> None:
-        """One of those that did not travel together: one caller's must not take others down."""
-        try:
-            if self._connection is not None:
-                self._connection.send([(number, op, timeout_s)])
-        except Exception as e:  # noqa: BLE001 - whatever it is, its caller is told
-            why = f"{type(op).__name__} cannot be sent ({e}); pass JSON values, bytes or arrays"
-            self._fail(self._unanswered.pop(number), InvalidRequestError(why))
+                frames.append(call.frame())
+            except Exception as e:  # noqa: BLE001 - whatever it is, its caller alone is told
+                why = f"{type(call.op).__name__} cannot be sent ({e})"
+                del self._unanswered[call.number]
+                call.fail(InvalidRequestError(f"{why}; pass JSON values, bytes or arrays"))
+            else:
+                call.sent = self._connection
+        if frames:
+            self._connection.send(frames)
 
     def _answered(self, sent: Sent) -> None:
         call = self._unanswered.pop(sent.number, None)
@@ -223,69 +187,57 @@ class Link(ABC):
         try:
             answer = sent.to(call.op)
         except Exception as e:  # noqa: BLE001 - a refusal, or an answer that cannot be read
-            self._fail(call, e)
+            call.fail(e)
             return
         if call.answer.done():
-            self._undo(call.op, answer)
+            self._tell(call.op.undone(answer))
         else:
             call.answer.set_result(answer)
 
+    # -- a caller that leaves ----------------------------------------------------------------
+
     def _leave(self, call: _Call[Any]) -> None:
-        """Its caller left; so must its waiter in the pool, or it would be served."""
+        """Nothing may be held for a caller that left. What waits for it in the pool leaves, too."""
         if call.number not in self._unanswered:
             if not call.answer.cancelled() and call.answer.exception() is None:
-                self._undo(call.op, call.answer.result())  # it came in the same moment
-        elif call.sent and self._connection is not None:
-            self._connection.send([(call.number, None, 0.0)])
+                self._tell(call.op.undone(call.answer.result()))  # it came in the same moment
+        elif call.sent is not None and call.sent is self._connection:
+            self._connection.send([frame((call.number, None, 0.0))])
         else:
-            del self._unanswered[call.number]
             self._forget(call)
-
-    def _undo(self, op: Op[Any], answer: Any) -> None:
-        """Give back what was granted to a caller that has left."""
-        if isinstance(answer, PackedLease):
-            self._tell(Nack(answer.lease_id, "consumer_left"))
-        elif isinstance(op, OpenGroup) and answer == "accepted":
-            # Nobody would ever start its rollouts.
-            self._tell(DropGroup(op.prompt_uid, "open_cancelled", op.channel))
 
     def _forget(self, call: _Call[Any]) -> None:
         """Its caller left, and the connection broke before the pool could say what it granted."""
-        if call.was_sent and isinstance(call.op, LeaseBatch) and call.op.request_id is not None:
-            self._tell(ReleaseRequest(call.op.request_id, "consumer_left"))
+        del self._unanswered[call.number]
+        op = call.op
+        if call.sent is not None and isinstance(op, LeaseBatch) and op.request_id is not None:
+            self._tell(ReleaseRequest(op.request_id, LEFT))
 
-    def _tell(self, op: Op[None]) -> None:
+    def _tell(self, op: Op[None] | None) -> None:
         """Make a call whose answer nobody needs."""
-        self._start(op).answer.add_done_callback(lambda a: a.cancelled() or a.exception())
+        if op is not None:
+            self._begin(op).answer.add_done_callback(lambda a: a.cancelled() or a.exception())
 
-    def _lost(self, connection: Connection) -> None:
-        if connection is not self._connection or self._loop is None:
-            return
-        self._connection = None
-        give_up = time.monotonic() + RESTART_S
-        for call in list(self._unanswered.values()):
-            call.was_sent, call.sent, call.give_up = call.was_sent or call.sent, False, give_up
-            if call.answer.done():
-                del self._unanswered[call.number]
-                self._forget(call)
-            elif not call.again:
-                del self._unanswered[call.number]
-                self._fail(call, AwayError("the DataPool went away meanwhile"))
-        if self._unanswered and self._connecting is None:
-            self._connecting = self._loop.create_task(self._connect())
+    # -- the connection ----------------------------------------------------------------------
+
+    def _reach(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._connecting is None:
+            self._connecting = loop.create_task(self._connect())
 
     async def _connect(self) -> None:
-        """Connect, and send what has no answer yet."""
+        """Connect, and send what has no answer yet; for as long as somebody waits for one."""
+        give_up = time.monotonic() + RESTART_S
         try:
-            while self._unanswered:
+            while self._unanswered and self._connection is None:
                 try:
                     async with asyncio.timeout(CONNECT_S):
                         await self._try_to_connect()
-                    break
                 except (OSError, TimeoutError) as e:  # ConnectionError: it is starting
                     if isinstance(e, DataPoolError):
                         raise
-                    self._give_up(e)
+                    if time.monotonic() > give_up:
+                        gone = f"the DataPool cannot be reached ({e}); what was not acknowledged "
+                        raise PoolUnavailableError(f"{gone}may be submitted again") from e
                     await asyncio.sleep(RETRY_S)
         except Exception as e:  # noqa: BLE001 - whatever it is, those who wait are told
             self._fail_all(e)
@@ -296,32 +248,44 @@ class Link(ABC):
 
     async def _try_to_connect(self) -> None:
         door, here = await self.find()
-        connection = await connect(door, here, lambda: Connection(self._answered, self._lost))
+        connection, known = await connect(
+            door, here, lambda: Connection(self._answered, self._lost)
+        )
         try:
-            known = await connection.greet(door.secret, self.met)
             if known is not None and self.met is not None:
                 known.check_follows(self.met)
-        except BaseException:  # also a cancellation
+            if connection.transport.is_closing():
+                raise ConnectionResetError("the pool hung up")
+        except BaseException:
             connection.transport.abort()
             raise
         self.met = known or self.met
         self._connection = connection
 
-    def _give_up(self, why: Exception) -> None:
-        """Tell those who have waited too long."""
-        now = time.monotonic()
-        for call in [c for c in self._unanswered.values() if now > c.give_up or not c.again]:
-            del self._unanswered[call.number]
-            kind = PoolUnavailableError if call.again else AwayError
-            gone = f"the DataPool cannot be reached ({why}); what was not acknowledged may be "
-            self._fail(call, kind(f"{gone}submitted again"))
+    def _lost(self, connection: Connection) -> None:
+        if connection is not self._connection or self._loop is None:
+            return
+        self._connection = None
+        for call in list(self._unanswered.values()):
+            if call.answer.done():
+                self._forget(call)
+        self._unsent = list(self._unanswered.values())
+        if self._unsent:
+            self._reach(self._loop)
+
+    def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What an event loop of before left behind gets no answer, and must hold up nobody."""
+        if self._connection is not None:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                self._connection.transport.abort()
+        self._connection = self._connecting = None
+        self._unanswered.clear()
+        self._unsent.clear()
+        self._loop = loop
 
     def _fail_all(self, error: Exception) -> None:
-        calls, self._unanswered = self._unanswered, {}
-        for call in calls.values():
-            self._fail(call, error)
-
-    @staticmethod
-    def _fail(call: _Call[Any], error: Exception) -> None:
-        if not call.answer.done():
-            call.answer.set_exception(error)
+        calls = list(self._unanswered.values())
+        self._unanswered.clear()
+        self._unsent.clear()
+        for call in calls:
+            call.fail(error)

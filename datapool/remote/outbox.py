@@ -1,9 +1,10 @@
-"""Steps on their way to the pool: packed relative to those sent before them, asked again for room.
+"""This module sends steps to the pool so that a prompt travels once: packed relative to those sent
+before them, and asked again for room.
 
     submit ──► packed, relative to its base where that was sent lately ──► its shard ──► outcomes
                   ▲                                                           │
                   ├─ the pool does not hold the base: once more, whole ───────┤
-                  └─ the channel blocks: wait for room ───────────────────────┘
+                  └─ the channel blocks: wait until the trajectory is open ───┘
 
 Owns what is sent, and how often. Does not own the layout (`codec.py`), nor the connection
 (`link.py`).
@@ -11,18 +12,15 @@ Owns what is sent, and how often. Does not own the layout (`codec.py`), nor the 
 
 from __future__ import annotations
 
-import math
-import time
+import asyncio
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 from stepwell.datapool.codec import PackedStep, Tokens, as_bytes, in_trajectories, pack
-from stepwell.datapool.errors import InvalidStepError, PoolFullError
-from stepwell.datapool.ops import Op, R, Refusal, SubmitOutcome, SubmitSteps
-from stepwell.datapool.questions import WaitForRoom
-from stepwell.datapool.remote.credit import SLICE_S
-from stepwell.datapool.remote.fanout import Shards
+from stepwell.datapool.errors import DataPoolError, InvalidStepError, TrajectoryConflictError
+from stepwell.datapool.ops import OpenTrajectory, Refusal, SubmitOutcome, SubmitSteps
+from stepwell.datapool.remote.shards import Shards
 from stepwell.datapool.types import Step
 
 TIP_BYTES = 64 << 20
@@ -43,86 +41,62 @@ class Outbox:
         self._tips.end(trajectory_uid, channel)
 
     async def submit(self, steps: Sequence[Step], channel: str, timeout_s: float | None) -> Results:
-        """Each step's outcome or refusal; waits for room."""
-        wait = Wait(timeout_s)
-        results = await self._submit(steps, channel)
-        while blocked := [i for i, r in enumerate(results) if _is(r, "PoolFullError")]:
-            # The channel blocks: steps of new groups wait here, in their producer.
-            try:
-                await self._wait_for_room([steps[i].prompt_uid for i in blocked], channel, wait)
-            except PoolFullError:
-                break
-            again = await self._submit([steps[i] for i in blocked], channel)
-            for i, result in zip(blocked, again, strict=True):
-                results[i] = result
-        return results
-
-    async def _submit(self, steps: Sequence[Step], channel: str) -> Results:
-        """Each step's outcome or refusal. Steps go relative to those sent before them; once more,
-        whole, if the pool does not hold those."""
+        """Each step's outcome or refusal; waits up to `timeout_s` (None: for ever) for room."""
         results: list[Any] = [None] * len(steps)
-        sent = self._pack(steps, channel, range(len(steps)), results)
-        await self._send(sent, channel, results)
-        unknown = [i for i, *_ in sent if _is(results[i], "UnknownBaseError")]
-        if unknown:
-            self._tips.clear()
-            await self._send(self._pack(steps, channel, unknown, results), channel, results)
+        await self._send(steps, channel, range(len(steps)), results)
+        blocked = [i for i, result in enumerate(results) if _is(result, "PoolFullError")]
+        if blocked and timeout_s != 0:
+            # The channel blocks: steps of new groups wait here, in their producer.
+            new = {steps[i].trajectory_uid: steps[i].prompt_uid for i in blocked}
+            opening = (OpenTrajectory(t, p, channel=channel) for t, p in new.items())
+            calls = (self._shards.call(op, timeout_s) for op in opening)
+            await asyncio.gather(*calls, return_exceptions=True)
+            await self._send(steps, channel, blocked, results)
         return results
-
-    def _pack(
-        self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]
-    ) -> list[tuple[int, Step, PackedStep]]:
-        packed: list[tuple[int, Step, PackedStep]] = []
-        for i in which:
-            try:
-                packed.append((i, steps[i], self._tips.pack(steps[i], channel)))
-            except InvalidStepError as e:
-                results[i] = Refusal.of(e)
-        return packed
 
     async def _send(
-        self, sent: list[tuple[int, Step, PackedStep]], channel: str, results: list[Any]
+        self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]
     ) -> None:
-        if not sent:
-            return
-        ordered = self._shards.by_home(sent)
-        answers = await self._shards.submit(
-            {
-                home: SubmitSteps(
+        await self._send_once(steps, channel, which, results)
+        if unknown := [i for i in which if _is(results[i], "UnknownBaseError")]:
+            self._tips.clear()
+            await self._send_once(steps, channel, unknown, results)
+
+    async def _send_once(
+        self, steps: Sequence[Step], channel: str, which: Collection[int], results: list[Any]
+    ) -> None:
+        """Each step relative to those sent before it, in one write to each shard."""
+        parts: dict[int, list[tuple[int, Step, PackedStep]]] = {}
+        for i in which:
+            step = steps[i]
+            try:
+                packed = i, step, self._tips.pack(step, channel)
+                home = self._shards.home(step.trajectory_uid, step.prompt_uid, channel)
+            except (InvalidStepError, TrajectoryConflictError) as e:
+                results[i] = Refusal.of(e)
+            else:
+                parts.setdefault(home, []).append(packed)
+        # All are begun now: what is called next, of whatever group, comes after them.
+        began = [
+            self._shards.ports[home].call(
+                SubmitSteps(
                     in_trajectories((s.trajectory_uid, s.prompt_uid, p) for _, s, p in part),
                     channel,
                 )
-                for home, part in ordered.items()
-            }
-        )
-        for home, part in ordered.items():
-            for (i, *_), answer in zip(part, answers[home], strict=True):
-                results[i] = answer
-
-    async def with_room(
-        self, op: Op[R], prompt_uid: str, channel: str, timeout_s: float | None
-    ) -> R:
-        """The answer to an operation that may begin a new group; waits for room."""
-        wait = Wait(timeout_s)
-        while True:
-            try:
-                return await self._shards.call(op)
-            except PoolFullError:
-                await self._wait_for_room([prompt_uid], channel, wait)
-
-    async def _wait_for_room(self, prompt_uids: Collection[str], channel: str, wait: Wait) -> None:
-        """Return once the shard of one of these groups has room for it.
-
-        Raises:
-            PoolFullError: the wait is over.
-        """
-        while True:
-            try:
-                await self._shards.any(WaitForRoom(channel), prompt_uids, wait.next_slice())
-                return
-            except PoolFullError:
-                if wait.is_over():
-                    raise
+            )
+            for home, part in parts.items()
+        ]
+        if len(began) == 1:
+            answers: list[Any] = [await began[0]]
+        else:
+            answers = await asyncio.gather(*began, return_exceptions=True)
+        for part, answer in zip(parts.values(), answers, strict=True):
+            if isinstance(answer, DataPoolError):  # of the call: none of these was acknowledged
+                answer = [Refusal.of(answer)] * len(part)
+            elif isinstance(answer, BaseException):
+                raise answer
+            for (i, *_), outcome in zip(part, answer, strict=True):
+                results[i] = outcome
 
 
 class Tips:
@@ -172,24 +146,3 @@ def _size(tokens: Tokens | None) -> int:
 
 def _is(result: object, kind: str) -> bool:
     return isinstance(result, Refusal) and result.kind == kind
-
-
-class Wait:
-    """A long wait, asked for in slices.
-
-    A pool is not told that a caller's machine died. Its waiter would stand in the queue until its
-    timeout and then be served; asked for in slices, it is gone within one.
-    """
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-
-    def left(self) -> float:
-        return max(0.0, self._end - time.monotonic())
-
-    def next_slice(self) -> float:
-        """Seconds to ask for now."""
-        return min(self.left(), SLICE_S)
-
-    def is_over(self) -> bool:
-        return self.left() == 0

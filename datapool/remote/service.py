@@ -1,4 +1,5 @@
-"""A running pool: waiting, waking up, time and durability around the pure `DataPool`.
+"""This module runs a pool so that it can be called: waiting, waking up, time and durability around
+the pure `DataPool`.
 
     op ──► try_: DataPool.apply ──► _follow: serve who waits, set the timer
                    ▲                    │
@@ -8,7 +9,7 @@
 An operation that cannot be answered yet is tried again by the change that may help it; nothing
 polls. Those who wait for the same stand in line, first come first served: consumers per
 `n_rollouts` (a group that only a consumer of fewer can use is not kept from it), producers for
-credit, steps for room. Consumers first: what they take is credit for producers.
+credit, trajectories for room. Consumers first: what they take is credit for producers.
 
 Runs on one event loop, with or without Ray: `actor.py` puts it into a process of its own, a
 `DataPoolClient.local` calls it where it is. Does not own what an operation does (`core/`), nor what
@@ -23,11 +24,11 @@ import logging
 import os
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
@@ -43,9 +44,8 @@ from stepwell.datapool.errors import (
     JournalFullError,
     LeaseClosedError,
     LeaseExpiredError,
-    PoolFullError,
 )
-from stepwell.datapool.ops import Change, DropGroup, LeaseBatch, Nack, Op, OpenGroup, Shutdown
+from stepwell.datapool.ops import Change, LeaseBatch, Op, Shutdown
 from stepwell.datapool.process import growing_heap
 from stepwell.datapool.questions import (
     Describe,
@@ -53,7 +53,6 @@ from stepwell.datapool.questions import (
     GetStatistics,
     WaitAvailable,
     WaitCredit,
-    WaitForRoom,
 )
 from stepwell.datapool.remote.incarnation import STATE as GENERATION
 from stepwell.datapool.remote.incarnation import Former, Incarnation, Known
@@ -71,18 +70,38 @@ CUT_OFF_S = 90.0
 `gcs_rpc_server_reconnect_timeout_s` (60 s), after which a node that is cut off ends what runs on
 it. Then the journal is taken over."""
 TIMER_RETRY_S = 1.0
-WAITS: tuple[type[Op[Any]], ...] = (
-    *(LeaseBatch, OpenGroup, WaitForRoom, WaitAvailable, WaitCredit, GetEvents),
-)
-_PRODUCERS: tuple[type[Op[Any]], ...] = (OpenGroup, WaitForRoom, WaitCredit)
+Applied: TypeAlias = Sequence[tuple[Op[Any] | None, Any]]
+"""Operations, and what `try_` answered."""
+
+
+class _Place(NamedTuple):
+    """A line of those who wait for the same."""
+
+    channel: str | None
+    role: str
+    """`consumers`, `producers`, `watchers`: served in this order."""
+    wanted: object
 
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
     """A call that waits for its answer."""
 
+    ticket: int
     op: Op[Any]
     answer: asyncio.Future[Any]
+
+    def place(self) -> _Place:
+        """Where it stands. Who asks only waits for nobody."""
+        op = self.op
+        if isinstance(op, LeaseBatch):
+            return _Place(op.channel, "consumers", op.n_rollouts)
+        if isinstance(op, GetEvents):
+            return _Place(None, "watchers", self)
+        channel: str = op.channel  # type: ignore[attr-defined]
+        if isinstance(op, WaitAvailable):
+            return _Place(channel, "consumers", self)
+        return _Place(channel, "producers", self if isinstance(op, WaitCredit) else type(op))
 
 
 class PoolService:
@@ -126,12 +145,11 @@ class PoolService:
                 self._pool.reopen()
         elif restarted:
             logger.warning("DataPool restarted without a journal: what it held is gone")
-        self._lines: dict[str, dict[Hashable, OrderedDict[int, _Waiter]]] = {}
-        """Who waits on a channel, by what for."""
-        self._watching: set[_Waiter] = set()
-        """Who waits for events."""
-        self._n_events_seen = 0
-        self._tickets = 0
+        self._lines: dict[_Place, dict[_Waiter, None]] = {}
+        """Who waits, in the order they came."""
+        self._tickets = count()
+        self._n_events = 0
+        """That watchers were told of."""
         self._writing: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
@@ -179,27 +197,19 @@ class PoolService:
 
     # -- calls -------------------------------------------------------------------------------
 
-    def can_wait(self, op: Op[Any]) -> bool:
-        """Whether a call may have to wait for its answer."""
-        return isinstance(op, WAITS)
-
-    async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        """The answer to `op`, once it is durable; one that waits, after `timeout_s` (None: for
-        ever) at the latest.
+    def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
+        """The answer to `op`, once it is durable; waited for up to `timeout_s` (None: for ever) if
+        there is none yet. `op` is applied now, whenever it is awaited.
 
         Raises:
             DataPoolError: its refusal.
             JournalError: it could not be made durable.
         """
-        if timeout_s == 0 or not self.can_wait(op):
-            return await self.begin(op)
-        return await self._answered(op, await self.wait(op, timeout_s))
+        return self._answered(op, self.try_(op), timeout_s)
 
-    def begin(self, op: Op[R]) -> Awaitable[R]:
-        """As `call` without waiting, and applied now, whenever it is awaited."""
-        return self._answered(op, self.try_(op))
-
-    async def _answered(self, op: Op[R], answer: Any) -> R:
+    async def _answered(self, op: Op[R], answer: Any, timeout_s: float | None) -> R:
+        if timeout_s != 0 and op.is_unanswered(answer):
+            answer = await self.wait(op, timeout_s)
         try:
             (answer,) = await self.settle([(op, answer)])
         except asyncio.CancelledError:
@@ -228,35 +238,39 @@ class PoolService:
         finally:
             self._follow(getattr(op, "channel", None))
 
-    async def settle(self, applied: Sequence[tuple[Op[Any] | None, Any]]) -> list[Any]:
+    async def settle(self, applied: Applied) -> list[Any]:
         """The answers, or errors, of operations that `try_` has applied, once they are durable."""
-        error = None
-        if self._journal is not None and any(isinstance(op, Change) for op, _ in applied):
-            self._pool.write_counts()
-            try:
-                await self._journal.committed()
-            except JournalError as e:
-                error = e
-        return self._settled(applied, error)
+        journal = self._journal_of(applied)
+        try:
+            if journal is not None:
+                await journal.committed()
+        except JournalError as e:
+            return self._not_written(applied, e)
+        return self._written(applied)
 
-    def settle_now(self, applied: Sequence[tuple[Op[Any] | None, Any]]) -> list[Any]:
+    def settle_now(self, applied: Applied) -> list[Any]:
         """As `settle`, in a transaction of its own. Waits for the disk where the pool survives a
         power failure."""
-        error = None
-        if self._journal is not None and any(isinstance(op, Change) for op, _ in applied):
-            self._pool.write_counts()
-            try:
-                self._journal.flush()
-            except JournalError as e:
-                error = e
-        return self._settled(applied, error)
+        journal = self._journal_of(applied)
+        try:
+            if journal is not None:
+                journal.flush()
+        except JournalError as e:
+            return self._not_written(applied, e)
+        return self._written(applied)
 
-    def _settled(
-        self, applied: Sequence[tuple[Op[Any] | None, Any]], error: JournalError | None
-    ) -> list[Any]:
-        if error is None:
-            self._pool.written()
-            return [answer for _, answer in applied]
+    def _journal_of(self, applied: Applied) -> Journal | None:
+        """Where these have to be written, if anywhere."""
+        if self._journal is None or not any(isinstance(op, Change) for op, _ in applied):
+            return None
+        self._pool.write_counts()
+        return self._journal
+
+    def _written(self, applied: Applied) -> list[Any]:
+        self._pool.written()
+        return [answer for _, answer in applied]
+
+    def _not_written(self, applied: Applied, error: JournalError) -> list[Any]:
         self._ended(error)
         for op, answer in applied:
             if isinstance(answer, PackedLease):  # a group is there when it is opened again
@@ -276,12 +290,8 @@ class PoolService:
     def take_back(self, op: Op[Any] | None, answer: Any) -> None:
         """Undo what was granted to a caller that will not hear of it. Also while the journal takes
         nothing: it keeps the change and its end together, until it can write both."""
-        if isinstance(answer, PackedLease):
-            undo: Op[None] = Nack(answer.lease_id, "consumer_left")
-        elif isinstance(op, OpenGroup) and answer == "accepted":
-            # Nobody would ever start its rollouts.
-            undo = DropGroup(op.prompt_uid, "open_cancelled", op.channel)
-        else:
+        undo = None if op is None else op.undone(answer)
+        if undo is None:
             return
         with contextlib.suppress(LeaseClosedError, LeaseExpiredError):
             self._pool.apply(undo, self._now())
@@ -291,28 +301,13 @@ class PoolService:
     # -- waiting -----------------------------------------------------------------------------
 
     async def wait(self, op: Op[Any], timeout_s: float | None) -> Any:
-        """The answer, or refusal, to an operation that may not have one yet; as `try_`."""
-        if self._is_repeated(op):
-            return self.try_(op)
-        if isinstance(op, OpenGroup):
-            # Credit found here is nobody else's: the change that freed it served whoever waited.
-            answer = self.try_(op)
-            if not isinstance(answer, PoolFullError):
-                return answer
-        waiter = _Waiter(op, asyncio.get_running_loop().create_future())
-        self._tickets += 1
-        ticket = self._tickets
-        if isinstance(op, GetEvents):
-            self._watching.add(waiter)
-            self._n_events_seen = -1
-            channel, line = None, None
-        else:
-            channel = getattr(op, "channel", "")
-            lines = self._lines.setdefault(channel, {})
-            line = lines.setdefault(self._line_of(op, ticket), OrderedDict())
-            line[ticket] = waiter
+        """The answer, or refusal, to an operation that has none yet; as `try_`."""
+        waiter = _Waiter(next(self._tickets), op, asyncio.get_running_loop().create_future())
+        place = waiter.place()
+        self._lines.setdefault(place, {})[waiter] = None
+        self._n_events = -1
         try:
-            self._follow(channel)
+            self._follow(place.channel)  # what came since it was tried
             if not waiter.answer.done():
                 await asyncio.wait([waiter.answer], timeout=timeout_s)
         except asyncio.CancelledError:
@@ -320,90 +315,63 @@ class PoolService:
                 self.take_back(op, waiter.answer.result())
             raise
         finally:
-            self._watching.discard(waiter)
-            if line is not None:
-                line.pop(ticket, None)
-                self._forget_idle(str(channel))
-                # One who leaves may have held up a smaller request behind.
-                self._follow(channel)
+            line = self._lines.get(place, {})
+            line.pop(waiter, None)
+            if not line:
+                self._lines.pop(place, None)
+            # One who leaves may have held up a smaller request behind.
+            self._follow(place.channel)
         return waiter.answer.result() if waiter.answer.done() else self.try_(waiter.op)
 
     def _stands_behind(self, op: LeaseBatch) -> bool:
-        """Whether others, who ask for the same, came before."""
-        return not self._is_repeated(op) and bool(
-            self._lines.get(op.channel, {}).get(self._line_of(op, 0))
-        )
-
-    def _is_repeated(self, op: Op[Any]) -> bool:
-        """Whether it has a lease already."""
-        return isinstance(op, LeaseBatch) and self._pool.leases.answer_to(op.request_id) is not None
-
-    @staticmethod
-    def _line_of(op: Op[Any], ticket: int) -> Hashable:
-        """Those of one line wait for each other. Who watches waits for nobody."""
-        if isinstance(op, LeaseBatch):
-            return (0, op.n_rollouts)
-        return (1, type(op).__name__, ticket if isinstance(op, WaitAvailable | WaitCredit) else 0)
+        """Whether others, who ask for the same, came before; and it has no lease already."""
+        line = self._lines.get(_Place(op.channel, "consumers", op.n_rollouts))
+        return bool(line) and self._pool.leases.answer_to(op.request_id) is None
 
     def _wake(self, channel: str | None) -> None:
         """Try the first of each line again, in the order they came, until none gets an answer."""
-        for name in list(self._lines) if channel is None else [channel]:
-            heads = {k: line for k, line in self._lines.get(name, {}).items() if line}
-            while heads:
-                key = min(heads, key=lambda k: (k[0], next(iter(heads[k]))))  # type: ignore[index]
-                line = heads[key]
-                ticket, waiter = next(iter(line.items()))
-                if not waiter.answer.done() and not self._answer(waiter):
-                    del heads[key]
+        if not self._lines:
+            return
+        has_news = self._pool.events.n_events != self._n_events
+        self._n_events = self._pool.events.n_events
+        lines = {
+            place: line
+            for place, line in self._lines.items()
+            if line and (has_news if place.channel is None else channel in (None, place.channel))
+        }
+        while lines:
+            place = min(lines, key=lambda place: (place.role, next(iter(lines[place])).ticket))
+            line = lines[place]
+            waiter = next(iter(line))
+            if waiter.answer.done() or self._answer(waiter):
+                del line[waiter]
+                if line:
                     continue
-                del line[ticket]
-                if not line:
-                    del heads[key]
-        if self._watching and self._pool.events.n_events != self._n_events_seen:
-            self._n_events_seen = self._pool.events.n_events
-            for waiter in self._watching:
-                if not waiter.answer.done():
-                    self._answer(waiter)
+            del lines[place]
 
     def _answer(self, waiter: _Waiter) -> bool:
         """Whether it has an answer now."""
-        op = waiter.op
+        answer: Any
         try:
-            answer = self._pool.apply(op, self._now())
-        except PoolFullError:
-            return False
+            answer = self._pool.apply(waiter.op, self._now())
         except Exception as e:  # noqa: BLE001 - as in `try_`
             answer = e
-        if answer == "nothing_yet" or (
-            isinstance(op, WaitAvailable)
-            and not answer.shut_down
-            and answer.n_groups <= op.more_than
-        ):
-            return False
-        if (
-            isinstance(op, WaitCredit)
-            and op.before is not None
-            and not answer.shut_down
-            and not answer.is_freer(op.before)
-        ):
-            return False
-        if isinstance(op, GetEvents) and not answer.events and not answer.lost:
-            waiter.op = replace(op, cursor=answer.cursor)  # what was looked at is not again
+        if waiter.op.is_unanswered(answer):
+            if isinstance(waiter.op, GetEvents):  # what was looked at is not again
+                waiter.op = replace(waiter.op, cursor=answer.cursor)
             return False
         waiter.answer.set_result(answer)
         return True
 
     def _waiting(self, channel: str) -> dict[str, int]:
-        waiting = [w.op for line in self._lines.get(channel, {}).values() for w in line.values()]
-        producers = sum(isinstance(op, _PRODUCERS) for op in waiting)
-        return {"consumers": len(waiting) - producers, "producers": producers}
-
-    def _forget_idle(self, channel: str) -> None:
-        lines = self._lines.get(channel, {})
-        for key in [key for key, line in lines.items() if not line]:
-            del lines[key]
-        if not lines:
-            self._lines.pop(channel, None)
+        return {
+            role: sum(
+                len(line)
+                for place, line in self._lines.items()
+                if (place.channel, place.role) == (channel, role)
+            )
+            for role in ("consumers", "producers")
+        }
 
     # -- inside ------------------------------------------------------------------------------
 
@@ -441,15 +409,16 @@ class PoolService:
 
     def _write_soon(self) -> None:
         """Make durable what nobody waits for."""
+
+        async def write() -> None:
+            (error,) = await self.settle([(Shutdown(), None)])
+            if error is not None:
+                logger.error("DataPool: %s", error)
+
         if self._journal is not None:
-            task = asyncio.create_task(self._write())
+            task = asyncio.create_task(write())
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
-
-    async def _write(self) -> None:
-        (error,) = await self.settle([(Shutdown(), None)])
-        if error is not None:
-            logger.error("DataPool: %s", error)
 
     def _set_timer(self) -> None:
         due = self._pool.next_deadline()

@@ -1,4 +1,4 @@
-"""Where the pool's actors live, and how they are started and found.
+"""This module starts and finds the pool's actors so that a user names a pool and nothing else.
 
     crc32(prompt_uid) % N ──► shard k ──► actor `name`, `name/1`, …   journal_dir/shard-k
 
@@ -122,29 +122,26 @@ def start_shards(
     config = config or PoolConfig()
     n = config.shards
     root = _journal_folder(config)
-    has_journals = n > 1 and root is not None and _have_started(root)
-    if n > 1:
-        config = share(config)
-        if root is None:
-            options.setdefault("scheduling_strategy", "SPREAD")
+    note = (_note_of(root) if root is not None else None) or []
+    part = share(config) if n > 1 else config
+    if n > 1 and root is None:
+        options.setdefault("scheduling_strategy", "SPREAD")
     handles: dict[int, DataPoolHandle] = {}
     try:
         # The first one last: who finds it finds the others.
         for k in reversed(range(n)):
-            folder, actor_name = _folder(root, k, n), _actor_name(name, k)
-            log_file = numbered_log(log_dir, "pool", k, n)
-            handles[k] = _create_actor(
-                config, folder, k, actor_name, namespace, has_journals, log_file, **options
-            )
+            folder = root / f"shard-{k}" if root is not None and n > 1 else root
+            arguments = part, folder, k, STARTED in note, numbered_log(log_dir, "pool", k, n)
+            handles[k] = _create_actor(arguments, _actor_name(name, k), namespace, **options)
         for k in range(n):
             try:
                 ray.get(handles[k].__ray_ready__.remote())
             except RayActorError as e:
                 gone = unavailable(e)
                 raise (PoolUnavailableError(f"shard {k} of {n}: {gone}") if n > 1 else gone) from e
-        if n > 1 and root is not None:
+        if n > 1 and root is not None and STARTED not in note:
             with suppress(OSError):  # a full disk: the next start notes it
-                _note_started(root, n)
+                _write_note(root, f"{n} {STARTED}")
     except BaseException:  # whatever it was: no shard is left running
         for handle in handles.values():
             ray.kill(handle)
@@ -152,11 +149,17 @@ def start_shards(
     return [handles[k] for k in range(n)]
 
 
-def find_shards(name: str, namespace: str | None) -> list[DataPoolHandle]:
-    """The actors of the pool that was started under this name. Blocks for a call.
+def client_of(actors: Sequence[DataPoolHandle]) -> DataPoolClient:
+    """A client of the pool that `start_shards` started."""
+    return DataPoolClient([ShardLink(actor) for actor in actors])
+
+
+def connect(name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
+    """A client of the pool that was started under this name, whatever its number of shards.
+    Blocks for a call.
 
     Raises:
-        PoolUnavailableError: there is none, or one of them is gone.
+        PoolUnavailableError: there is none, or one of its shards is gone.
     """
     where = "this namespace" if namespace is None else f"namespace {namespace!r}"
     try:
@@ -176,64 +179,7 @@ def find_shards(name: str, namespace: str | None) -> list[DataPoolHandle]:
                 f"shard {k} of {n} of the DataPool {name!r} is gone from {where}; "
                 "end the others and start the pool again"
             ) from e
-    return handles
-
-
-def _number_of_shards(first: DataPoolHandle) -> int:
-    give_up = time.monotonic() + RESTART_S
-    while True:
-        try:
-            n: int = ray.get(first.door.remote(_here())).n_shards
-            return n
-        except ActorUnavailableError as e:
-            if time.monotonic() > give_up:
-                raise unavailable(e) from e
-            time.sleep(DOWN_S)
-        except RayActorError as e:
-            raise unavailable(e) from e
-
-
-def _actor_name(name: str, k: int) -> str:
-    return f"{name}/{k}" if k else name
-
-
-def _folder(root: Path | None, k: int, n: int) -> Path | None:
-    return root if root is None or n == 1 else root / f"shard-{k}"
-
-
-def _create_actor(
-    config: PoolConfig,
-    folder: Path | None,
-    shard: int,
-    name: str,
-    namespace: str | None,
-    has_journal: bool = False,
-    log_file: Path | None = None,
-    **options: Any,
-) -> DataPoolHandle:
-    """The handle of a new actor, which need not be up yet.
-
-    With a journal it stays on one node, because a restart elsewhere would not find its journal:
-    the first shard here, the others on the next nodes. Only if the node is gone Ray tries others,
-    which may see the folder, too.
-    """
-    if folder is not None and "scheduling_strategy" not in options:
-        nodes = _nodes()
-        node = nodes[shard % len(nodes)]
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
-        # Ray puts an actor that needs nothing on a random node, whatever its affinity.
-        options.setdefault("memory", 1)
-    settings: dict[str, Any] = {
-        "name": name,
-        "namespace": namespace,
-        "max_restarts": -1,
-        "num_cpus": 0,
-        **options,
-    }
-    # Any: Ray's own types do not cover `.options`.
-    remote: Any = ray.remote  # whose types leave concurrency groups out
-    actor_class = remote(concurrency_groups={WAITING: N_WAITING, FINDING: 1})(DataPoolActor)
-    return actor_class.options(**settings).remote(config, folder, shard, has_journal, log_file)
+    return client_of(handles)
 
 
 class ShardLink(Link):
@@ -260,83 +206,6 @@ class ShardLink(Link):
             raise
 
 
-def _here() -> str:
-    node: str = ray.get_runtime_context().get_node_id()
-    return node
-
-
-def _nodes() -> list[str]:
-    """Ids of the nodes that are up, this one first, the others by address."""
-    here = ray.get_runtime_context().get_node_id()
-    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
-    return [node["NodeID"] for node in nodes]
-
-
-def _journal_folder(config: PoolConfig) -> Path | None:
-    """Where the journal is; the same for every restart of the actor.
-
-    Raises:
-        JournalError: it holds what another number of shards wrote.
-    """
-    if config.durability == "none":
-        return None
-    if config.journal_dir is not None:
-        folder = config.journal_dir.absolute()
-        _check_shards(folder, config.shards)
-        return folder
-    folder = Path(tempfile.mkdtemp(prefix="stepwell-pool-"))
-    # The pool goes with this process, unless it is detached; then so does its memory.
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
-
-
-def _check_shards(folder: Path, n_shards: int) -> None:
-    """A group lives in the shard that its prompt_uid and the number of shards name: with another
-    number it would be looked for elsewhere."""
-    note = folder / SHARDS_FILE
-    try:
-        if note.exists():
-            before = next(iter(note.read_text().split()), "unknown")
-        elif journal_exists(folder):
-            before = "1"
-        else:
-            before = str(n_shards)
-            if n_shards > 1:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _write_note(folder, before)
-    except OSError as e:
-        raise JournalError(
-            f"{folder}: the number of shards cannot be read or written there ({e}); set "
-            "pool.journal_dir to a folder that can be written"
-        ) from e
-    if before != str(n_shards):
-        raise JournalError(
-            f"pool.shards is {n_shards}, but {folder} was written by {before} "
-            f"shard(s); start with pool.shards={before}, or export, and import into a pool "
-            "with another journal_dir"
-        )
-
-
-def _have_started(folder: Path) -> bool:
-    """Whether all shards of `folder` have a journal since an earlier start."""
-    note = folder / SHARDS_FILE
-    return note.exists() and STARTED in note.read_text().split()
-
-
-def _note_started(folder: Path, n_shards: int) -> None:
-    """From now on a shard without a journal has lost it."""
-    if not _have_started(folder):
-        _write_note(folder, f"{n_shards} {STARTED}")
-
-
-def _write_note(folder: Path, text: str) -> None:
-    note = folder / SHARDS_FILE
-    draft = note.with_suffix(".new")  # a full disk, or a kill, leaves no empty note
-    draft.write_text(f"{text}\n")
-    draft.replace(note)
-
-
 def unavailable(error: RayActorError) -> PoolUnavailableError:
     """Ray's error as ours, in one line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
@@ -350,16 +219,109 @@ def unavailable(error: RayActorError) -> PoolUnavailableError:
     )
 
 
-def client_of(actors: Sequence[DataPoolHandle]) -> DataPoolClient:
-    """A client of the pool that `start_shards` started."""
-    return DataPoolClient([ShardLink(actor) for actor in actors])
+def _number_of_shards(first: DataPoolHandle) -> int:
+    give_up = time.monotonic() + RESTART_S
+    while True:
+        try:
+            n: int = ray.get(first.door.remote(_here())).n_shards
+            return n
+        except RayActorError as e:
+            if not isinstance(e, ActorUnavailableError) or time.monotonic() > give_up:
+                raise unavailable(e) from e
+            time.sleep(DOWN_S)
 
 
-def connect(name: str = DEFAULT_NAME, namespace: str | None = None) -> DataPoolClient:
-    """A client of the pool that was started under this name, whatever its number of shards.
-    Blocks for a call.
+def _actor_name(name: str, k: int) -> str:
+    return f"{name}/{k}" if k else name
+
+
+def _create_actor(
+    arguments: tuple[PoolConfig, Path | None, int, bool, Path | None],
+    name: str,
+    namespace: str | None,
+    **options: Any,
+) -> DataPoolHandle:
+    """The handle of a new actor, which need not be up yet.
+
+    With a journal it stays on one node, because a restart elsewhere would not find its journal:
+    the first shard here, the others on the next nodes. Only if the node is gone Ray tries others,
+    which may see the folder, too.
+    """
+    _, folder, shard, *_ = arguments
+    if folder is not None and "scheduling_strategy" not in options:
+        here = _here()
+        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        # This one first, the others by address.
+        nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
+        node = nodes[shard % len(nodes)]["NodeID"]
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+        # Ray puts an actor that needs nothing on a random node, whatever its affinity.
+        options.setdefault("memory", 1)
+    settings: dict[str, Any] = {
+        "name": name,
+        "namespace": namespace,
+        "max_restarts": -1,
+        "num_cpus": 0,
+        **options,
+    }
+    remote: Any = ray.remote  # whose types leave concurrency groups out, and `.options`
+    actor_class = remote(concurrency_groups={WAITING: N_WAITING, FINDING: 1})(DataPoolActor)
+    return actor_class.options(**settings).remote(*arguments)
+
+
+def _here() -> str:
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
+
+
+# -- journals ----------------------------------------------------------------------------------
+
+
+def _journal_folder(config: PoolConfig) -> Path | None:
+    """Where the journal is; the same for every restart of the actor.
 
     Raises:
-        PoolUnavailableError: there is none, or one of its shards is gone.
+        JournalError: it holds what another number of shards wrote.
     """
-    return client_of(find_shards(name, namespace))
+    if config.durability == "none":
+        return None
+    if config.journal_dir is None:
+        folder = Path(tempfile.mkdtemp(prefix="stepwell-pool-"))
+        # The pool goes with this process, unless it is detached; then so does its memory.
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return folder
+    folder, n = config.journal_dir.absolute(), str(config.shards)
+    try:
+        note = _note_of(folder)
+        before = note[0] if note else "1" if journal_exists(folder) else n
+        if note is None and before == n != "1":
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write_note(folder, n)
+    except OSError as e:
+        raise JournalError(
+            f"{folder}: the number of shards cannot be read or written there ({e}); set "
+            "pool.journal_dir to a folder that can be written"
+        ) from e
+    if before != n:
+        # A group lives in the shard that its prompt_uid and the number of shards name: with
+        # another number it would be looked for elsewhere.
+        raise JournalError(
+            f"pool.shards is {n}, but {folder} was written by {before} "
+            f"shard(s); start with pool.shards={before}, or export, and import into a pool "
+            "with another journal_dir"
+        )
+    return folder
+
+
+def _note_of(folder: Path) -> list[str] | None:
+    """What a journal_dir says of its shards: how many, and `STARTED` once all had a journal, so
+    that from then on one without has lost it. None if it says nothing."""
+    note = folder / SHARDS_FILE
+    return (note.read_text().split() or ["unknown"]) if note.exists() else None
+
+
+def _write_note(folder: Path, text: str) -> None:
+    note = folder / SHARDS_FILE
+    draft = note.with_suffix(".new")  # a full disk, or a kill, leaves no empty note
+    draft.write_text(f"{text}\n")
+    draft.replace(note)

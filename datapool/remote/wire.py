@@ -1,12 +1,13 @@
-"""Operations between processes: frames over one connection, answered in any order.
+"""This module carries operations between processes so that a pool is called past Ray: frames over
+one connection, answered in any order.
 
 Ray says where a pool is, whether it lives, and starts it again; what is asked of it and answered
-goes past Ray, over a Unix socket on the same machine and TCP between machines::
+goes over a Unix socket on the same machine and TCP between machines::
 
     client                                        pool
       │ ◄──────────── challenge: 32 bytes ────────── │
-      │ ── HMAC of it with the secret, pool met ───► │   another pool than the one met: refused
-      │ ◄───────── which pool this is ────────────── │
+      │ ────────── HMAC of it with the secret ─────► │
+      │ ◄───────── which pool this is ────────────── │   another one than was met: the client leaves
       │ ── number, operation, seconds to wait ─────► │   applied in the order of arrival
       │ ── number, operation, seconds ─────────────► │
       │ ◄──────── number, answer or error ────────── │   once it is durable
@@ -24,6 +25,7 @@ of calls whose connection broke (`link.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import os
@@ -41,12 +43,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
 import msgspec
 
 from stepwell.datapool.codec import decoder, encoder
-from stepwell.datapool.errors import (
-    DataPoolError,
-    InvalidRequestError,
-    PoolReplacedError,
-    PoolUnavailableError,
-)
+from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUnavailableError
 from stepwell.datapool.ops import CHANGES, Op, Refusal
 from stepwell.datapool.questions import QUESTIONS
 from stepwell.datapool.remote.incarnation import Incarnation, Known
@@ -63,21 +60,8 @@ HELLO_S = 10.0
 MAX_HELLO = 4096
 """Bytes of a peer that has not said so yet."""
 
-Request: TypeAlias = tuple[int, Any, float | None]
-
-
-class Hello(msgspec.Struct, array_like=True):
-    """What a client says first."""
-
-    proof: bytes
-    met: Incarnation | None
-
-
-class Welcome(msgspec.Struct, array_like=True):
-    """What a pool answers to it."""
-
-    here: Incarnation | None
-    refused: Refusal | None = None
+Applied: TypeAlias = tuple[int, Op[Any] | None, Any]
+"""A request's number, its operation and its answer or refusal."""
 
 
 class Door(NamedTuple):
@@ -114,8 +98,8 @@ class Sent(msgspec.Struct, array_like=True):
 _AnyOp: Any = Union[CHANGES + QUESTIONS]  # noqa: UP007 - a union of what a table lists
 _requests = decoder(tuple[int, _AnyOp | None, float | None])
 _unread = decoder(tuple[int, msgspec.Raw, msgspec.Raw])
-_hello = decoder(Hello)
-_welcome = decoder(Welcome)
+_proof = decoder(bytes)
+_welcome = decoder(Incarnation | None)
 _sent = decoder(Sent)
 _refusal = decoder(Refusal)
 _answers: dict[type[Op[Any]], msgspec.msgpack.Decoder[Any]] = {}
@@ -157,7 +141,7 @@ class _Frames(asyncio.Protocol):
             if len(buffer) < end:
                 break
             try:
-                self.received(bytes(buffer[at + _LENGTH.size : end]))
+                self.received(bytes(memoryview(buffer)[at + _LENGTH.size : end]))
             except (msgspec.DecodeError, UnicodeDecodeError) as e:
                 self._hang_up(str(e))
                 return
@@ -178,9 +162,11 @@ class _Frames(asyncio.Protocol):
 
 
 def _keep_alive(peer: Any) -> None:
-    """A machine that is gone says nothing: ask it now and then, also while nobody has a call."""
+    """A machine that is gone says nothing: within half a minute its connections end, whether
+    something is on its way or nobody has a call."""
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+    options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+    for name, value in options.items():
         if hasattr(socket, name):  # macOS has its own
             peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
@@ -236,8 +222,8 @@ class _Served(_Frames):
         self._challenge = secrets.token_bytes(32)
         self._proof = hmac.digest(secret, self._challenge, "sha256")
         self._is_known = False
+        self._applied: list[Applied] = []
         self._waiting: dict[int, asyncio.Task[None]] = {}
-        self._applied: list[tuple[int, Op[Any] | None, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -251,7 +237,7 @@ class _Served(_Frames):
 
     def received(self, data: bytes) -> None:
         if not self._is_known:
-            self._greet(_hello.decode(data))
+            self._greet(_proof.decode(data))
             return
         try:
             number, op, timeout_s = _requests.decode(data)
@@ -262,68 +248,54 @@ class _Served(_Frames):
         if op is None:  # its caller left, so must what waits for it here
             if (task := self._waiting.get(number)) is not None:
                 task.cancel()
-        elif timeout_s == 0 or not self._service.can_wait(op):
-            self._applied.append((number, op, self._service.try_(op)))
-        else:
+            return
+        answer = self._service.try_(op)
+        if timeout_s != 0 and op.is_unanswered(answer):
             task = self._waiting[number] = self._start(self._wait(number, op, timeout_s))
             task.add_done_callback(partial(self._waited, number))
+        else:
+            self._applied.append((number, op, answer))
+
+    def _greet(self, proof: bytes) -> None:
+        if not hmac.compare_digest(proof, self._proof):
+            log.warning("somebody without the secret was refused")
+            self.transport.abort()
+            return
+        self.transport.write(frame(self._service.incarnation))
+        self._is_known = True
+        self._longest = MAX_FRAME
 
     def all_received(self) -> None:
         """One write for all that came together, once it is durable."""
         if self._applied:
             applied, self._applied = self._applied, []
             if self._service.waits_for_the_disk:
-                self._start(self._answer(applied))
+                self._start(self._reply(applied))
             else:
-                self._reply(applied, self._service.settle_now([each[1:] for each in applied]))
+                self._send(applied, self._service.settle_now([each[1:] for each in applied]))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def _greet(self, hello: Hello) -> None:
-        if not hmac.compare_digest(hello.proof, self._proof):
-            log.warning("somebody without the secret was refused")
-            self.transport.abort()
-            return
-        here = self._service.incarnation
-        if here is not None and hello.met is not None:
-            try:
-                here.check_follows(hello.met)
-            except PoolReplacedError as e:
-                self.transport.write(frame(Welcome(None, Refusal.of(e))))
-                self.transport.close()
-                return
-        self.transport.write(frame(Welcome(here)))
-        self._is_known = True
-        self._longest = MAX_FRAME
-
-    async def _answer(self, applied: list[tuple[int, Op[Any] | None, Any]]) -> None:
-        self._reply(applied, await self._service.settle([each[1:] for each in applied]))
-
-    def _reply(
-        self, applied: list[tuple[int, Op[Any] | None, Any]], answers: Sequence[Any]
-    ) -> None:
-        self._send([(*call, a) for (*call, _), a in zip(applied, answers, strict=True)])
+    async def _reply(self, applied: list[Applied]) -> None:
+        self._send(applied, await self._service.settle([each[1:] for each in applied]))
 
     async def _wait(self, number: int, op: Op[Any], timeout_s: float | None) -> None:
         answer = await self._service.wait(op, timeout_s)
         del self._waiting[number]
         # What was granted stays granted, whatever becomes of the connection: the call is repeated
         # through the next one, and a caller that left gives it back when it hears of it.
-        await self._answer([(number, op, answer)])
+        await self._reply([(number, op, answer)])
 
     def _waited(self, number: int, task: asyncio.Task[None]) -> None:
         if self._waiting.get(number) is task:  # it was cancelled, perhaps before it began
             del self._waiting[number]
             # Its caller left, and need not be told, but counts.
-            self._send([(number, None, PoolUnavailableError("its caller left"))])
+            self._send([(number, None, None)], [PoolUnavailableError("its caller left")])
 
-    def _send(self, answers: list[tuple[int, Op[Any] | None, Any]]) -> None:
+    def _send(self, applied: list[Applied], answers: Sequence[Any]) -> None:
         if not self.transport.is_closing():
-            self.transport.write(b"".join(self._frame(*each) for each in answers))
+            each = zip(applied, answers, strict=True)
+            self.transport.write(
+                b"".join(self._frame(n, op, answer) for (n, op, _), answer in each)
+            )
 
     def _frame(self, number: int, op: Op[Any] | None, answer: Any) -> bytes:
         try:
@@ -331,6 +303,12 @@ class _Served(_Frames):
         except Exception as e:  # noqa: BLE001 - whatever it is, the others' answers travel
             self._service.take_back(op, answer)
             return _answer_frame(number, DataPoolError(f"the answer cannot travel: {e}"))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def connection_lost(self, exc: Exception | None) -> None:
         for task in tuple(self._waiting.values()):
@@ -349,7 +327,7 @@ def _answer_frame(number: int, answer: Any) -> bytes:
 
 
 class Connection(_Frames):
-    """A client's connection, once `connect` has returned it.
+    """A client's connection, made by `connect`.
 
     Args:
         answered: takes the answer of each call.
@@ -360,75 +338,68 @@ class Connection(_Frames):
         self, answered: Callable[[Sent], None], lost: Callable[[Connection], None]
     ) -> None:
         super().__init__()
-        self.is_up = False
+        self._longest = MAX_FRAME
         self._answered = answered
         self._lost = lost
-        self._hello: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """What came before the connection is up; None: it ended."""
-
-    async def greet(self, secret: bytes, met: Known) -> Known:
-        """Say who we are; which pool is at the other end.
-
-        Raises:
-            PoolReplacedError: not the one that was met.
-            ConnectionError: it hung up, or is no pool.
-        """
-        try:
-            challenge = msgspec.msgpack.decode(await self._next(), type=bytes)
-            self.transport.write(frame(Hello(hmac.digest(secret, challenge, "sha256"), met)))
-            welcome = _welcome.decode(await self._next())
-        except msgspec.DecodeError as e:
-            raise ConnectionResetError(f"no DataPool listens there ({e})") from e
-        if welcome.refused is not None:
-            raise welcome.refused.error()
-        self.is_up = True
-        self._longest = MAX_FRAME
-        known: Known = welcome.here
-        return known
-
-    async def _next(self) -> bytes:
-        data = await self._hello.get()
-        if data is None:
-            raise ConnectionResetError("the pool hung up")
-        return data
 
     def received(self, data: bytes) -> None:
-        if self.is_up:
-            self._answered(_sent.decode(data))
-        else:
-            self._hello.put_nowait(data)
+        self._answered(_sent.decode(data))
 
-    def send(self, requests: list[Request]) -> None:
-        self.transport.write(b"".join(map(frame, requests)))
+    def send(self, frames: Sequence[bytes]) -> None:
+        self.transport.write(b"".join(frames))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        was_up, self.is_up = self.is_up, False
-        self._hello.put_nowait(None)
-        if was_up:
-            self._lost(self)
+        self._lost(self)
 
 
-async def connect(door: Door, here: str, make: Callable[[], Connection]) -> Connection:
-    """A connection to the pool behind `door`, not greeted yet; by its Unix socket if `here` is the
-    pool's node.
+async def connect(
+    door: Door, here: str, make: Callable[[], Connection]
+) -> tuple[Connection, Known]:
+    """A connection to the pool behind `door`, by its Unix socket if `here` is the pool's node; and
+    which pool it is.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nobody listens there, or hangs up, or no pool.
     """
     loop = asyncio.get_running_loop()
-    if door.node == here:
-        peer = socket.socket(socket.AF_UNIX)
-        try:
-            peer.setblocking(False)
-            await loop.sock_connect(peer, door.unix)  # uvloop's own takes paths only
-            _, connection = await loop.create_unix_connection(make, sock=peer)
-        except BaseException:  # also a cancellation: nobody else knows of the socket yet
-            peer.close()
-            raise
-        return connection
-    if door.tcp is None:
+    address: Any = door.unix if door.node == here else door.tcp
+    if address is None:
         raise ConnectionError(
             f"the DataPool on node {door.node} does not listen for {os.uname()[1]}"
         )
-    _, connection = await loop.create_connection(make, *door.tcp)
-    return connection
+    if door.node == here:
+        peer = socket.socket(socket.AF_UNIX)
+    else:
+        peer = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+    with contextlib.ExitStack() as undo:  # also of a cancellation: nobody else knows the socket yet
+        undo.callback(peer.close)
+        peer.setblocking(False)
+        await loop.sock_connect(peer, address)
+        challenge = await _hear(peer, _proof)
+        await loop.sock_sendall(peer, frame(hmac.digest(door.secret, challenge, "sha256")))
+        known = await _hear(peer, _welcome)
+        if door.node == here:
+            _, connection = await loop.create_unix_connection(make, sock=peer)
+        else:
+            _, connection = await loop.create_connection(make, sock=peer)
+        undo.pop_all()
+    return connection, known
+
+
+async def _hear(peer: socket.socket, what: msgspec.msgpack.Decoder[Any]) -> Any:
+    """The next frame of one that has not shown yet that it is a pool."""
+
+    async def exactly(n: int) -> bytes:
+        data = b""
+        while len(data) < n:
+            more = await asyncio.get_running_loop().sock_recv(peer, n - len(data))
+            if not more:
+                raise ConnectionResetError("the pool hung up")
+            data += more
+        return data
+
+    (length,) = _LENGTH.unpack(await exactly(_LENGTH.size))
+    try:
+        return what.decode(await exactly(min(length, MAX_HELLO)))
+    except msgspec.DecodeError as e:
+        raise ConnectionResetError(f"no DataPool listens there ({e})") from e

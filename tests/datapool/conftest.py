@@ -99,7 +99,7 @@ class SyncPool(DataPool):
 
     def lease_packed(self, *args: Any, now: float, **kwargs: Any) -> PackedLease | None:
         """None if there is nothing to serve."""
-        order = ("n_rollouts", "channel", "batch_size", "lease_s", "request_id", "at_most")
+        order = ("n_rollouts", "channel", "batch_size", "lease_s", "request_id")
         lease = self.apply(ops.LeaseBatch(**dict(zip(order, args, strict=False)), **kwargs), now)
         return lease if isinstance(lease, PackedLease) else None
 
@@ -161,7 +161,6 @@ OPERATIONS: dict[str, Any] = {
     "get_statistics": asked.GetStatistics,
     "wait_available": asked.WaitAvailable,
     "wait_credit": asked.WaitCredit,
-    "wait_for_room": asked.WaitForRoom,
     "get_events": asked.GetEvents,
 }
 

@@ -69,9 +69,9 @@ class DoorLink(Link):
 
 
 @asynccontextmanager
-async def serving(config: PoolConfig | None = None, folder: Path | None = None):
+async def serving(config: PoolConfig | None = None, folder: Path | None = None, shard: int = 0):
     """A pool of this loop, and the door of its socket."""
-    service = PoolService(config or PoolConfig(durability="none"), folder)
+    service = PoolService(config or PoolConfig(durability="none"), folder, shard)
     server = Server(service, HERE)
     yield service, await server.door()
     server.close()

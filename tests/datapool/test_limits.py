@@ -23,7 +23,7 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.inspect import events as events_module
-from stepwell.datapool.questions import WaitForRoom
+from stepwell.datapool.ops import OpenTrajectory
 from stepwell.datapool.selection import Choice
 from tests.datapool.pools import pool_here
 
@@ -564,13 +564,13 @@ async def test_steps_that_wait_for_room_do_not_wait_behind_a_group_without_credi
     actor = pool_here(PoolConfig(default=limits, durability="none"))
     await actor.submit_step(make_step("a", "p", is_last=True))
     opening = asyncio.create_task(actor.open_group("q", 1))
-    room = asyncio.create_task(actor.call(WaitForRoom(), None))
+    room = asyncio.create_task(actor.call(OpenTrajectory("b", "r"), None))
     await asyncio.sleep(0)
     assert await waiting_producers(actor) == 2
     assert await actor.fetch_batch() is not None
-    await room
+    assert await room == "accepted"
     assert not opening.done()
-    await actor.advance_version(1)
+    await actor.advance_version(2)  # "r" is the one of version 1
     assert await opening == "accepted"
 
 

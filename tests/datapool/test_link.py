@@ -17,9 +17,7 @@ from stepwell.datapool import (
     PoolUnavailableError,
     StepConflictError,
 )
-from stepwell.datapool.questions import GetStatistics
 from stepwell.datapool.remote import link as link_module
-from stepwell.datapool.remote import outbox as outbox_module
 from stepwell.datapool.remote.link import LocalPort
 from stepwell.datapool.remote.outbox import TIP_BYTES, Tips
 from tests.datapool.pools import (
@@ -241,20 +239,6 @@ async def test_a_group_opened_before_the_line_broke_is_open_once(pool):
     assert (await pool.get_statistics("few"))["groups"]["open"] == 2
 
 
-async def test_a_call_that_is_made_once_is_not_made_again(pool):
-    await pool.get_statistics()
-    link = pool.ports[0]
-    pool.line.open.clear()
-    once = asyncio.create_task(link.call(GetStatistics("train"), once=True))
-    again = asyncio.create_task(link.call(GetStatistics("train")))
-    await settle()
-    pool.line.break_()
-    pool.line.open.set()
-    with pytest.raises(PoolUnavailableError, match="went away meanwhile"):
-        await once
-    assert (await again)["groups"]["open"] == 0
-
-
 async def test_a_pool_that_does_not_come_back_in_time_is_an_error(monkeypatch):
     monkeypatch.setattr(link_module, "RESTART_S", 0.1)
     client = DataPoolClient([DoorLink(None)])
@@ -464,19 +448,21 @@ async def test_a_producer_that_leaves_the_line_lets_the_next_one_in(pool):
     assert (await pool.get_statistics("few"))["groups"]["open"] == 2
 
 
-# -- slices ----------------------------------------------------------------------------------------
+# -- long waits ------------------------------------------------------------------------------------
 
 
-async def test_a_lease_that_waits_for_many_slices_is_served_once_by_one_lease(
-    pool, make_step, monkeypatch
-):
-    monkeypatch.setattr(outbox_module, "SLICE_S", 0.01)
+async def test_leases_that_wait_while_the_line_breaks_are_each_served_once(pool, make_step):
     waiting = [asyncio.create_task(pool.lease_batch(timeout_s=None)) for _ in range(3)]
-    await asyncio.sleep(0.1)
-    assert not any(w.done() for w in waiting)
+    link, left = pool.ports[0], 3
     for uid in "abc":
-        await finish(pool, make_step, uid)
-        await asyncio.sleep(0.013)  # somewhere in a slice
+        await until(lambda left=left: is_n(n_waiting(pool.near), left))
+        door, link.door = link.door, None
+        pool.line.break_()
+        await until(lambda: is_n(n_waiting(pool.near), 0))
+        link.door = door
+        await until(lambda left=left: is_n(n_waiting(pool.near), left))
+        await finish(pool.near, make_step, uid)
+        left -= 1
     leases = await asyncio.gather(*waiting)
     assert sorted(lease.groups[0].prompt_uid for lease in leases) == ["p-a", "p-b", "p-c"]
     stats = await pool.get_statistics("train")
@@ -484,37 +470,26 @@ async def test_a_lease_that_waits_for_many_slices_is_served_once_by_one_lease(
     assert all(lease.groups[0].delivery == 1 for lease in leases)
 
 
-async def test_a_wait_is_as_long_as_asked_however_it_is_sliced(pool, monkeypatch):
-    monkeypatch.setattr(outbox_module, "SLICE_S", 0.02)
-    assert await pool.fetch_batch(timeout_s=0.1) is None
+async def test_a_wait_is_as_long_as_asked_whatever_breaks_meanwhile(pool):
+    limited = asyncio.create_task(pool.fetch_batch(timeout_s=0.1))
     waiting = asyncio.create_task(pool.lease_batch(timeout_s=None))
-    await asyncio.sleep(0.1)
+    await until(lambda: is_n(n_waiting(pool), 2))
+    pool.line.break_()
+    assert await limited is None
     assert not waiting.done()
     await pool.shutdown("train")
     assert await waiting is None
 
 
-async def test_a_wait_goes_on_when_a_slice_of_it_ends_early(pool, monkeypatch, make_step):
-    """A clock that ticks in milliseconds ends a slice up to one too soon; here many are slices."""
-    monkeypatch.setattr(outbox_module, "SLICE_S", 0.0015)
-    endless = asyncio.create_task(pool.lease_batch(timeout_s=None))
-    limited = asyncio.create_task(pool.lease_batch(timeout_s=60, batch_size=2))
-    await asyncio.sleep(0.3)
-    assert not endless.done()
-    assert not limited.done()
-    await finish(pool, make_step, *"abc")
-    assert {len((await waiting).groups) for waiting in (endless, limited)} == {1, 2}
-
-
-async def test_a_producer_waits_for_many_slices_and_gives_up_in_its_own_time(pool, monkeypatch):
-    monkeypatch.setattr("stepwell.datapool.remote.credit.SLICE_S", 0.01)
+async def test_a_producer_waits_across_a_broken_line_and_gives_up_in_its_own_time(pool):
     where = {"channel": "few"}
     for uid in "ab":
         await pool.open_group(uid, 1, **where)
     with pytest.raises(PoolFullError):
         await pool.open_group("c", 1, **where, timeout_s=0.05)
     waiting = asyncio.create_task(pool.open_group("c", 1, **where))
-    await asyncio.sleep(0.1)
+    await settle()
+    pool.line.break_()
     await pool.drop_group("a", "test", "few")
     assert await waiting == "accepted"
 

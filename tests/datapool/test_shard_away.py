@@ -7,19 +7,29 @@ import asyncio
 
 import pytest
 
-from stepwell.datapool.remote import batches, credit, fanout
-from stepwell.datapool.remote.fanout import shard_of
-from tests.datapool.pools import groups_of, n_waiting, processes, settle, until
+from stepwell.datapool import ChannelShutDownError, DataPoolClient
+from stepwell.datapool.ops import Ack, LeaseBatch, OpenGroup, Renew, Shutdown
+from stepwell.datapool.questions import GetStatistics
+from stepwell.datapool.remote import batches, shards
+from stepwell.datapool.remote.shards import shard_of
+from tests.datapool.pools import (
+    DoorLink,
+    groups_of,
+    n_waiting,
+    processes,
+    serving,
+    settle,
+    until,
+)
 
 N = 2
 
 
 @pytest.fixture
 async def pool(tmp_path, monkeypatch):
-    for module in (fanout, batches, credit):
-        monkeypatch.setattr(module, "ANSWER_S", 0.2)
-    async with processes(tmp_path, N) as (client, shards):
-        client.processes = shards
+    monkeypatch.setattr(shards, "ANSWER_S", 0.2)
+    async with processes(tmp_path, N) as (client, started):
+        client.processes = started
         yield client
 
 
@@ -52,7 +62,11 @@ async def test_statistics_say_which_shard_is_down_and_keep_what_it_said_last(poo
     assert down["groups"] == stats["groups"]
     assert (await pool.describe())["shards"][1] == {"shard": 1, "down": True}
     await pool.processes[1].start()
-    assert (await pool.get_statistics("train"))["shards"]["down"] == []
+
+    async def is_back():
+        return (await pool.get_statistics("train"))["shards"]["down"] == []
+
+    await until(is_back)
 
 
 async def test_a_shard_that_stands_still_counts_as_down_until_it_answers(pool, make_step):
@@ -90,18 +104,39 @@ async def test_steps_of_a_shard_that_is_killed_while_they_are_sent_are_stored_on
     assert served >= set(both[:40])
 
 
+@pytest.fixture
+def stopped(pool, monkeypatch):
+    """A lease that asks both shards, of which the second one stands still by then."""
+
+    async def lease(batch_size):
+        ask = pool._shards.ask
+
+        async def stop_before_it_takes(ops, *args, **kwargs):
+            if any(isinstance(op, LeaseBatch) for op in ops.values()):
+                pool.processes[1].pause()
+                monkeypatch.setattr(pool._shards, "ask", ask)
+            return await ask(ops, *args, **kwargs)
+
+        async def taking():
+            return pool._shards.ask == ask
+
+        monkeypatch.setattr(pool._shards, "ask", stop_before_it_takes)
+        leasing = asyncio.create_task(pool.lease_batch(batch_size=batch_size, timeout_s=60))
+        await until(taking)
+        await asyncio.sleep(0.1)
+        return leasing
+
+    return lease
+
+
 async def test_a_batch_of_a_shard_that_is_killed_while_it_leases_is_neither_lost_nor_held(
-    pool, make_step, monkeypatch
+    pool, make_step, monkeypatch, stopped
 ):
     """It stands still with the request in its socket; whether it granted it nobody knows."""
     monkeypatch.setattr(batches, "TAKE_S", 0.3)
     mine, theirs = uids(0, 2), uids(1, 2)
     await fill(pool, mine + theirs, make_step)
-    # As if this client knew of all four: its next lease asks both shards without looking.
-    pool._batches._available["train", None] = {0: 2, 1: 2}
-    pool.processes[1].pause()
-    leasing = asyncio.create_task(pool.lease_batch(batch_size=4, timeout_s=60))
-    await asyncio.sleep(0.1)
+    leasing = await stopped(4)
     await pool.processes[1].kill()
     part = await pool.lease_batch(batch_size=2, timeout_s=60)
     assert prompts_of(part) == sorted(mine), "what the other shard gave goes back meanwhile"
@@ -121,12 +156,18 @@ async def test_a_part_that_was_granted_before_its_shard_was_killed_goes_back(
     monkeypatch.setattr(batches, "TAKE_S", 0.3)
     mine, theirs = uids(0, 1), uids(1, 1)
     await fill(pool, mine + theirs, make_step)
-    pool._batches._available["train", None] = {0: 1, 1: 1}
     link = pool.ports[1]
-    # The answer never arrives: the shard has granted it, and is killed.
-    link._connection._answered = lambda sent: None
+    answered = link._connection._answered
+
+    def lose_leases(sent):
+        # The answer never arrives: the shard has granted it, and is killed.
+        if not isinstance(link._unanswered[sent.number].op, LeaseBatch):
+            answered(sent)
+
+    link._connection._answered = lose_leases
     leasing = asyncio.create_task(pool.lease_batch(batch_size=2, timeout_s=60))
-    await asyncio.sleep(0.1)
+    await until(lambda: is_n(groups_of(DataPoolClient([link]), "leased"), [1]))
+    await asyncio.sleep(0.5)
     await pool.processes[1].kill()
     await pool.processes[1].start()
     lease = await leasing
@@ -136,14 +177,11 @@ async def test_a_part_that_was_granted_before_its_shard_was_killed_goes_back(
 
 
 async def test_a_consumer_that_leaves_while_a_shard_is_away_holds_nothing_when_it_is_back(
-    pool, make_step
+    pool, make_step, stopped
 ):
     mine, theirs = uids(0, 1), uids(1, 1)
     await fill(pool, mine + theirs, make_step)
-    pool._batches._available["train", None] = {0: 1, 1: 1}
-    pool.processes[1].pause()
-    leaving = asyncio.create_task(pool.lease_batch(batch_size=2, timeout_s=60))
-    await asyncio.sleep(0.1)
+    leaving = await stopped(2)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
@@ -205,3 +243,41 @@ async def test_events_of_the_others_are_told_while_a_shard_is_away(pool, make_st
     await fill(pool, uids(1, 1), make_step)
     page = await pool.get_events(page.cursor, timeout_s=60)
     assert [(e.kind, e.prompt_uid) for e in page.events] == [("ready", uids(1, 1)[0])]
+
+
+@pytest.mark.parametrize("n_turns", range(0, 60, 3))
+async def test_a_consumer_that_leaves_in_any_moment_holds_no_part_of_a_batch(make_step, n_turns):
+    async with serving(shard=0) as (_, first), serving(shard=1) as (_, second):
+        client = DataPoolClient([DoorLink(first), DoorLink(second)])
+        await fill(client, uids(0, 2) + uids(1, 2), make_step)
+        leaving = asyncio.create_task(client.lease_batch(batch_size=4, timeout_s=60))
+        for _ in range(n_turns):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        (lease,) = await asyncio.gather(leaving, return_exceptions=True)
+        if not isinstance(lease, asyncio.CancelledError):
+            await client.nack(lease.lease_id)
+
+        async def all_back():
+            return await groups_of(client, "ready", "leased") == [4, 0] and not await n_waiting(
+                client
+            )
+
+        await until(all_back)
+        await client.close()
+
+
+async def test_any_operation_is_called_in_one_way_whatever_the_number_of_shards(make_step):
+    async with serving(shard=0) as (_, first), serving(shard=1) as (_, second):
+        client = DataPoolClient([DoorLink(first), DoorLink(second)])
+        await fill(client, uids(0, 2) + uids(1, 2), make_step)
+        lease = await client.call(LeaseBatch(batch_size=4))
+        assert len(lease.groups) == 4
+        assert await client.call(Renew(lease.lease_id, 60)) < await client.renew(lease.lease_id, 90)
+        assert await client.call(Ack(lease.lease_id)) is None
+        assert (await client.call(GetStatistics("train")))["groups"]["acked"] == 4
+        assert await client.call(Shutdown("train")) is None
+        assert await client.call(LeaseBatch(), None) == "shut_down"
+        with pytest.raises(ChannelShutDownError):
+            await client.call(OpenGroup("new", 1), None)
+        await client.close()

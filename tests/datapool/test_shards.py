@@ -37,13 +37,12 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.files.transfer import export_channel, import_channel
 from stepwell.datapool.ops import LeaseBatch
-from stepwell.datapool.questions import Credit, WaitAvailable, WaitCredit
-from stepwell.datapool.remote import batches, credit, fanout
+from stepwell.datapool.questions import Credit, WaitCredit
+from stepwell.datapool.remote import shards
 from stepwell.datapool.remote.actor import SHARDS_FILE
 from stepwell.datapool.remote.batches import parts
-from stepwell.datapool.remote.fanout import shard_of
-from stepwell.datapool.remote.link import AwayError
-from stepwell.datapool.remote.start import ShardLink, _journal_folder, client_of, connect, share
+from stepwell.datapool.remote.shards import shard_of
+from stepwell.datapool.remote.start import _journal_folder, client_of, connect, share
 from stepwell.datapool.store.folder import ACKED_NAME
 
 N = 2
@@ -75,8 +74,7 @@ def channel():
 @pytest.fixture
 def own(cluster, monkeypatch):
     """A pool whose shards the test may kill."""
-    for module in (fanout, batches, credit):
-        monkeypatch.setattr(module, "ANSWER_S", 0.3)
+    monkeypatch.setattr(shards, "ANSWER_S", 0.3)
     handles = start_shards(PoolConfig(shards=N), name=uuid.uuid4().hex)
     yield client_of(handles)
     for handle in handles:
@@ -173,18 +171,6 @@ def test_a_batch_is_taken_evenly_and_never_more_than_there_is(available, n_group
         assert min(there, most - 1) <= given_.get(k, 0) <= there
 
 
-def test_a_part_of_a_batch_is_what_there_is(make_pool, make_step):
-    pool = make_pool(max_staleness=0)
-    assert pool.lease_packed(batch_size=3, at_most=True, now=0.0) is None
-    for uid, version in (("old", 0), ("a", 1), ("b", 1)):
-        pool.submit_step(make_step(uid, uid, is_last=True, policy_version=version))
-    pool.advance_version(1, now=0.0)
-    assert pool.pool.apply(WaitAvailable(), 0.0).n_groups == 3
-    assert pool.lease_packed(batch_size=3, now=0.0) is None
-    lease = pool.lease_packed(batch_size=3, at_most=True, now=0.0)
-    assert [group.prompt_uid for group in lease.groups] == ["a", "b"]
-
-
 def test_credit_tells_every_limit_that_makes_producers_wait(make_pool):
     limits = {
         "max_outstanding_groups": 4,
@@ -207,7 +193,7 @@ def test_credit_tells_every_limit_that_makes_producers_wait(make_pool):
     }
     assert (of(pool, "p").is_known, of(pool, "q").is_known) == (True, False)
     pool.advance_version(1, now=0.0)
-    assert of(pool).is_freer(before)
+    assert not WaitCredit("p", before=before).is_unanswered(of(pool, "p"))
     pool.finish("p", "t")
     assert of(pool).used["max_queue_size"] == (1, 7)
     assert of(make_pool(), None, "never used") == Credit({}, False, False)
@@ -585,21 +571,24 @@ async def test_a_batch_that_falls_short_goes_back_whole(client, make_step):
 
 async def test_a_consumer_that_leaves_holds_nothing(client, channel, make_step, monkeypatch):
     await fill(client, both(2), make_step, channel)
-    asked = asyncio.Event()
-    call = ShardLink.call
+    link = client.ports[1]
+    answered = link._connection._answered
+    late = []
 
-    async def slowly(self, op, *args, **kwargs):
-        answer = await call(self, op, *args, **kwargs)
-        if isinstance(op, LeaseBatch):
-            asked.set()
-            await asyncio.sleep(60)
-        return answer
+    def held_up(sent):
+        if isinstance(link._unanswered[sent.number].op, LeaseBatch):
+            late.append(sent)
+        else:
+            answered(sent)
 
-    monkeypatch.setattr(ShardLink, "call", slowly)
+    monkeypatch.setattr(link._connection, "_answered", held_up)
     leaving = asyncio.create_task(client.lease_batch(channel=channel, batch_size=2))
-    await asked.wait()
+    while not late:  # noqa: ASYNC110 - it comes from another process
+        await asyncio.sleep(0.005)
     leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
     monkeypatch.undo()
+    answered(*late)
 
     async def all_back():
         groups = (await client.get_statistics(channel))["groups"]
@@ -845,24 +834,29 @@ async def test_a_shard_that_is_gone_for_good_is_an_error_and_not_silence(own, ma
     assert await own.submit_step(make_step("t", uids(1, 2)[1])) == "accepted"
 
 
-async def test_a_lease_whose_answer_was_lost_with_its_shard_goes_back(own, make_step, monkeypatch):
+async def test_a_lease_whose_answer_was_lost_with_its_shard_is_given_again(
+    own, make_step, monkeypatch
+):
     await fill(own, both(1), make_step)
-    call = ShardLink.call
-    shard = own.ports[1]
+    await own.get_statistics()
+    link = own.ports[1]
+    heard = link._connection._answered
+    is_granted = asyncio.Event()
 
-    async def lost(self, op, *args, **kwargs):
-        answer = await call(self, op, *args, **kwargs)
-        if self is shard and isinstance(op, LeaseBatch):
-            await kill(own, 1)
-            raise AwayError("lost")
-        return answer
+    def lose_leases(sent):
+        if isinstance(link._unanswered[sent.number].op, LeaseBatch):
+            is_granted.set()
+        else:
+            heard(sent)
 
-    monkeypatch.setattr(ShardLink, "call", lost)
-    assert await own.lease_batch(batch_size=2) is None
-    monkeypatch.undo()
-    again = await own.lease_batch(batch_size=2, timeout_s=60)
-    assert sorted(prompts_of(again)) == sorted(both(1))
-    await own.ack(again.lease_id)
+    monkeypatch.setattr(link._connection, "_answered", lose_leases)
+    leasing = asyncio.create_task(own.lease_batch(batch_size=2, timeout_s=60))
+    await is_granted.wait()
+    await kill(own, 1)
+    lease = await leasing
+    assert sorted(prompts_of(lease)) == sorted(both(1))
+    assert (await own.get_statistics("train"))["leases"]["active"] == 2
+    await own.ack(lease.lease_id)
 
 
 async def test_what_has_a_tag_goes_from_all_shards_whatever_dies_meanwhile(own, make_step):

@@ -50,7 +50,7 @@ class RawPeer:
 
     async def greet(self, door):
         challenge = msgspec.msgpack.decode(await self.frame())
-        self.writer.write(framed((hmac.digest(door.secret, challenge, "sha256"), None)))
+        self.writer.write(framed(hmac.digest(door.secret, challenge, "sha256")))
         return await self.frame()
 
     async def is_hung_up_on(self):
@@ -165,9 +165,9 @@ async def test_a_peer_without_the_secret_is_not_heard(open_pool):
     _, door = open_pool
     for hello in (
         b"",
-        framed((b"", None)),
-        framed((b"\0" * 32, None)),
-        framed((hmac.digest(b"a guess", b"", "sha256"), None)),
+        framed(b""),
+        framed(b"\0" * 32),
+        framed(hmac.digest(b"a guess", b"", "sha256")),
     ):
         peer = await RawPeer.of(door)
         await peer.frame()
@@ -181,7 +181,7 @@ async def test_an_answer_to_another_challenge_lets_nobody_in(open_pool):
     listener, thief = await RawPeer.of(door), await RawPeer.of(door)
     heard = msgspec.msgpack.decode(await listener.frame())
     await thief.frame()
-    thief.writer.write(framed((hmac.digest(door.secret, heard, "sha256"), None)) + OPERATION)
+    thief.writer.write(framed(hmac.digest(door.secret, heard, "sha256")) + OPERATION)
     assert await thief.is_hung_up_on()
     for peer in (listener, thief):
         peer.close()
@@ -201,7 +201,7 @@ async def test_a_client_with_a_wrong_secret_is_told_that_the_pool_cannot_be_reac
 async def test_a_peer_that_says_nothing_or_too_little_is_hung_up_on(open_pool, monkeypatch):
     monkeypatch.setattr(wire, "HELLO_S", 0.05)
     _, door = open_pool
-    for said in (b"", framed((b"\0" * 32, None))[:-1]):
+    for said in (b"", framed(b"\0" * 32)[:-1]):
         peer = await RawPeer.of(door)
         await peer.frame()
         peer.writer.write(said)
@@ -489,7 +489,7 @@ async def test_a_client_on_another_node_comes_by_tcp_with_the_same_secret(make_s
         reader, writer = await asyncio.open_connection(*door.tcp)
         peer = RawPeer(reader, writer)
         await peer.frame()
-        writer.write(framed((b"\0" * 32, None)) + OPERATION)
+        writer.write(framed(b"\0" * 32) + OPERATION)
         assert await peer.is_hung_up_on()
         assert await groups_of(client, "submitted") == [1]
         peer.close()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -487,14 +487,14 @@ class WatchedPort:
         self._stored: list[tuple[str, PackedTrajectory]] = []
         """(channel, one step), in the order they were accepted in."""
 
-    async def call(self, op: Op[R], timeout_s: float | None = 0.0, once: bool = False) -> R:
+    async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
         if self.is_silent:
             await asyncio.Event().wait()
         if self.is_away:
             raise PoolUnavailableError("the pool is away")
         self.asked.append(op)
         if not isinstance(op, SubmitSteps):
-            return await self._port.call(op, timeout_s, once)
+            return await self._port.call(op, timeout_s)
         self.waiting.set()
         await self.door.wait()
         failure = self.failures.pop(0) if self.failures else None
@@ -505,7 +505,7 @@ class WatchedPort:
             for t in op.trajectories
             for step in t.steps
         ]
-        outcomes: Any = await self._port.call(op, timeout_s, once)
+        outcomes: Any = await self._port.call(op, timeout_s)
         for each, outcome in zip(sent, outcomes, strict=True):
             if outcome == "accepted":
                 self._stored.append((op.channel, each))
@@ -513,9 +513,6 @@ class WatchedPort:
             raise ConnectionError("the answer was lost")
         answer: R = outcomes
         return answer
-
-    def begin(self, op: Op[R]) -> Awaitable[R]:
-        return asyncio.ensure_future(self.call(op))
 
     def close(self) -> None:
         self._port.close()
