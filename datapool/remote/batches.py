@@ -101,7 +101,7 @@ class Batches(Shards):
 
     def each_part(self, op: Ack | Nack | Renew, timeout_s: float | None = 0.0) -> Awaitable[Any]:
         """Ask every shard that the lease is from, whatever becomes of the others. Begun now."""
-        began: list[Awaitable[Any]] = []
+        parts: list[tuple[int, Op[Any]]] = []
         for part in str(op.lease_id).split("+"):
             number = part.partition("-")[0].partition(".")[0]
             if not (number.isascii() and number.isdigit() and int(number) < self.n):
@@ -109,9 +109,8 @@ class Batches(Shards):
                     f"lease {op.lease_id!r} is unknown; it is not from this pool of {self.n} "
                     "shards: lease again"
                 )
-            each: Op[Any] = replace(op, lease_id=part)
-            began.append(self.ports[int(number)].call(each))
-        return self._parted(op, began)
+            parts.append((int(number), replace(op, lease_id=part)))
+        return self._parted(op, [self.ports[k].call(each) for k, each in parts])
 
     async def _parted(
         self, op: Ack | Nack | Renew, began: Sequence[Awaitable[Any]]
