@@ -279,9 +279,10 @@ def _both(path: str, handler: Handler, methods: Sequence[str] = ("POST",)) -> li
     return [Route(f"{before}/{path}", handler, methods=methods) for before in (UNDER, "/v1")]
 
 
+# They are tried in this order.
 ROUTES = [
-    *(route for path in PATHS for route in _both(path, _speak(path))),
     Route(f"{UNDER}/complete_trajectory", complete_trajectory, methods=["POST"]),
+    *(route for path in PATHS for route in _both(path, _speak(path))),
     Route("/generate", generate, methods=["POST"]),
     Route("/submit_steps", submit_steps, methods=["POST"]),
     Route("/compute_reward", reward, methods=["POST"]),

@@ -793,3 +793,20 @@ async def test_what_is_no_sample_of_the_model_is_refused_and_nothing_is_stored(
     got = await client.chat.completions.create(model="m", messages=MESSAGES)
     assert got.choices[0].message.content == "fine"
     assert len(world.stored()) == 1
+
+
+async def test_a_bug_is_logged_and_told_in_the_dialects_shape(
+    world: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(world.gateway.identities, "identify", broken)
+    body = {"model": "m", "max_tokens": 9, "messages": MESSAGES}
+    url = f"{world.url}/v1/messages"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as answer:
+        assert answer.status == 500
+        error = (await answer.json())["error"]
+    assert error["type"] == "api_error"
+    assert error["message"] == "the gateway failed (ZeroDivisionError); see its log"
+    assert any(r.exc_info and "/v1/messages failed" in r.message for r in caplog.records)
