@@ -31,7 +31,7 @@ import re
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -88,9 +88,8 @@ class Conversations:
     Told of turns and closings; knows no other trajectories."""
 
     def __init__(self) -> None:
-        self._own: OrderedDict[str, Caller] = OrderedDict()
-        """Trajectories that are still open, with their last caller; the least recently used
-        first."""
+        self._own: dict[str, Caller] = {}
+        """Trajectories that are still open, with their last caller."""
         self._by_turn: dict[bytes, str] = {}
         """Trajectory by caller and key of a conversation."""
         self._turns: dict[str, list[tuple[bytes, int | None]]] = {}
@@ -100,14 +99,9 @@ class Conversations:
     def __contains__(self, uid: str) -> bool:
         return uid in self._own
 
-    def __iter__(self) -> Iterator[str]:
-        """Uids, the least recently used first."""
-        return iter(tuple(self._own))
-
     def use(self, uid: str, caller: Caller) -> None:
         """A trajectory has a call of this caller, and is closed when it has had none for long."""
         self._own[uid] = caller
-        self._own.move_to_end(uid)
 
     def extended(self, call: ChatRequest, caller: Caller) -> str | None:
         """The trajectory of the deepest turn that this conversation extends."""
@@ -127,7 +121,6 @@ class Conversations:
         """A turn was stored: calls that extend its conversation belong to its trajectory."""
         uid = trajectory.uid
         if (caller := self._own.get(uid)) is not None:
-            self.use(uid, caller)
             trajectory.touch()  # it is idle from the end of a call on
             self._by_turn[caller + key] = uid
             self._turns.setdefault(uid, []).append((caller + key, length))
