@@ -36,7 +36,7 @@ import orjson
 from stepwell.backends.engines.connections import Answer, ConnectionPool
 from stepwell.backends.errors import EngineError as AskingError
 from stepwell.datapool.types import TokenIds
-from stepwell.gateway.config import REMEMBERED, GatewayConfig
+from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.engine.answers import (
     MOST_TOKENS,
     BusyError,
@@ -80,14 +80,7 @@ class EngineClient:
         self._config = config
         self._wiring = wiring
         self._vocabulary = vocabulary
-        self._fleet = Fleet(
-            wiring.engine_urls,
-            circuit_failures=config.engine_circuit_failures,
-            circuit_open_s=config.engine_circuit_open_s,
-            version_grace_s=config.engine_version_grace_s,
-            remembered=REMEMBERED,
-            canary_share=wiring.canary_share,
-        )
+        self._fleet = Fleet(wiring.engine_urls, config, canary_share=wiring.canary_share)
         self._connections = ConnectionPool()
         self._checks = EngineChecks(config, self._fleet, via_router=wiring.via_router)
         self.pace = Pace()

@@ -38,6 +38,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from stepwell.gateway.config import REMEMBERED, GatewayConfig
+
 State: TypeAlias = Literal["up", "ailing", "open", "behind", "down"]
 
 MAX_BACKOFF_S = 5.0
@@ -142,22 +144,21 @@ class Fleet:
     def __init__(
         self,
         urls: Iterable[str],
+        config: GatewayConfig,
         *,
-        circuit_failures: int,
-        circuit_open_s: float,
-        version_grace_s: float,
-        remembered: int,
         canary_share: float = 0.0,
+        remembered: int = REMEMBERED,
     ) -> None:
         self.version: int | None = None
         """The highest weight version seen, canaries' left out."""
         self.used_behind = 0
         """Calls sent to an engine that is behind, for want of a better one."""
-        self._engines = [Engine(url, Circuit(circuit_failures, circuit_open_s)) for url in urls]
+        circuit = config.engine_circuit_failures, config.engine_circuit_open_s
+        self._engines = [Engine(url, Circuit(*circuit)) for url in urls]
         self._homes: OrderedDict[str, _Home] = OrderedDict()
         self._remembered = remembered
         self._canary_share = canary_share
-        self._version_grace_s = version_grace_s
+        self._version_grace_s = config.engine_version_grace_s
         self._all_behind_since: float | None = None
 
     def __iter__(self) -> Iterator[Engine]:
