@@ -41,11 +41,6 @@ BENCHES: Mapping[str, Bench] = MappingProxyType(
                 "publication_kills",
                 "engines killed while weights are published",
             ),
-            (
-                "engine-decode",
-                "engine_decode",
-                "tokens/s of the embedded engine, beside transformers",
-            ),
             ("lag", "lag", "score by lag and off-policy method: many quickstarts, hours"),
             ("size", "size", "lines, public names and configuration keys, by room"),
         )

@@ -2,7 +2,6 @@
 line.
 
     stepwell train   --config quickstart [key=value …]   train an agent, end to end
-                     --dry-run [--gpus 8[,8…]]           print what would run on which GPU
     stepwell train   --attach runs/live [key=value …]    train on a run that is being served
     stepwell serve   --config quickstart [key=value …]   pool, engines and gateway for agents;
                      --replicas N                        N gateways, each at its own address
@@ -113,16 +112,6 @@ def _parser() -> argparse.ArgumentParser:
                 help="train in the run that `stepwell serve` keeps: its folder, or host:port of "
                 "its Ray; configured as that run is, but for what --config and KEY=VALUE say",
             )
-            command.add_argument(
-                "--dry-run", action="store_true", help="print the placement and start nothing"
-            )
-            command.add_argument(
-                "--gpus",
-                type=_gpus,
-                default=(),
-                metavar="N[,N…]",
-                help="with --dry-run: plan for nodes with so many GPUs each, whatever is here",
-            )
         if name == "serve":
             command.add_argument(
                 "--replicas", type=int, metavar="N", help="as gateway.replicas=N (default 1)"
@@ -163,20 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _gpus(text: str) -> tuple[int, ...]:
-    """`8,8` as numbers."""
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers such as 8 or 8,8")
-    return tuple(map(int, parts))
-
-
 def _train(args: argparse.Namespace) -> int:
-    if args.gpus and not args.dry_run:
-        raise ConfigError("--gpus plans for nodes that need not exist; it goes with --dry-run")
     if args.attach is not None:
-        if args.dry_run:
-            raise ConfigError("--dry-run plans a start, and --attach starts no engines; give one")
         return _attach(args)
     from stepwell.checks import check_run
     from stepwell.presets import load_config
@@ -187,12 +164,7 @@ def _train(args: argparse.Namespace) -> int:
             "give at least rollout.agent=MODULE:FUNCTION data=TASKS.jsonl, or --attach to a run "
             "that is served"
         )
-    config = load_config(args.config, args.overrides, paths_exist=not args.dry_run)
-    if args.dry_run:
-        from stepwell.cluster import dry_run
-
-        print(dry_run(config, args.gpus))
-        return 0
+    config = load_config(args.config, args.overrides)
 
     def work() -> Coroutine[Any, Any, object]:
         checked = check_run(config)
@@ -264,7 +236,7 @@ def _config(args: argparse.Namespace) -> int:
 
     config = None
     if args.config is not None or args.overrides:
-        config = load_config(args.config, args.overrides, fetch=False)
+        config = load_config(args.config, args.overrides, here=False)
     if args.keys is not None:
         from stepwell.config_keys import show_keys
 

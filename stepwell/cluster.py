@@ -42,14 +42,10 @@ from stepwell.placement import (
     Node,
     Placement,
     Plan,
-    assumed,
     cluster_nodes,
-    describe,
-    machine,
     place,
-    plan,
 )
-from stepwell.ray_cluster import connected, joined, ray_here, while_raylet_lives
+from stepwell.ray_cluster import connected, ray_here, while_raylet_lives
 from stepwell.run_file import RayPart
 from stepwell.trainer.config import RolloutConfig, ValidationConfig
 from stepwell.trainer.rollout.worker import WorkerHandle, start_workers
@@ -250,26 +246,6 @@ async def _stop(actor: Any) -> None:
     except (ray.exceptions.RayError, TimeoutError) as e:
         log.warning("an actor did not stop in time and is killed: %s", e)
     ray.kill(actor)
-
-
-def dry_run(config: RunConfig, assumed_gpus: Sequence[int] = ()) -> str:
-    """What `start_cluster` would place where; starts nothing. A cluster that is to be joined is
-    asked for its nodes.
-
-    Args:
-        assumed_gpus: GPUs of each node of a cluster to plan for instead, whatever is here.
-
-    Raises:
-        ConfigError: it has too few GPUs.
-    """
-    if assumed_gpus:
-        nodes = assumed(assumed_gpus)
-    elif config.cluster.address is None:
-        nodes = machine()
-    else:
-        with joined(config.cluster.address):
-            nodes = cluster_nodes()
-    return describe(plan(config, nodes), nodes)
 
 
 @dataclass(frozen=True, slots=True)

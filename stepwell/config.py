@@ -63,8 +63,8 @@ class LoggingConfig(Section):
     """Write event files to `run.dir`/tensorboard."""
     project: str = "stepwell"
     """The project in wandb."""
-    console: Literal["auto", "rich", "plain", "quiet"] = "auto"
-    """`auto`: live display on a terminal, otherwise a line per step."""
+    console: Literal["plain", "quiet"] = "plain"
+    """A line per optimizer step, or evaluations and the summary alone."""
 
 
 class ClusterConfig(Section):
@@ -74,7 +74,7 @@ class ClusterConfig(Section):
     """Ray's shared memory on a cluster of our own."""
     placement: Literal["auto", "disaggregated", "colocated"] = "auto"
     """Trainer ranks and engines on GPUs of their own, or sharing them; `auto`: of their own where
-    there are enough. Without GPUs every part is a plain actor. `stepwell train --dry-run` tells."""
+    there are enough. Without GPUs every part is a plain actor."""
     engines: int = Field(default=1, ge=1)
     """Engines that are launched; the gateway spreads requests over them."""
     gpus_per_engine: int = Field(default=1, ge=1)
@@ -301,7 +301,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _paths_exist(self, info: ValidationInfo) -> RunConfig:
-        if info.context is not None and not info.context["paths_exist"]:
+        if info.context is not None and not info.context["here"]:
             return self
         if is_hub_id(self.model.path):  # `load_config` fetches it
             return self

@@ -61,7 +61,6 @@ class Bundle(NamedTuple):
 class Seat(NamedTuple):
     """A part's place: `gpus` of the bundle that is number `bundle` in the stable order."""
 
-    part: str
     bundle: int
     gpus: float
 
@@ -79,7 +78,6 @@ class Plan:
     engines: tuple[Seat, ...] = ()
     """`nodes_per_engine` seats in a row for each."""
     nodes_per_engine: int = 1
-    why: str = ""
 
 
 def wanted_gpus(config: RunConfig) -> tuple[int, int]:
@@ -109,7 +107,7 @@ def plan(
     size, asked = config.cluster.gpus_per_engine, config.cluster.placement
     total = sum(node.gpus for node in nodes)
     if total == 0 or ranks + engines == 0:
-        return Plan("plain", why="no GPUs" if total == 0 else "nothing asks for a GPU")
+        return Plan("plain")
     apart = ranks + engines * size
     mode: Mode = "disaggregated" if asked == "auto" else asked
     if asked == "auto" and total < apart and size == 1:
@@ -131,9 +129,9 @@ def plan(
         return Plan(
             mode,
             (1,) * needed,
-            tuple(Seat(f"trainer rank {i}", i, share) for i in range(ranks)),
-            tuple(Seat(f"critic rank {i}", i, share) for i in range(critics)),
-            tuple(Seat(f"engine {i}", i, share) for i in range(engines)),
+            tuple(Seat(i, share) for i in range(ranks)),
+            tuple(Seat(i, share) for i in range(critics)),
+            tuple(Seat(i, share) for i in range(engines)),
         )
     spread = _nodes_of_an_engine(size, nodes) if engines else 1
     part = size // spread
@@ -141,13 +139,9 @@ def plan(
     return Plan(
         mode,
         (1,) * ranks + (part,) * (engines * spread),
-        tuple(Seat(f"trainer rank {i}", i, share) for i in range(ranks)),
-        tuple(Seat(f"critic rank {i}", i, share) for i in range(critics)),
-        tuple(
-            Seat(_part_name(i, n, spread), ranks + i * spread + n, part)
-            for i in range(engines)
-            for n in range(spread)
-        ),
+        tuple(Seat(i, share) for i in range(ranks)),
+        tuple(Seat(i, share) for i in range(critics)),
+        tuple(Seat(ranks + i, part) for i in range(engines * spread)),
         spread,
     )
 
@@ -165,10 +159,6 @@ def _nodes_of_an_engine(size: int, nodes: Sequence[Node]) -> int:
         f"cluster.gpus_per_engine is {size}, which no number of nodes holds in equal parts; they "
         f"have {', '.join(str(node.gpus) for node in nodes)} GPUs"
     )
-
-
-def _part_name(engine: int, node: int, spread: int) -> str:
-    return f"engine {engine}" + (f", node {node + 1} of {spread}" if spread > 1 else "")
 
 
 def stable_order(bundles: Iterable[Bundle]) -> list[Bundle]:
@@ -190,41 +180,6 @@ def _address(ip: str) -> tuple[int, int, str]:
 
 def _number(gpu_id: str) -> tuple[int, str]:
     return (int(gpu_id), "") if gpu_id.isdecimal() else (1 << 30, gpu_id)  # MIG: a UUID
-
-
-def describe(planned: Plan, nodes: Sequence[Node]) -> str:
-    """The plan as lines for people; where GPUs are free it is where Ray will put things."""
-    lines = [f"placement: {planned.mode}" + (f" ({planned.why})" if planned.why else "")]
-    for node in sorted(nodes, key=lambda n: (_address(n.ip), n.node_id)):
-        here = ", the trainer's process runs here" if node.is_driver else ""
-        lines.append(f"  node {node.ip} ({node.node_id[:12]}): {node.gpus} GPUs{here}")
-    if planned.mode == "plain":
-        return "\n".join([*lines, "  every part is a plain actor; no GPU is reserved"])
-    where = _fill(planned, nodes)
-    for seat in (*planned.ranks, *planned.critic, *planned.engines):
-        ip, gpus = where[seat.bundle]
-        share = f", {seat.gpus:.2g} of it" if seat.gpus < 1 else ""
-        lines.append(f"  {seat.part}: node {ip}, GPU {', '.join(map(str, gpus))}{share}")
-    return "\n".join(lines)
-
-
-def _fill(planned: Plan, nodes: Sequence[Node]) -> list[tuple[str, list[int]]]:
-    """First fit in the stable order."""
-    free = {n.node_id: list(range(n.gpus)) for n in nodes}
-    order = sorted(nodes, key=lambda n: (_address(n.ip), n.node_id))
-    filled: list[tuple[str, list[int]]] = []
-    for number, size in enumerate(planned.bundles):
-        own = _in_driver(planned) and number == planned.ranks[0].bundle
-        fitting = [n for n in order if len(free[n.node_id]) >= size and (n.is_driver or not own)]
-        if not fitting:
-            filled.append(("?", []))
-            continue
-        taken, free[fitting[0].node_id] = (
-            free[fitting[0].node_id][:size],
-            free[fitting[0].node_id][size:],
-        )
-        filled.append((fitting[0].ip, taken))
-    return filled
 
 
 def _in_driver(planned: Plan) -> bool:
@@ -291,13 +246,6 @@ def machine() -> list[Node]:
     return [Node("127.0.0.1", "this machine", torch.cuda.device_count(), is_driver=True)]
 
 
-def assumed(gpus: Sequence[int]) -> list[Node]:
-    """A cluster that is not here: nodes with so many GPUs each, the first the driver's."""
-    return [
-        Node(f"10.0.0.{i + 1}", f"assumed {i}", n, is_driver=i == 0) for i, n in enumerate(gpus)
-    ]
-
-
 def cluster_nodes() -> list[Node]:
     """The live nodes of the cluster that Ray is connected to."""
     import ray
@@ -340,9 +288,7 @@ def place(config: RunConfig, *, trains: bool = True, serves: bool = True) -> Pla
         found = ray.get(
             [
                 probe.options(
-                    **Placement(planned, (Bundle(i, "", "", ()),), group).options(
-                        Seat("probe", 0, size)
-                    )
+                    **Placement(planned, (Bundle(i, "", "", ()),), group).options(Seat(0, size))
                 ).remote()
                 for i, size in enumerate(planned.bundles)
             ],

@@ -115,16 +115,14 @@ def load_config(
     name: str | None,
     overrides: Sequence[str] = (),
     *,
-    paths_exist: bool = True,
-    fetch: bool = True,
+    here: bool = True,
 ) -> RunConfig:
     """Read a preset or file and what it extends, apply `key=value` overrides, validate.
 
     Args:
         name: of the preset or file; None: the overrides are everything.
-        paths_exist: the model is here; False to look at a configuration for another machine.
-        fetch: models that are named by their id on the hub are downloaded, unless they are in its
-            cache; False to look at the configuration.
+        here: it is to run here: the model's folder is there, and models that are named by their id
+            on the hub are downloaded, unless they are in its cache.
 
     Raises:
         ConfigError: one line per problem, each naming the key, the value and the remedy.
@@ -132,7 +130,7 @@ def load_config(
     path = None if name is None else _named(name)
     given, lines = _read_overrides(overrides)
     layers = [*(_read_files(path, ()) if path else ()), Layer(None, given)]
-    return _validated(layers, lines, path, paths_exist, fetch)
+    return _validated(layers, lines, path, here)
 
 
 def attached_config(
@@ -213,8 +211,7 @@ def _validated(
     layers: Sequence[Layer],
     lines: Sequence[str],
     path: Path | None,
-    paths_exist: bool = True,
-    fetch: bool = True,
+    here: bool = True,
 ) -> RunConfig:
     """The layers over each other, as a configuration.
 
@@ -227,10 +224,10 @@ def _validated(
         merged = _merged([_for_the_quickstarts_model(), *layers])
     _name(merged, path)
     raw, problems, unread = _resolve(merged)
-    if fetch and paths_exist and not problems and not lines:
+    if here and not problems and not lines:
         fetch_models(raw)
     try:
-        config = RunConfig.model_validate(raw, context={"paths_exist": paths_exist})
+        config = RunConfig.model_validate(raw, context={"here": here})
     except ValidationError as e:
         # A section that lacks what could not be read would be told to lack it.
         problems += [

@@ -60,7 +60,7 @@ def connected(address: str | None, namespace: str, object_store_mb: int) -> Iter
     """
     with ExitStack() as stack:
         if address is not None:
-            stack.enter_context(_joined(address, namespace=namespace))
+            stack.enter_context(joined(address, namespace=namespace))
         else:
             guard = ProcessGuard()
             stack.callback(guard.close)
@@ -148,17 +148,6 @@ async def while_lives(lives: Callable[[], bool], ended: Exception) -> AsyncItera
 
 
 @contextmanager
-def joined(address: str) -> Iterator[None]:
-    """Connected to the Ray at `address` inside the block, to look at it.
-
-    Raises:
-        ConfigError: see `connected`.
-    """
-    with _joined(address):
-        yield
-
-
-@contextmanager
 def visited(address: str) -> Iterator[None]:
     """Connected to the Ray at `address` inside the block, as before if this process already was.
 
@@ -172,7 +161,7 @@ def visited(address: str) -> Iterator[None]:
         with ExitStack() as stack:
             if address.startswith("127."):
                 stack.enter_context(_loopback())
-            stack.enter_context(_joined(address))
+            stack.enter_context(joined(address))
             yield
     except ConfigError as e:
         raise RunUnavailableError(
@@ -268,7 +257,15 @@ _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR
 
 
 @contextmanager
-def _joined(address: str, **options: Any) -> Iterator[None]:
+def joined(address: str, **options: Any) -> Iterator[None]:
+    """Connected to the Ray at `address` inside the block.
+
+    Args:
+        options: of `ray.init`.
+
+    Raises:
+        ConfigError: there is none, or it wants another token.
+    """
     address = find_ray(address)
     before, ray_constants.NUM_REDIS_GET_RETRIES = ray_constants.NUM_REDIS_GET_RETRIES, RETRIES
     try:

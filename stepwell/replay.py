@@ -47,9 +47,8 @@ def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
             updater.load_state_dict(store.load(path))
         start, until = updater.progress.updates, config.trainer.total_steps
         batches = [b for b in batches if start <= b[0] and (until is None or b[0] < until)]
-        display = Display(f"{config.run.name} replay", until, config.logging.console)
-        with display, MetricsWriter(folder, build_trackers(folder, config)) as metrics:
-            display.resume_at(start)
+        display = Display(f"{config.run.name} replay", config.logging.console)
+        with MetricsWriter(folder, build_trackers(folder, config)) as metrics:
             display.status(f"training on {len(batches)} recorded batches")
             per_sync = config.async_training.trigger_parameter_sync_step
             for step in recorded.replay(updater, batches, per_sync):

@@ -119,14 +119,14 @@ async def train(config: RunConfig, checked: Checked | None = None) -> dict[str, 
 
 async def _run(config: RunConfig, source: PromptSource | None) -> dict[str, Any]:
     folder = config.run.dir
-    display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
+    display = Display(config.run.name, config.logging.console)
     if config.run.resume == "never":
         _start_over(folder)
     elif (done := _finished(config)) is not None:
         display.status("this run is complete; run.resume=never starts it over")
         display.summary(done, folder)
         return done
-    with only_trainer_in(folder), logged(folder), display:
+    with only_trainer_in(folder), logged(folder):
         if (other := os.environ.get("RAY_ADDRESS")) and config.cluster.address is None:
             display.status(
                 f"RAY_ADDRESS is {other!r}, which is not joined: cluster.address is null, so this "
@@ -232,7 +232,6 @@ async def _train(
     path = trainer.checkpoints.find(config.run.resume)
     changes = [] if path is None else told(trainer.checkpoints.about(path), config)
     resumed = await trainer.resume(config.run.resume)
-    display.resume_at(trainer.progress.updates)
     if status := resume_status(resumed, trainer.progress.updates, metrics.read(), config.trainer):
         display.status(status)
     for line in changes:
@@ -421,8 +420,8 @@ async def attach(config: RunConfig, run: RunFile, checked: Checked | None = None
             "checkpoints and metrics go there; mount it here under that path, or train from there"
         )
     checked = checked or check_attached(config)
-    display = Display(config.run.name, config.trainer.total_steps, config.logging.console)
-    with only_trainer_in(folder), logged(folder), display, attached(run.ray, str(folder)):
+    display = Display(config.run.name, config.logging.console)
+    with only_trainer_in(folder), logged(folder), attached(run.ray, str(folder)):
         if (done := _finished(config)) is not None:
             display.status("this run has done its optimizer steps; raise trainer.total_steps")
             display.summary(done, folder)

@@ -19,7 +19,6 @@ import platform
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -84,12 +83,6 @@ class PoolPart(_Part):
     """Of its first actor, in the namespace of `ray`."""
 
 
-class GitState(_Part):
-    commit: str
-    dirty: bool
-    """Files that git knows were changed."""
-
-
 class RunFile(_Part):
     """What `run.json` says. A part that was not up yet is None."""
 
@@ -97,12 +90,11 @@ class RunFile(_Part):
     pid: int
     host: str
     started_at: datetime
-    command: tuple[str, ...]
     folder: Path
     """In which the command was started."""
     versions: dict[str, str]
-    git: GitState | None = None
-    """Of `folder`, if it is in a repository."""
+    git: str | None = None
+    """Commit of `folder`, if it is in a repository; `-dirty` follows if its files were changed."""
     ray: RayPart | None = None
     pool: PoolPart | None = None
     gateway: GatewayPart | None = None
@@ -126,7 +118,6 @@ def begin(config: RunConfig) -> RunFile:
         pid=os.getpid(),
         host=socket.gethostname(),
         started_at=datetime.now(UTC),
-        command=_without(_secrets(config.model_dump()), sys.argv),
         folder=folder,
         versions=_versions(),
         git=_git(folder),
@@ -339,27 +330,6 @@ def _hide(value: Any) -> Any:
     return _PASSWORD.sub(rf"\1:{HIDDEN}@", value) if isinstance(value, str) else value
 
 
-def _secrets(value: Any, named: bool = False) -> Iterator[str]:
-    """The texts that `without_secrets` hides: an override may have put them on the command line."""
-    if isinstance(value, Mapping):
-        for k, v in value.items():
-            yield from _secrets(v, named or bool(_SECRET.search(str(k))))
-    elif isinstance(value, list | tuple | set | frozenset):
-        for v in value:
-            yield from _secrets(v, named)
-    elif isinstance(value, SecretStr):
-        yield value.get_secret_value()
-    elif named and isinstance(value, str):
-        yield value
-
-
-def _without(secrets: Iterator[str], argv: list[str]) -> tuple[str, ...]:
-    hidden = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
-    for secret in hidden:
-        argv = [argument.replace(secret, HIDDEN) for argument in argv]
-    return tuple(_PASSWORD.sub(rf"\1:{HIDDEN}@", argument) for argument in argv)
-
-
 def _versions() -> dict[str, str]:
     found = {"stepwell": __version__, "python": platform.python_version()}
     for name in PACKAGES:
@@ -370,22 +340,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _git(folder: Path) -> GitState | None:
-    def ask(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *arguments],
-                capture_output=True,
-                text=True,
-                timeout=GIT_S,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow disk
-            return None
-        return done.stdout.strip()
-
-    commit = ask("rev-parse", "HEAD")
-    changed = None if commit is None else ask("status", "--porcelain", "--untracked-files=no")
-    return (
-        None if commit is None or changed is None else GitState(commit=commit, dirty=changed != "")
-    )
+def _git(folder: Path) -> str | None:
+    command = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=-dirty")
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *command],
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or a slow disk
+        return None
+    return done.stdout.strip()

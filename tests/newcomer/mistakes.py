@@ -217,12 +217,6 @@ MISTAKES = (
     ),
     Mistake("no SGLang", train("engine=sglang"), ("engine", "sglang", "install"), LOADED),
     Mistake(
-        "more GPUs than there are",
-        ("stepwell", "train", "--config", "sglang_qwen3", "--dry-run", "--gpus", "2"),
-        ("needs 8 GPUs", "has 2"),
-        LOADED,  # Ray, which knows the nodes of a cluster
-    ),
-    Mistake(
         "to attach to a folder that is no run's",
         ("stepwell", "train", "--attach", "runs/nothing"),
         ("runs/nothing", "stepwell serve"),

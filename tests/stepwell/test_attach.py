@@ -106,7 +106,6 @@ def test_a_secret_of_the_trainers_is_asked_for_again(tmp_path: Path) -> None:
     [
         (["--attach", "nowhere"], 1, "nowhere is no run's folder"),
         (["--attach", "127.0.0.1:9"], 1, "the run's Ray is '127.0.0.1:9', where nothing answers"),
-        (["--attach", "nowhere", "--dry-run"], 2, "--attach starts no engines"),
         ([], 2, "--config is missing"),
     ],
 )

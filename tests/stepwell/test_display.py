@@ -1,7 +1,6 @@
-"""The console: a sparkline of rewards, a line per step where there is no terminal."""
+"""The console: a line per step, and a summary with a sparkline of rewards."""
 
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
@@ -52,54 +51,39 @@ def test_values_outside_the_unit_interval_widen_the_range() -> None:
     assert sparkline([-1.0, 0.0], width=1) == "▅"
 
 
-def test_without_a_terminal_each_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with Display("demo", 5, "plain") as display:
-        display.step(RECORD)
+def test_each_step_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    Display("demo", "plain").step(RECORD)
     line = capsys.readouterr().out.replace("\n", " ")
     for part in ("step    3", "reward 0.500", "tool use 0.25", "lag 1.00", "ready 4", "v7"):
         assert part in line
     assert "no signal 38%" in line
 
 
-@pytest.mark.parametrize("mode", ["plain", "rich"])
-def test_without_tools_nothing_is_said_of_them(
-    capsys: pytest.CaptureFixture[str], mode: Literal["plain", "rich"]
-) -> None:
-    with Display("demo", 5, mode) as display:
-        display.step(RECORD | {"tool_use": None})
-        display.evaluation(3, 0.5, None)
-        display.console.print(display.render())
-        display.summary(SUMMARY | {"tool_use_before": None, "tool_use_after": None}, Path("runs"))
+def test_without_tools_nothing_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display("demo", "plain")
+    display.step(RECORD | {"tool_use": None})
+    display.evaluation(3, 0.5, None)
+    display.summary(SUMMARY | {"tool_use_before": None, "tool_use_after": None}, Path("runs"))
     shown = capsys.readouterr().out
     assert "evaluation score" in shown
     assert "tool" not in shown
 
 
-@pytest.mark.parametrize("mode", ["plain", "rich"])
-def test_a_warning_is_shown_once_on_any_console_and_logged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: Literal["plain", "rich"]
+def test_a_warning_is_shown_once_and_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with logging_to(tmp_path / "trainer.log"), Display("demo", 5, mode) as display:
-        display.step(RECORD | {"warning": "little to learn from"})
+    with logging_to(tmp_path / "trainer.log"):
+        Display("demo", "plain").step(RECORD | {"warning": "little to learn from"})
     shown = capsys.readouterr()
     assert shown.out.count("warning: little to learn from") == 1
     assert shown.err == ""
     assert "warning: little to learn from" in (tmp_path / "trainer.log").read_text()
 
 
-def test_the_live_display_shows_reward_staleness_queue_speed_and_eta() -> None:
-    display = Display("demo", 5, "rich")
-    display.step(RECORD)
-    with display.console.capture() as capture:
-        display.console.print(display.render())
-    for part in ("reward", "staleness", "queue", "4 ready", "tokens/s", "ETA", "version 7"):
-        assert part in capture.get()
-
-
 def test_the_summary_shows_before_and_after_and_where_the_files_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Display("demo", 5, "plain").summary(SUMMARY, Path("runs/demo"))
+    Display("demo", "plain").summary(SUMMARY, Path("runs/demo"))
     shown = capsys.readouterr().out
     for part in ("0.34", "0.95", "0.99", "summary.json", "reward.png"):
         assert part in shown
@@ -107,6 +91,16 @@ def test_the_summary_shows_before_and_after_and_where_the_files_are(
 
 def test_a_step_of_the_critics_warm_up_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     alone = {k: v for k, v in RECORD.items() if k != "loss"} | {"critic/loss": 0.25}
-    with Display("run", 10, "plain") as display:
-        display.step(alone)
+    Display("run", "plain").step(alone)
     assert "warm-up of the critic, loss 0.2500" in capsys.readouterr().out
+
+
+def test_a_quiet_console_has_evaluations_and_the_summary_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    display = Display("demo", "quiet")
+    display.status("starting")
+    display.step(RECORD | {"warning": "little to learn from"})
+    assert capsys.readouterr().out == ""
+    display.evaluation(3, 0.5, None)
+    assert capsys.readouterr().out == "[demo] evaluation at step 3: score 0.500\n"

@@ -103,7 +103,7 @@ def test_a_documented_line_loads(
     monkeypatch.setenv("STEPWELL_ADMIN_KEY", "k" * 20)
     ours = [o for o in overrides if o.partition(".")[0] in RunConfig.model_fields]
     assert not [o for o in overrides if o not in ours and not known_as(o.partition("=")[0])]
-    load_config(config, list(filter(None, map(filled_in, ours))), paths_exist=False)
+    load_config(config, list(filter(None, map(filled_in, ours))), here=False)
 
 
 def test_there_are_lines_to_load() -> None:
@@ -117,4 +117,4 @@ def test_documented_yaml_loads(document: Path, tmp_path: Path) -> None:
         if isinstance(values, dict) and set(values) <= {*RunConfig.model_fields, "extends"}:
             path = tmp_path / "documented.yaml"
             path.write_text(body if "extends" in values else f"extends: quickstart\n{body}")
-            load_config(str(path), paths_exist=False)
+            load_config(str(path), here=False)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
 from stepwell.config import RunConfig
-from stepwell.placement import Bundle, Node, Plan, describe, place, plan, stable_order, wanted_gpus
+from stepwell.placement import Bundle, Node, Plan, place, plan, stable_order, wanted_gpus
 from stepwell.presets import load_config
 from stepwell.trainer.errors import ConfigError
 
@@ -40,16 +40,6 @@ def test_ranks_and_engines_have_gpus_of_their_own() -> None:
     assert planned.bundles == (1, 1, 1, 1)
     assert [s.bundle for s in planned.ranks] == [0, 1]
     assert [s.bundle for s in planned.engines] == [2, 3]
-    said = describe(planned, [OTHER, DRIVER])
-    assert said.splitlines() == [
-        "placement: disaggregated",
-        "  node 10.0.0.2 (aaaaaaaaaaaa): 2 GPUs, the trainer's process runs here",
-        "  node 10.0.0.10 (bbbbbbbbbbbb): 2 GPUs",
-        "  trainer rank 0: node 10.0.0.2, GPU 0",
-        "  trainer rank 1: node 10.0.0.2, GPU 1",
-        "  engine 0: node 10.0.0.10, GPU 0",
-        "  engine 1: node 10.0.0.10, GPU 1",
-    ]
 
 
 def test_colocated_they_share_gpu_by_gpu() -> None:
@@ -61,7 +51,6 @@ def test_colocated_they_share_gpu_by_gpu() -> None:
         (0, 0.5),
         (1, 0.5),
     ]
-    assert "engine 1: node 10.0.0.2, GPU 1, 0.5 of it" in describe(planned, [DRIVER])
 
 
 @pytest.mark.parametrize(("placement", "share"), [("disaggregated", 1 / 2), ("colocated", 1 / 3)])
@@ -85,8 +74,7 @@ def test_auto_shares_where_there_are_too_few_gpus() -> None:
 def test_without_gpus_every_part_is_a_plain_actor(asked: str) -> None:
     node = Node("127.0.0.1", "this machine", 0, is_driver=True)
     planned = plan(config(f"cluster.placement={asked}"), [node])
-    assert planned == Plan("plain", why="no GPUs")
-    assert "every part is a plain actor" in describe(planned, [node])
+    assert planned == Plan("plain")
 
 
 def test_the_embedded_engine_and_a_trainer_on_the_cpu_ask_for_none() -> None:
@@ -114,7 +102,7 @@ def test_an_engine_that_fits_a_node_is_on_one() -> None:
     nodes = [DRIVER, OTHER, OTHER._replace(node_id="c" * 40)]
     planned = plan(config("cluster.gpus_per_engine=2"), nodes)
     assert planned.bundles == (1, 1, 2)
-    assert "engine 0: node 10.0.0.10, GPU 0, 1" in describe(planned, nodes)
+    assert planned.engines == ((2, 2.0),)
 
 
 def test_an_engine_larger_than_a_node_is_spread_in_equal_parts() -> None:
@@ -122,10 +110,7 @@ def test_an_engine_larger_than_a_node_is_spread_in_equal_parts() -> None:
     planned = plan(config("cluster.gpus_per_engine=12", "cluster.engines=2"), nodes)
     assert planned.nodes_per_engine == 2
     assert planned.bundles == (1, 1, 6, 6, 6, 6)
-    said = describe(planned, nodes)
-    assert "engine 0, node 1 of 2: node 10.0.0.1, GPU 2, 3, 4, 5, 6, 7" in said
-    assert "engine 0, node 2 of 2: node 10.0.0.2, GPU 0, 1, 2, 3, 4, 5" in said
-    assert "engine 1, node 2 of 2: node 10.0.0.4" in said
+    assert planned.engines == ((2, 6), (3, 6), (4, 6), (5, 6))
     two = [DRIVER._replace(gpus=4), OTHER._replace(gpus=4)]
     with pytest.raises(ConfigError, match=r"gpus_per_engine is 5, which no number .* 4, 4 GPUs"):
         plan(config("cluster.gpus_per_engine=5"), two)

@@ -11,10 +11,10 @@ from stepwell.trainer.errors import ConfigError
 
 
 def test_engine_and_gateway_take_the_model_of_the_run_unless_told_otherwise() -> None:
-    config = load_config("quickstart", ["model.path=/m"], paths_exist=False)
+    config = load_config("quickstart", ["model.path=/m"], here=False)
     assert (config.engine.model_path, config.gateway.tokenizer_path) == (Path("/m"), "/m")
     own = ["model.path=/m", "engine.model_path=/e", "gateway.tokenizer_path=/t"]
-    config = load_config("quickstart", own, paths_exist=False)
+    config = load_config("quickstart", own, here=False)
     assert (config.engine.model_path, config.gateway.tokenizer_path) == (Path("/e"), "/t")
 
 
