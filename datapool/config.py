@@ -20,29 +20,13 @@ class SelectionConfig(_Section):
     """Which ready groups of a channel are served, and in what order (`selection/`)."""
 
     order: str = "fifo"
-    """`fifo` (by readiness), `freshest`, `highest_reward_std`, or the dotted path of a function
-    `(GroupInfo) -> float`; the smallest is served first."""
+    """`fifo` (by readiness), `freshest`, or the dotted path of a function `(GroupInfo) -> float`;
+    the smallest is served first."""
 
     filters: tuple[str, ...] = ()
     """Judges of each group once it is ready, in order; the first that objects decides:
     `zero_variance` (DAPO's dynamic sampling), `scored`, `all_correct(1.0)`, `all_wrong(0.0)`, or
     dotted paths of `(GroupInfo) -> Verdict | None`."""
-
-    batch_filter: str | None = None
-    """Chooses a batch among the first `window` ready groups: `over_sampling`, or the dotted path of
-    `(Sequence[GroupInfo], batch_size) -> Choice` (slime's buffer filter); null = the first ones."""
-
-    window: int = Field(default=64, ge=1)
-    """Ready groups that `batch_filter` sees; the cost of a lease with one grows with it."""
-
-    min_quality: float | None = None
-    """Trajectories marked with a lower `quality` are not served; unmarked ones are."""
-
-    require_tags: tuple[str, ...] = ()
-    """Only groups or trajectories that are marked with all of these are served."""
-
-    exclude_tags: tuple[str, ...] = ()
-    """Groups or trajectories that are marked with any of these are not served."""
 
 
 class ChannelConfig(_Section):
@@ -102,7 +86,7 @@ class ChannelConfig(_Section):
     renews. Trainer, slime and verl do, each third of it: a crash is noticed after this time."""
 
     selection: SelectionConfig = SelectionConfig()
-    """Order, filters and curation gates."""
+    """Order and filters."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ChannelConfig:

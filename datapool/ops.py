@@ -379,7 +379,6 @@ class LeaseBatch(Change[PackedLease | Unserved], frozen=True, array_like=True):
     is repeated with its `request_id` gets the lease that it was given before.
 
     Raises:
-        SelectionError: the channel's batch filter failed.
         JournalError: the lease could not be made durable; its groups are ready again.
     """
 

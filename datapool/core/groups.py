@@ -212,28 +212,27 @@ class Groups:
         """How much of each limit that `OpenGroup` waits for is used."""
         return Credit(self._used(), op.prompt_uid in self.prompt_groups, self.counts.shut_down)
 
-    def _used(self, freed: int = 0) -> dict[str, tuple[int, int]]:
-        """By limit, in the order in which they are looked at: how much of it is used, once so many
-        more groups are dropped, and what it is. What is not limited is missing."""
+    def _used(self) -> dict[str, tuple[int, int]]:
+        """By limit, in the order in which they are looked at: how much of it is used, and what it
+        is. What is not limited is missing."""
         config, counts, n_ready = self.config, self.counts, len(self._ready)
         used: dict[str, tuple[int, int]] = {}
         if config.max_outstanding_groups is not None:
-            outstanding = len(self._open) + n_ready - len(self._held) - freed
+            outstanding = len(self._open) + n_ready - len(self._held)
             used["max_outstanding_groups"] = outstanding, config.max_outstanding_groups
         if config.max_ahead_versions is not None and config.groups_per_version is not None:
             versions = counts.version - (counts.first_version or 0) + 1 + config.max_ahead_versions
-            started = counts.groups.submitted - counts.groups.dropped - freed
+            started = counts.groups.submitted - counts.groups.dropped
             used["max_ahead_versions"] = started, versions * config.groups_per_version
         if config.overflow == "block" and config.max_queue_size is not None:
-            used[MAX_QUEUE_SIZE] = n_ready - freed, config.max_queue_size
+            used[MAX_QUEUE_SIZE] = n_ready, config.max_queue_size
         if config.overflow == "block" and config.max_bytes is not None:
             used[MAX_BYTES] = self.memory_bytes, config.max_bytes
         return used
 
-    def _no_credit(self, freed: int = 0) -> str | None:
-        """Why `OpenGroup` has to wait; None if it would be admitted now, or once so many more
-        groups are dropped."""
-        for name, (used, limit) in self._used(freed).items():
+    def _no_credit(self) -> str | None:
+        """Why `OpenGroup` has to wait; None if it would be admitted now."""
+        for name, (used, limit) in self._used().items():
             if used >= limit:
                 return self._why_full(name, used, limit)
         return None
@@ -259,10 +258,6 @@ class Groups:
         if name == MAX_BYTES:
             return f"holds {used} bytes, {name}={limit}, and blocks"
         return f"holds {name}={limit} open and ready groups"
-
-    def more_may_come(self, n_dropped: int = 0) -> bool:
-        """Whether another group may still become ready, or could after so many drops."""
-        return bool(self._open) or not (self.counts.shut_down or self._no_credit(n_dropped))
 
     def advance_version(self, op: AdvanceVersion) -> None:
         """Versions never go back."""

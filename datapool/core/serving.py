@@ -216,7 +216,7 @@ class Serving(Groups):
             return Drop(STALE) if stale else verdict, key
 
         infos = map(self.info, self.ready_groups())
-        return dry_run(rules, infos, op.batch_size, judge=judge, more_may_come=self.more_may_come)
+        return dry_run(rules, infos, op.batch_size, judge)
 
     # -- consumers ---------------------------------------------------------------------------
 
@@ -230,14 +230,13 @@ class Serving(Groups):
         while (oldest := self._ready_versions.first()) is not None:
             if self._is_fresh(self.prompt_groups[oldest[1]]):
                 break
-        ready = _Ready(self, n_rollouts or self.config.n_rollouts)
-        return list(self.selection.next_batch(ready, batch_size))
-
-    def first(self, n_wanted: int, limit: int) -> list[str]:
-        """The groups that a consumer who asks for `n_wanted` gets next, at most `limit`."""
+        n_wanted = n_rollouts or self.config.n_rollouts
+        if self._order.count(n_wanted) < batch_size:
+            return []
         if n_wanted != self.config.n_rollouts:
-            self._judge_first(n_wanted, limit)
-        return self._order.first(n_wanted, limit)
+            self._judge_first(n_wanted, batch_size)
+        first = self._order.first(n_wanted, batch_size)
+        return first if len(first) == batch_size else []
 
     def _judge_first(self, n_wanted: int, n_seen: int) -> None:
         """Judge undeclared groups that are ready for this consumer only."""
@@ -369,26 +368,3 @@ class Serving(Groups):
             self._make_due(group, reason)
         else:
             self._drop(group, reason)
-
-
-class _Ready:
-    """What a consumer that asks for `n_rollouts` can be served from."""
-
-    def __init__(self, channel: Serving, n_rollouts: int) -> None:
-        self._channel = channel
-        self._n_rollouts = n_rollouts
-
-    def __len__(self) -> int:
-        return self._channel._order.count(self._n_rollouts)
-
-    def first(self, limit: int) -> list[str]:
-        return self._channel.first(self._n_rollouts, limit)
-
-    def info(self, prompt_uid: str) -> GroupInfo:
-        return self._channel.info(self._channel.prompt_groups[prompt_uid])
-
-    def drop(self, prompt_uid: str, reason: str) -> None:
-        self._channel._drop(self._channel.prompt_groups[prompt_uid], reason)
-
-    def more_may_come(self) -> bool:
-        return self._channel.more_may_come()

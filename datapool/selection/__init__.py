@@ -1,24 +1,23 @@
 """This package says which ready groups are served, in what order, which are refused, and why.
 
-Owns the rules: people's marks, orders, filters and batch filters, built in or named by dotted
-path. Owns no group, no queue and no clock: a channel describes a group as a `GroupInfo`, asks, and
-acts on the answer; a dry run asks the same of a copy of what is ready. Everything here is pure;
-one group costs O(its trajectories), a batch filter O(window log window)::
+Owns the rules: people's marks, orders and filters, built in or named by dotted path. Owns no group,
+no queue and no clock: a channel describes a group as a `GroupInfo`, asks, and acts on the answer; a
+dry run asks the same and acts on nothing. Everything here is pure; one group costs O(its
+trajectories)::
 
-    ready ─► gate ───────────► filters ──────────────► order ─────► batch filter ─► served
-    group    marks of people   None   serve            smallest     picks a batch
-             Hold if nothing   Drop   refill           key first,   from the first
-             is left           Hold   wait for news    then oldest  `window`
+    ready ─► gate ───────────► filters ──────────────► order ─────► served
+    group    marks of people   None   serve            smallest
+             Hold if nothing   Drop   refill           key first,
+             is left           Hold   wait for news    then oldest
 
 `Drop` removes the group, counted with its reason, and frees its credit, so the producer generates
 another one: DAPO's dynamic sampling (arXiv 2503.14476), as a stream instead of a loop of
 generation batches. `Hold` keeps it, unserved, until its marks or rewards change.
 
-Names in `SelectionConfig`; an argument goes in brackets, `over_sampling(1.5)`:
+Names in `SelectionConfig`; an argument goes in brackets, `all_correct(0.9)`:
 
-    order         fifo · freshest · highest_reward_std
+    order         fifo · freshest
     filters       zero_variance · scored · all_correct(1.0) · all_wrong(0.0) · slime_filter(path)
-    batch_filter  over_sampling(2.0) · slime_buffer_filter(path)
 
 What verl calls it: `algorithm.filter_groups` is `filters: [zero_variance]`; a group of one is kept,
 as there. `max_num_gen_batches` needs nothing here, since drops are counted by reason. slime's words
@@ -28,12 +27,10 @@ Modules: `groups` (what rules see and answer), `built_in` (rules that have names
 one channel, in their order), `dry_run`.
 """
 
-from stepwell.datapool.selection.built_in import NOT_TRAINABLE, STALE, UNSCORED, OverSampling
+from stepwell.datapool.selection.built_in import NOT_TRAINABLE, STALE, UNSCORED
 from stepwell.datapool.selection.dry_run import Decision, DryRun, dry_run
 from stepwell.datapool.selection.groups import (
     UNMARKED,
-    BatchFilter,
-    Choice,
     Drop,
     Filter,
     GroupInfo,
@@ -49,8 +46,6 @@ __all__ = [
     "STALE",
     "UNMARKED",
     "UNSCORED",
-    "BatchFilter",
-    "Choice",
     "Decision",
     "Drop",
     "DryRun",
@@ -58,7 +53,6 @@ __all__ = [
     "GroupInfo",
     "Hold",
     "Marks",
-    "OverSampling",
     "Selection",
     "TrajectoryInfo",
     "Verdict",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Final, TypeAlias, cast
@@ -15,7 +15,8 @@ from stepwell.datapool.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What people say of a group or of a trajectory. The default says nothing.
+    """What people say of a group or of a trajectory. The default says nothing. `trainable` decides
+    what is served; the rest is for people, listings and filters of your own.
 
     Raises:
         InvalidRequestError: a field is of another type, or `quality` is not finite.
@@ -24,11 +25,10 @@ class Marks:
     trainable: bool | None = None
     """False: not served until this changes. None: nobody has said."""
     quality: float | None = None
-    """Any finite scale; `min_quality` of the channel reads it."""
+    """Any finite scale."""
     tags: frozenset[str] = frozenset()
-    """`require_tags` and `exclude_tags` of the channel read them."""
     note: str = ""
-    """For people; nothing reads it."""
+    """For people."""
 
     def __post_init__(self) -> None:
         quality, tags = self.quality, cast(Any, self.tags)
@@ -188,16 +188,5 @@ Verdict: TypeAlias = Drop | Hold
 """What a filter says of a group; None serves it. Keep reasons few: they are counted by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A batch filter's answer."""
-
-    serve: Sequence[str] = ()
-    """`batch_size` prompt uids in the order to serve them; empty: wait for more groups."""
-    drop: Mapping[str, str] = field(default_factory=dict)
-    """prompt_uid -> reason. Groups in neither stay ready."""
-
-
 Order: TypeAlias = Callable[[GroupInfo], float]
 Filter: TypeAlias = Callable[[GroupInfo], Verdict | None]
-BatchFilter: TypeAlias = Callable[[Sequence[GroupInfo], int], Choice]

@@ -24,7 +24,6 @@ from stepwell.datapool import (
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.inspect import events as events_module
 from stepwell.datapool.ops import OpenTrajectory
-from stepwell.datapool.selection import Choice
 from tests.datapool.pools import pool_here
 
 MakeStep = Callable[..., Step]
@@ -203,18 +202,6 @@ def test_the_freshest_group_is_served_first(
     assert lease(pool, 4) == ["b", "d", "a", "c"]
 
 
-def test_the_group_whose_rewards_spread_most_is_served_first_and_rewards_may_change(
-    make_pool: Callable[..., Pool], make_step: MakeStep
-) -> None:
-    pool = selecting(make_pool, order="highest_reward_std")
-    group(pool, make_step, "flat", 1.0, 1.0)
-    group(pool, make_step, "wide", 0.0, 9.0)
-    group(pool, make_step, "some", 0.0, 1.0)
-    group(pool, make_step, "unknown", None, None)
-    pool.pool.set_reward("flat0", 100.0, **now_of(pool))
-    assert lease(pool, 4) == ["flat", "wide", "some", "unknown"]
-
-
 def test_an_order_named_by_a_path_decides_and_a_failing_one_holds(
     make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,61 +276,27 @@ def test_what_is_not_scored_waits_for_its_rewards(
     assert lease(pool) == ["a"]
 
 
-def test_over_sampling_serves_the_best_of_twice_as_many_and_drops_the_rest(
-    make_pool: Callable[..., Pool], make_step: MakeStep
-) -> None:
-    pool = selecting(make_pool, batch_filter="over_sampling(2.0)")
-    for uid, spread in {"a": 1.0, "b": 4.0, "c": 2.0}.items():
-        group(pool, make_step, uid, 0.0, spread)
-    assert lease(pool, 2) is None, "the fourth candidate may come"
-    group(pool, make_step, "d", 0.0, 3.0)
-    group(pool, make_step, "e", 0.0, 9.0)
-    assert lease(pool, 2) == ["b", "d"]
-    assert reasons(pool) == {"over_sampled": 2}
-    pool.shutdown()
-    assert lease(pool) == ["e"], "nothing more can come, so it is not waited for"
-
-
-def test_a_batch_filter_may_drop_window_after_window(
-    make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def last_one(infos: Any, batch_size: int) -> Any:
-        wanted = [i.prompt_uid for i in infos if i.prompt_uid == "g1499"]
-        return Choice(wanted, {i.prompt_uid: "no" for i in infos if i.prompt_uid not in wanted})
-
-    module = SimpleNamespace(last_one=last_one)
-    monkeypatch.setitem(sys.modules, "my_filters", module)
-    pool = selecting(make_pool, batch_filter="my_filters:last_one", window=1)
-    for i in range(1500):
-        pool.submit_step(make_step(f"t{i}", f"g{i}", is_last=True))
-    assert lease(pool) == ["g1499"]
-    assert reasons(pool) == {"no": 1499}
-
-
 # -- marks ---------------------------------------------------------------------------------------
 
 
 def test_marks_of_people_gate_what_is_served(
     make_pool: Callable[..., Pool], make_step: MakeStep
 ) -> None:
-    pool = make_pool(
-        max_outstanding_groups=2,
-        selection=SelectionConfig(min_quality=0.5, exclude_tags=("broken",)),
-    )
+    pool = make_pool(max_outstanding_groups=2)
     mark = pool.pool.mark
     group(pool, make_step, "a", 1.0, 0.0)
     group(pool, make_step, "b", 1.0, 0.0)
     mark("a", **now_of(pool), trainable=False, note="the tool was down")
-    mark(trajectory_uid="b1", **now_of(pool), quality=0.1)
+    mark(trajectory_uid="b1", **now_of(pool), trainable=False)
     assert (pool.stats()["ready"], pool.stats()["groups"]["held"]) == (1, 1)
     group(pool, make_step, "c", 1.0, 0.0)  # a held group keeps no credit
-    mark("c", **now_of(pool), tags=["broken"])
+    mark("c", **now_of(pool), trainable=False)
     got = pool.lease_batch()
     assert [t.trajectory_uid for t in got.groups[0].trajectories] == ["b0"]
     assert pool.stats()["trajectories"]["abort_reasons"] == {"not_trainable": 1}
     assert lease(pool) is None
     mark("a", **now_of(pool), trainable=None)
-    mark("c", **now_of(pool), tags=None)
+    mark("c", **now_of(pool), trainable=None)
     assert lease(pool, 2) == ["a", "c"]
 
 
@@ -381,10 +334,8 @@ def test_a_mark_on_a_leased_group_counts_when_it_comes_back(
         {},
         {"max_staleness": 1},
         {"selection": SelectionConfig(order="freshest")},
-        {"selection": SelectionConfig(order="highest_reward_std", filters=("zero_variance",))},
+        {"selection": SelectionConfig(order="freshest", filters=("zero_variance",))},
         {"selection": SelectionConfig(filters=("scored", "all_correct(3.0)"))},
-        {"selection": SelectionConfig(min_quality=0.5)},
-        {"selection": SelectionConfig(batch_filter="over_sampling(1.5)"), "max_staleness": 2},
     ],
 )
 def test_a_dry_run_says_what_the_lease_then_does(
@@ -398,7 +349,7 @@ def test_a_dry_run_says_what_the_lease_then_does(
     pool.pool.advance_version(3, **now_of(pool))
     for uid in ("p5", "p7"):
         if uid in pool.pool.channels["train"].prompt_groups:
-            pool.pool.mark(uid, **now_of(pool), quality=0.1)
+            pool.pool.mark(uid, **now_of(pool), trainable=False)
     foretold = pool.pool.dry_run(**now_of(pool), batch_size=3)
     before = pool.stats()
     assert pool.stats() == before, "and changes nothing itself"
@@ -421,44 +372,6 @@ def test_a_dry_run_and_the_lease_serve_what_was_handed_back_before_all_else(
     foretold = pool.pool.dry_run(**now_of(pool), batch_size=2)
     assert [(d.prompt_uid, d.rank) for d in foretold.decisions] == [("old", 1), ("new", 2)]
     assert lease(pool, 2) == ["old", "new"]
-
-
-def test_a_dry_run_knows_that_a_stale_group_frees_the_credit_of_another(
-    make_pool: Callable[..., Pool], make_step: MakeStep
-) -> None:
-    pool = make_pool(
-        max_outstanding_groups=3,
-        max_staleness=1,
-        selection=SelectionConfig(batch_filter="over_sampling(3)"),
-    )
-    for i, version in enumerate((0, 2, 2)):
-        group(pool, make_step, f"p{i}", 0.0, float(i), version=version)
-    assert pool.pool.dry_run(**now_of(pool)).counts["serve"] == {"chosen": 1}
-    pool.pool.advance_version(2, **now_of(pool))
-    counts = pool.pool.dry_run(**now_of(pool)).counts
-    assert counts == {"wait": {"batch_filter_waits": 2}, "drop": {"stale": 1}}
-    assert lease(pool) is None, "the freed credit may bring a third candidate"
-
-
-def test_a_dry_run_follows_a_batch_filter_that_drops_window_after_window(
-    make_pool: Callable[..., Pool], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_first(infos: Any, batch_size: int) -> Any:
-        unwanted = [i.prompt_uid for i in infos if i.prompt_uid in "abc"]
-        return Choice([] if unwanted else [infos[0].prompt_uid], dict.fromkeys(unwanted, "no"))
-
-    monkeypatch.setitem(sys.modules, "my_filters", SimpleNamespace(no_first=no_first))
-    pool = selecting(make_pool, batch_filter="my_filters:no_first", window=2)
-    for uid in "abcdefg":
-        group(pool, make_step, uid, 1.0)
-    decisions = pool.pool.dry_run(**now_of(pool)).decisions
-    assert [(d.prompt_uid, d.reason) for d in decisions] == [
-        ("d", "chosen"),
-        ("e", "not_chosen"),
-        *[(uid, "beyond_window") for uid in "fg"],
-        *[(uid, "no") for uid in "abc"],
-    ]
-    assert lease(pool) == ["d"]
 
 
 def test_a_dry_run_holds_what_a_failing_function_would_hold(

@@ -15,13 +15,11 @@ from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import InvalidRequestError, SelectionError
 from stepwell.datapool.selection import (
     UNMARKED,
-    Choice,
     Decision,
     Drop,
     GroupInfo,
     Hold,
     Marks,
-    OverSampling,
     Selection,
     TrajectoryInfo,
     dry_run,
@@ -146,26 +144,19 @@ def test_an_unmarked_group_passes_the_default_gates_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("config", "marks", "reason"),
+    ("marks", "reason"),
     [
-        ({}, Marks(trainable=False), "not_trainable"),
-        ({"min_quality": 0.5}, Marks(quality=0.4), "low_quality"),
-        ({"exclude_tags": ["bad"]}, Marks(tags=frozenset({"bad", "x"})), "excluded_tag"),
-        ({"require_tags": ["a", "b"]}, Marks(tags=frozenset({"a"})), "missing_tag"),
-        ({}, Marks(trainable=True), None),
-        ({}, Marks(quality=-9), None),
-        ({"min_quality": 0.5}, Marks(quality=0.5), None),
-        ({"min_quality": 0.5}, UNMARKED, None),
-        ({"require_tags": ["a"]}, Marks(tags=frozenset({"a", "b"})), None),
-        ({"require_tags": ["a"]}, UNMARKED, "missing_tag"),
+        (Marks(trainable=False), "not_trainable"),
+        (Marks(trainable=True), None),
+        (Marks(quality=-9, tags=frozenset({"bad"})), None),
+        (UNMARKED, None),
     ],
 )
-def test_a_mark_on_a_group_or_on_all_its_trajectories_holds_it(config, marks, reason):
-    rules = select(**config)
+def test_a_mark_on_a_group_or_on_all_its_trajectories_holds_it(marks, reason):
     expected = None if reason is None else Hold(reason)
-    assert rules.gate(group("p", [1.0, 0.0], marks=marks))[1] == expected
+    assert select().gate(group("p", [1.0, 0.0], marks=marks))[1] == expected
     each = tuple(trajectory(uid, 1.0, marks=marks) for uid in "ab")
-    assert rules.gate(group("p", trajectories=each))[1] == expected
+    assert select().gate(group("p", trajectories=each))[1] == expected
 
 
 def test_only_the_trajectories_that_pass_are_served_and_judged():
@@ -182,31 +173,17 @@ def test_only_the_trajectories_that_pass_are_served_and_judged():
     assert rules.key(info) == 0.0
 
 
-def test_a_trajectory_has_the_tags_of_its_group():
-    tagged = Marks(tags=frozenset({"a"}))
-    own = (trajectory("x", marks=Marks(tags=frozenset({"b"}))), trajectory("y"))
-    gated, verdict = select(require_tags=["a", "b"]).gate(
-        group("p", trajectories=own, marks=tagged)
-    )
-    assert verdict is None
-    assert [t.trajectory_uid for t in gated.trajectories] == ["x"]
-
-
-def test_a_group_with_nothing_left_is_held_with_every_reason():
-    rules = select(min_quality=0.0)
-    assert rules.gate(group("p"))[1] == Hold("no_trajectories")
-    worst = (
-        trajectory("a", marks=Marks(quality=-1)),
-        trajectory("b", marks=Marks(trainable=False)),
-    )
-    gated, verdict = rules.gate(group("p", trajectories=worst))
-    assert verdict == Hold("low_quality+not_trainable")
+def test_a_group_with_nothing_left_is_held():
+    assert select().gate(group("p"))[1] == Hold("no_trajectories")
+    untrainable = tuple(trajectory(uid, marks=UNTRAINABLE) for uid in "ab")
+    gated, verdict = select().gate(group("p", trajectories=untrainable))
+    assert verdict == Hold("not_trainable")
     assert gated.trajectories == ()
 
 
 @given(MARKS, st.lists(MARKS, max_size=4))
 def test_gating_twice_is_gating_once(marks, each):
-    rules = select(min_quality=0.0, require_tags=["good"], exclude_tags=["bad"])
+    rules = select()
     info = group(
         "p",
         marks=marks,
@@ -350,9 +327,6 @@ def test_a_bad_order_is_named_with_the_group(function, message):
         ({"filters": ["slime_filter(no.where)"]}, "No module named 'no'"),
         ({"filters": ["math:pi"]}, "math:pi is 3.14.*, not a function"),
         ({"filters": ["json:nothing"]}, "ImportError: module 'json' has no attribute 'nothing'"),
-        ({"batch_filter": "over_sampling(0.5)"}, "0.5 is out of range, pass a number >= 1"),
-        ({"batch_filter": "no_module:f"}, "selection.batch_filter .* No module named 'no_module'"),
-        ({"require_tags": ["a"], "exclude_tags": ["a"]}, r"share \['a'\]; nothing would ever be"),
     ],
 )
 def test_a_bad_name_is_refused_with_its_field_its_value_and_a_remedy(config, message):
@@ -369,14 +343,9 @@ def test_a_module_that_fails_at_import_is_named(tmp_path, monkeypatch):
 
 def test_only_a_selection_with_nothing_to_decide_is_trivial():
     assert select().is_trivial
-    assert select(window=3).is_trivial
     for config in (
         {"order": "freshest"},
         {"filters": ["scored"]},
-        {"batch_filter": "over_sampling"},
-        {"min_quality": 0.0},
-        {"require_tags": ["a"]},
-        {"exclude_tags": ["a"]},
     ):
         assert not select(**config).is_trivial
 
@@ -395,7 +364,6 @@ def test_a_selection_error_survives_pickling():
     [
         ("fifo", "cdab"),  # c and d were handed back
         ("freshest", "bcad"),  # oldest versions 4, 1, 1, -5; c before a
-        ("highest_reward_std", "acbd"),  # 0.5, 0.1, 0; d has one reward
     ],
 )
 def test_the_built_in_orders(order, expected):
@@ -434,13 +402,10 @@ INFOS = st.lists(
 )
 CONFIGS = st.builds(
     SelectionConfig,
-    order=st.sampled_from(["fifo", "freshest", "highest_reward_std"]),
+    order=st.sampled_from(["fifo", "freshest"]),
     filters=st.lists(
         st.sampled_from(["zero_variance", "scored", "all_correct", "all_wrong"]), max_size=2
     ),
-    batch_filter=st.sampled_from([None, "over_sampling", "over_sampling(1)", "over_sampling(1.5)"]),
-    window=st.sampled_from([8, 64]),
-    min_quality=st.sampled_from([None, 0.5]),
 )
 
 
@@ -455,169 +420,17 @@ def test_the_order_is_total_and_the_same_whatever_order_groups_come_in(infos, co
     assert len({(rules.key(i), i.sequence) for i in infos}) == len(infos)
 
 
-# -- batches -----------------------------------------------------------------------------------
-
-
-def test_without_a_batch_filter_the_first_groups_are_a_batch_or_nothing_is():
-    infos = [group(uid, [1.0]) for uid in "abc"]
-    assert select().choose(infos, 2) == Choice(("a", "b"), {})
-    assert select().choose(infos, 4, more_may_come=False) == Choice((), {})
-    assert select(window=1).choose(infos, 2) == Choice(("a", "b"), {})
-
-
-def test_over_sampling_serves_the_widest_spread_and_drops_the_losers_among_its_candidates():
-    infos = [
-        group("a", [0.0, 0.1]),
-        group("b", [0.0, 1.0]),
-        group("c", [0.0, 0.2]),
-        group("d", [0.0, 0.9]),
-        group("e", [0.0, 5.0]),  # not among the first four
-    ]
-    rules = select(batch_filter="over_sampling")
-    assert rules.choose(infos[:3], 2) == Choice((), {})
-    assert rules.choose(infos, 2) == Choice(("b", "d"), {"a": "over_sampled", "c": "over_sampled"})
-
-
-def test_over_sampling_prefers_the_earlier_of_equals():
-    infos = [group(uid, [0.0, 1.0]) for uid in "abcd"]
-    choice = select(batch_filter="over_sampling").choose(infos, 2)
-    assert choice == Choice(("a", "b"), {"c": "over_sampled", "d": "over_sampled"})
-
-
-def test_over_sampling_never_drops_what_it_cannot_rank():
-    infos = [
-        group("a", [None, None]),
-        group("b", [0.0]),
-        group("c", [0.0, 1.0]),
-        group("d", [0.0, 2.0, None]),
-        group("e", [None, None]),
-        group("f", [0.0, 0.5]),
-        group("g", [0.0, 0.1, None]),
-    ]
-    assert select(batch_filter="over_sampling(3.5)").choose(infos, 2) == Choice(
-        ("c", "d"), {"f": "over_sampled"}
-    )
-    # Too few that can be ranked: the batch is filled up in order.
-    assert select(batch_filter="over_sampling(1.5)").choose(infos, 4) == Choice(
-        ("a", "c", "d", "f"), {}
-    )
-
-
-@pytest.mark.parametrize(
-    ("factor", "batch_size", "n"), [(2.0, 4, 8), (1.1, 100, 110), (1.1, 11, 13), (1.0, 3, 3)]
-)
-def test_over_sampling_rounds_its_candidates_up(factor, batch_size, n):
-    assert OverSampling(factor).n_candidates(batch_size) == n
-
-
-def test_over_sampling_makes_do_with_what_there_is_once_nothing_more_may_come():
-    infos = [group("a", [0.0, 0.1]), group("b", [0.0, 1.0]), group("c", [0.0, 0.2])]
-    rules = select(batch_filter="over_sampling")
-    assert rules.choose(infos, 2, more_may_come=False) == Choice(("b", "c"), {"a": "over_sampled"})
-    assert rules.choose(infos, 4, more_may_come=False) == Choice((), {})
-
-
-def test_a_window_that_a_batch_does_not_fit_in_is_a_clear_error():
-    infos = [group(str(i), [1.0]) for i in range(9)]
-    with pytest.raises(SelectionError, match=r"selection.window is 4 .*asks for 5; set window to "):
-        select(batch_filter=here(waits), window=4).choose(infos, 5)
-    with pytest.raises(
-        SelectionError, match=r"over_sampling waits for 6; set window to at least 6"
-    ):
-        select(batch_filter="over_sampling", window=4).choose(infos, 3)
-
-
-def waits(infos, batch_size):
-    return Choice(drop={infos[0].prompt_uid: "first"}) if infos else Choice()
-
-
-def newest_first(infos, batch_size):
-    return Choice([i.prompt_uid for i in infos[::-1][:batch_size]])
-
-
-def test_a_dotted_path_is_a_batch_filter_that_sees_the_window_only():
-    infos = [group(uid, [1.0]) for uid in "abcde"]
-    rules = select(batch_filter=here(newest_first), window=4)
-    assert rules.choose(infos, 2) == Choice(("d", "c"), {})
-
-
-def test_a_batch_filter_sees_groups_as_they_would_be_served():
-    infos = [
-        group("a", trajectories=(trajectory("x", 0.0), trajectory("y", 9.0, marks=UNTRAINABLE))),
-        group("b", [0.0, 1.0]),
-    ]
-    assert select(batch_filter="over_sampling").choose(infos, 1).serve == ("b",)
-
-
-def test_a_batch_filter_that_waits_for_what_cannot_come_is_overruled():
-    infos = [group(uid, [1.0]) for uid in "abc"]
-    rules = select(batch_filter=here(waits))
-    assert rules.choose(infos, 2) == Choice((), {"a": "first"})
-    assert rules.choose(infos, 2, more_may_come=False) == Choice(("b", "c"), {"a": "first"})
-    assert rules.choose(infos, 3, more_may_come=False) == Choice((), {"a": "first"})
-
-
-def serves_one(infos, batch_size):
-    return Choice(["a"])
-
-
-def serves_a_stranger(infos, batch_size):
-    return Choice(["a", "nobody"])
-
-
-def drops_a_stranger(infos, batch_size):
-    return Choice(drop={"nobody": "x"})
-
-
-def serves_twice(infos, batch_size):
-    return Choice(["a", "a"])
-
-
-def serves_and_drops(infos, batch_size):
-    return Choice(["a", "b"], {"b": "x"})
-
-
-def drops_without_a_word(infos, batch_size):
-    return Choice(drop={"a": ""})
-
-
-def returns_a_list(infos, batch_size):
-    return ["a", "b"]
-
-
-def fails(infos, batch_size):
-    raise KeyError("score")
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (serves_one, "serves 1 groups of a batch of 2; serve all of a batch, or none"),
-        (serves_a_stranger, "serves 'nobody', which is none of the 3 groups"),
-        (drops_a_stranger, "drops 'nobody', which is none of the 3 groups"),
-        (serves_twice, "names group 'a' 2 times"),
-        (serves_and_drops, "names group 'b' 2 times"),
-        (drops_without_a_word, "drops 'a' with reason ''"),
-        (returns_a_list, r"returned \['a', 'b'\]; return a Choice"),
-        (fails, "failed on 3 groups: KeyError: 'score'"),
-    ],
-)
-def test_a_bad_batch_filter_is_named_with_what_is_wrong(function, message):
-    rules = select(batch_filter=here(function))
-    infos = [group(uid, [1.0]) for uid in "abc"]
-    with pytest.raises(
-        SelectionError, match=f"selection.batch_filter.*{function.__name__}' {message}"
-    ):
-        rules.choose(infos, 2)
-
-
 # -- dry run -----------------------------------------------------------------------------------
 
 
-@given(INFOS, CONFIGS, st.integers(1, 4), st.booleans())
-def test_a_dry_run_agrees_with_the_rules_applied_one_after_the_other(infos, config, n, more):
+def dry(rules, infos, batch_size):
+    return dry_run(rules, infos, batch_size, lambda i: (rules.judge(i), rules.key(i)))
+
+
+@given(INFOS, CONFIGS, st.integers(1, 4))
+def test_a_dry_run_agrees_with_the_rules_applied_one_after_the_other(infos, config, n):
     rules = Selection(config)
-    run = dry_run(rules, infos[::-1], n, more_may_come=lambda n_dropped: more)
+    run = dry(rules, infos[::-1], n)
     by_uid = {d.prompt_uid: d for d in run.decisions}
     assert len(by_uid) == len(run.decisions) == len(infos)
 
@@ -633,19 +446,12 @@ def test_a_dry_run_agrees_with_the_rules_applied_one_after_the_other(infos, conf
         key=lambda i: (-math.inf if i.sequence < 0 else rules.key(i), i.sequence),
     )
     assert [by_uid[i.prompt_uid].rank for i in servable] == list(range(1, len(servable) + 1))
-    assert [by_uid[i.prompt_uid].key for i in servable] == [rules.key(i) for i in servable]
-    choice = rules.choose([rules.gate(i)[0] for i in servable], n, more_may_come=more)
-    assert [d.prompt_uid for d in run.decisions if d.decision == "serve"] == list(choice.serve)
-    assert len(choice.serve) in (0, n)
-    for uid, reason in choice.drop.items():
-        assert (by_uid[uid].decision, by_uid[uid].reason) == ("drop", reason)
+    served = [i.prompt_uid for i in servable[:n]] if len(servable) >= n else []
+    assert [d.prompt_uid for d in run.decisions if d.decision == "serve"] == served
     for info in infos:
         decision, gated = by_uid[info.prompt_uid], rules.gate(info)[0]
         assert decision.reward_std == gated.reward_std
         assert decision.n_trajectories + decision.n_withheld == len(info.trajectories)
-    # Nothing waits that nothing stands in the way of.
-    if not more and len(servable) >= n:
-        assert choice.serve
 
 
 def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
@@ -654,10 +460,10 @@ def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
         group("b", [0.0, 1.0], 2, versions=[3, 4]),
         group("c", [0.0, 0.2], 3),
         group("d", [0.0, 1.0], 4, marks=Marks(trainable=False)),
-        group("e", [0.0, 0.5], 5),
+        group("e", [0.0, 0.5], 5, versions=[1, 1]),
     ]
-    config = SelectionConfig(order="highest_reward_std", filters=["zero_variance"])
-    run = dry_run(Selection(config), infos, 2)
+    config = SelectionConfig(order="freshest", filters=["zero_variance"])
+    run = dry(Selection(config), infos, 2)
     assert [(d.prompt_uid, d.decision, d.reason, d.rank) for d in run.decisions] == [
         ("b", "serve", "in_order", 1),
         ("e", "serve", "in_order", 2),
@@ -670,15 +476,12 @@ def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
         decision="serve",
         reason="in_order",
         rank=1,
-        key=-0.5,
         reward_mean=0.5,
         reward_std=0.5,
         oldest_version=3,
         newest_version=4,
         n_trajectories=2,
         n_withheld=0,
-        n_steps=4,
-        n_tokens=20,
     )
     assert run.counts == {
         "serve": {"in_order": 2},
@@ -688,43 +491,6 @@ def test_a_dry_run_says_in_order_what_is_served_waits_is_held_and_is_dropped():
     }
 
 
-@pytest.mark.parametrize(
-    ("config", "batch_size", "reasons"),
-    [
-        ({}, 4, ["not_enough_groups"] * 3),
-        ({"batch_filter": "over_sampling"}, 2, ["batch_filter_waits"] * 3),
-        ({"batch_filter": here(newest_first)}, 2, ["chosen", "chosen", "not_chosen"]),
-        (
-            {"batch_filter": here(newest_first), "window": 1},
-            1,
-            ["chosen", "beyond_window", "beyond_window"],
-        ),
-    ],
-)
-def test_a_group_that_waits_says_what_for(config, batch_size, reasons):
+def test_a_group_that_waits_for_others_says_so():
     infos = [group(uid, [0.0, 1.0], i) for i, uid in enumerate("abc")]
-    run = dry_run(select(**config), infos, batch_size)
-    assert [d.reason for d in run.decisions] == reasons
-
-
-def test_a_dry_run_prints_a_table():
-    infos = [
-        group("p1", [0.0, 1.0], 1, versions=[3, 4]),
-        group("p2-uid", trajectories=(trajectory("x", 1.0), trajectory("y", marks=UNTRAINABLE))),
-        group("p3", [None], 2, marks=UNTRAINABLE),
-    ]
-    run = dry_run(select(), infos, 1)
-    assert str(run).splitlines() == [
-        "rank  decision  group   reason         key  reward  std  versions    size  steps  tokens",
-        "   1  serve     p2-uid  in_order         0       1    -      0..0  1 (-1)      2      10",
-        "   2  wait      p1      later_batch      1     0.5  0.5      3..4       2      4      20",
-        "   -  hold      p3      not_trainable    -       -    -      0..0       1      2      10",
-        "batch of 1: serve 1 (in_order 1); wait 1 (later_batch 1); hold 1 (not_trainable 1)",
-    ]
-    assert run.table(limit=1).splitlines()[-2] == "… and 2 more"
-    assert str(dry_run(select(), [], 4)).splitlines()[-1] == ("batch of 4: no group is ready")
-
-
-def test_a_dry_run_takes_a_batch_of_at_least_one():
-    with pytest.raises(InvalidRequestError, match="batch_size is 0; ask for at least 1"):
-        dry_run(select(), [], 0)
+    assert [d.reason for d in dry(select(), infos, 4).decisions] == ["not_enough_groups"] * 3

@@ -58,7 +58,7 @@ def test_all_wrong_overrides_are_told_at_once_and_wrong_values_with_them() -> No
     "key",
     [
         "gateway.groups.within_s",
-        "pool.default.selection.min_quality",
+        "pool.default.group_deadline_s",
         "engine.hang_timeout_s",
         "backend.lr",
     ],
