@@ -51,10 +51,10 @@ _HEADER = Struct("<iiiIqdIIIII")
 _INDEX, _FLAGS_AT, _SCORE = Struct("<i"), 12, Struct("<16xqd")
 _N_TOKENS, _N_OWN = Struct("<32xI4xI"), Struct("<36xII")
 """Parts of a header that are looked at often."""
-_SPILLED_BYTES = _HEADER.size + 5
-"""A header and a number below 10^12. A payload has one more at least: a token, and what is extra.
-"""
-_LOG_PROBS, _MORE, _LAST, _REASON_SHIFT = 1, 2, 4, 3
+_PLACE = Struct("<qII")
+"""Row of the journal, offset and size in it: after the header of a spilled step."""
+_LOG_PROBS, _MORE, _LAST, _REASON_SHIFT, _REASON, _SPILLED = 1, 2, 4, 3, 3, 32
+"""Flags; the two bits of a reason."""
 _REASONS: tuple[FinishReason | None, ...] = (None, *get_args(FinishReason))
 _ARRAY = 1
 """Extension type of msgpack."""
@@ -95,7 +95,7 @@ class Header(NamedTuple):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        return _REASONS[self.flags >> _REASON_SHIFT]
+        return _REASONS[self.flags >> _REASON_SHIFT & _REASON]
 
     @property
     def parent_index(self) -> int | None:
@@ -204,7 +204,7 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     prompt: Prompt | None
     """The whole prompt, int32; None with a base."""
     payload: bytes
-    """See the module; if it is spilled, its header and the row of the journal."""
+    """See the module; if it is spilled, its header and where the journal has it."""
 
     @property
     def header(self) -> Header:
@@ -249,18 +249,20 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
 
     @property
     def is_spilled(self) -> bool:
-        """Whether the journal alone has the payload."""
-        return len(self.payload) <= _SPILLED_BYTES
+        """Whether the payload is not here: the journal alone has it, or nobody."""
+        payload = self.payload
+        return len(payload) <= _HEADER.size or bool(payload[_FLAGS_AT] & _SPILLED)
 
     @property
-    def row(self) -> int:
-        """Of the journal, if it is spilled."""
-        return int.from_bytes(self.payload[_HEADER.size :], "little")
+    def place(self) -> tuple[int, int, int]:
+        """Row of the journal, offset and size in it, if it is spilled."""
+        return _PLACE.unpack_from(self.payload, _HEADER.size)
 
-    def spill(self, row: int) -> None:
+    def spill(self, place: tuple[int, int, int]) -> None:
         """Leave the payload to the journal."""
-        number = row.to_bytes(_SPILLED_BYTES - _HEADER.size, "little")
-        self.payload = self.payload[: _HEADER.size] + number
+        header = self.header
+        header = header._replace(flags=header.flags | _SPILLED)
+        self.payload = _HEADER.pack(*header) + _PLACE.pack(*place)
 
 
 class Tokens(NamedTuple):
@@ -462,7 +464,7 @@ def _unpack(
         bool(flags & _LAST),
         metadata,
         log_probs,
-        _REASONS[flags >> _REASON_SHIFT],
+        _REASONS[flags >> _REASON_SHIFT & _REASON],
         None if parent < 0 else parent,
         spans,
         multi_modal_data,

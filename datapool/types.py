@@ -36,6 +36,10 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 LogProbs: TypeAlias = npt.NDArray[np.float32]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 _FINISH_REASONS = (None, *get_args(FinishReason))
+_IDS: np.dtype[Any] = np.dtype(np.int32)
+_LOG_PROBS: np.dtype[Any] = np.dtype(np.float32)
+_PLAIN = {_IDS: (int, "i"), _LOG_PROBS: (float, "f")}
+"""Python's type of such a number, and `struct`'s name of ours."""
 _MOST = 2**63
 """Integers that the journal and every export can hold are below."""
 
@@ -71,28 +75,30 @@ class VersionSpan:
     end: int
 
 
-def _put_column(step: Step, name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _put_column(step: Step, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """The field as a read-only 1-D array of `dtype`, put in its place; whatever the cast would
     change is refused."""
     value = getattr(step, name)
     array: npt.NDArray[Any] | None = None
-    if isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
-        array = value.copy() if value.flags.writeable else value
-    elif type(value) is list and value and type(value[0]) is (int if dtype is np.int32 else float):
-        # Plain numbers, as a gateway has them: three times faster than NumPy reads a list.
-        with_sign = f"{len(value)}{'i' if dtype is np.int32 else 'f'}"
+    if type(value) is list and value:
+        # Plain numbers, as a gateway has them: twice as fast as NumPy reads a list.
+        kind, code = _PLAIN[dtype]
         try:
-            array = np.frombuffer(struct.pack(with_sign, *value), dtype)
+            if type(value[0]) is kind:
+                array = np.frombuffer(struct.Struct(f"{len(value)}{code}").pack(*value), dtype)
         except (struct.error, OverflowError):
             array = None  # `_cast` says why
-    if array is None or (dtype is np.int32 and array.size and np.minimum.reduce(array) < 0):
+    elif isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
+        array = value.copy() if value.flags.writeable else value
+    if array is None or (dtype is _IDS and array.size and np.minimum.reduce(array) < 0):
         array = _cast(value, dtype, f"{step._name}: {name}")
-    array.flags.writeable = False
+    if array.flags.writeable:
+        array.flags.writeable = False
     object.__setattr__(step, name, array)
     return array
 
 
-def _cast(value: Any, dtype: type[np.generic], name: str) -> npt.NDArray[Any]:
+def _cast(value: Any, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
     try:
         raw = np.asarray(value if isinstance(value, np.ndarray) else list(value))
     except (TypeError, ValueError) as e:
@@ -101,7 +107,7 @@ def _cast(value: Any, dtype: type[np.generic], name: str) -> npt.NDArray[Any]:
         raise InvalidStepError(f"{name} has shape {raw.shape}; pass one flat sequence")
     if raw.size == 0:
         raw = raw.astype(dtype)
-    integral = dtype is np.int32
+    integral = dtype is _IDS
     if raw.dtype.kind not in ("iu" if integral else "iuf"):
         wanted = "integers" if integral else "numbers"
         raise InvalidStepError(f"{name} holds {raw.dtype} values; pass {wanted}")
@@ -188,13 +194,13 @@ class Step:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        prompt = _put_column(self, "prompt_ids", np.int32)
-        response = _put_column(self, "response_ids", np.int32)
+        prompt = _put_column(self, "prompt_ids", _IDS)
+        response = _put_column(self, "response_ids", _IDS)
         if not len(prompt) or not len(response):
             name = "response_ids" if len(prompt) else "prompt_ids"
             raise InvalidStepError(f"{self._name}: {name} is empty; a step has at least one token")
         if self.rollout_log_probs is not None:
-            log_probs = _put_column(self, "rollout_log_probs", np.float32)
+            log_probs = _put_column(self, "rollout_log_probs", _LOG_PROBS)
             if len(log_probs) != len(response):
                 raise InvalidStepError(
                     f"{self._name}: rollout_log_probs has {len(log_probs)} values for "
@@ -287,9 +293,9 @@ _VALUES = attrgetter(*_NAMES)
 _PUT: list[Callable[[Step, Any], None]] = [vars(Step)[name].__set__ for name in _NAMES]
 """Setters of a Step's slots, in the order of its fields."""
 _COLUMNS = {
-    _NAMES.index("prompt_ids"): np.int32,
-    _NAMES.index("response_ids"): np.int32,
-    _NAMES.index("rollout_log_probs"): np.float32,
+    _NAMES.index("prompt_ids"): _IDS,
+    _NAMES.index("response_ids"): _IDS,
+    _NAMES.index("rollout_log_probs"): _LOG_PROBS,
 }
 
 

@@ -26,13 +26,13 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 from sortedcontainers import SortedDict
 
-from stepwell.datapool.codec import decoder, encoder
+from stepwell.datapool.codec import PackedStep, decoder, encoder
 from stepwell.datapool.config import ChannelConfig
 from stepwell.datapool.core.accounting import Counts, count_reason
 from stepwell.datapool.core.orders import KeyedOrder, ReadyOrder
 from stepwell.datapool.core.payloads import Payloads
 from stepwell.datapool.core.records import Closing, GroupRecord, Remembered, TrajectoryRecord
-from stepwell.datapool.core.rows import GroupClosed, GroupRetired, Writer
+from stepwell.datapool.core.rows import GroupClosed, GroupRetired, StepsStored, Writer
 from stepwell.datapool.errors import UnknownGroupError, UnknownTrajectoryError
 from stepwell.datapool.ops import AdvanceVersion
 from stepwell.datapool.questions import Credit, WaitCredit
@@ -105,6 +105,9 @@ class Groups:
         self._closed_groups: Remembered[str] = Remembered(writer.remembered)
         self._closed_rows: deque[int] = deque()
         self._writer = writer
+        self._unwritten: list[tuple[TrajectoryRecord, int | None, PackedStep]] = []
+        """Stored steps of one group that have no row yet, and the rows of their prompts."""
+        self._unwritten_bytes = 0
         self._retention_s = retention_s
 
     @property
@@ -145,6 +148,25 @@ class Groups:
         self, group: GroupRecord, record: msgspec.Struct, payload: bytes | None = None
     ) -> int | None:
         """A change of a live group; its row."""
+        self._write_steps()
+        return self._append(group, record, payload)
+
+    def _write_steps(self) -> None:
+        """The steps that were stored since the last row of their group."""
+        steps, self._unwritten = self._unwritten, []
+        if not steps:
+            return
+        group, self._unwritten_bytes = self.prompt_groups[steps[0][0].prompt_uid], 0
+        stored = [(record.trajectory_uid, row, len(step.payload)) for record, row, step in steps]
+        packed = [step for _, _, step in steps]
+        payload = b"".join([step.payload for step in packed])
+        row = self._append(group, StepsStored(group.prompt_uid, stored), payload)
+        if row is not None:
+            self.payloads.in_row(packed, row)
+
+    def _append(
+        self, group: GroupRecord, record: msgspec.Struct, payload: bytes | None = None
+    ) -> int | None:
         self.changed = True
         row = self._writer.write(self.name, record, self.now, group.number, payload)
         if row is not None:
@@ -383,6 +405,7 @@ class Groups:
 
     def _close(self, group: GroupRecord, how: str) -> int:
         """Forget the group's content, remember its uids; how many steps that released."""
+        self._write_steps()
         n_steps = 0
         closings: dict[str, Closing] = {}
         for record in group.trajectories:

@@ -23,21 +23,26 @@ class Payloads:
         self._writer = writer
         self.memory_bytes = 0
         """Payloads and prompts in memory."""
-        self._unwritten: list[tuple[PackedStep, int]] = []
-        """Steps that came in since the log was last flushed, and their rows."""
+        self._unflushed: list[tuple[PackedStep, tuple[int, int, int]]] = []
+        """Steps that came in since the log was last flushed, and where it has them."""
 
-    def put(self, step: PackedStep, row: int | None) -> None:
-        """A step is stored now, and in this row of the log."""
+    def put(self, step: PackedStep) -> None:
+        """A step is stored now."""
         self.memory_bytes += len(step.payload)
-        if row is not None:
-            self._unwritten.append((step, row))
+
+    def in_row(self, steps: Iterable[PackedStep], row: int) -> None:
+        """The payloads of these steps, one after the other, are this row of the log."""
+        at = 0
+        for step in steps:
+            self._unflushed.append((step, (row, at, len(step.payload))))
+            at += len(step.payload)
 
     def release(self, steps: Sequence[PackedStep]) -> None:
         """Steps that are dropped."""
         for step in steps:
             if not step.is_spilled:
                 self.memory_bytes -= len(step.payload)
-                step.payload = b""  # if it is among the unwritten, nothing is left to spill
+                step.payload = b""  # if it was not flushed, nothing is left to spill
 
     def loaded(self, steps: Sequence[PackedStep]) -> Sequence[PackedStep]:
         """As `read`, to look at only: not copied where they are in memory."""
@@ -52,22 +57,24 @@ class Payloads:
         copies = [PackedStep(step.prompt, step.payload) for step in steps]
         spilled = [step for step in copies if step.is_spilled]
         if spilled:
-            load = self._writer.load
-            if load is None:
-                raise JournalError(f"row {spilled[0].row} cannot be read: the pool has no journal")
-            for step, payload in zip(spilled, load([s.row for s in spilled]), strict=True):
-                step.payload = payload
+            if self._writer.load is None:
+                raise JournalError("spilled steps cannot be read: the pool has no journal")
+            rows = list(dict.fromkeys(step.place[0] for step in spilled))
+            loaded = dict(zip(rows, self._writer.load(rows), strict=True))
+            for step in spilled:
+                row, at, size = step.place
+                step.payload = loaded[row][at : at + size]
         return copies
 
     def written(self, limit: int | None) -> None:
         """The log was flushed: what came since may leave memory, the newest first, down to `limit`
         bytes (None: any number may stay)."""
-        steps, self._unwritten = self._unwritten, []
+        steps, self._unflushed = self._unflushed, []
         if limit is None:
             return
-        for step, row in reversed(steps):
+        for step, place in reversed(steps):
             if self.memory_bytes <= limit:
                 return
             if not step.is_spilled:
                 self.memory_bytes -= len(step.payload)
-                step.spill(row)
+                step.spill(place)

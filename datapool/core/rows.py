@@ -4,7 +4,7 @@
     ────   ────                              ───────
     Op     [now, number, op]                             what a caller asked for, as in `ops.py`
     here   [now, number, record]                         what the pool decided by itself
-    StepStored, PromptStored                 its bytes
+    StepsStored, PromptStored                their bytes
 
 A row's kind is the name of the record's class. `now` is when it was written, `number` that of its
 group (0: of none). A row stands for one change of one group and goes with it; `GroupClosed` and
@@ -96,13 +96,12 @@ class PromptStored(_Record, frozen=True, array_like=True, gc=False):
     prompt_uid: str
 
 
-class StepStored(_Record, frozen=True, array_like=True, gc=False):
-    """A step was accepted; the payload is its own."""
+class StepsStored(_Record, frozen=True, array_like=True, gc=False):
+    """Steps of a group were accepted in one call; the payload is theirs, one after the other."""
 
-    trajectory_uid: str
     prompt_uid: str
-    prompt_row: int | None
-    """Of a root: the row of its prompt."""
+    steps: list[tuple[str, int | None, int]]
+    """Of each, its trajectory_uid, the row of its prompt if it is a root, and its bytes."""
 
 
 class GroupDue(_Record, frozen=True, array_like=True, gc=False):

@@ -10,6 +10,7 @@ opened before. Does not own the layout of a step (`codec.py`), nor where its byt
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from zlib import crc32
 
 from stepwell.datapool import errors, ops
@@ -23,10 +24,13 @@ from stepwell.datapool.codec import (
 )
 from stepwell.datapool.core.accounting import count_reason
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
-from stepwell.datapool.core.rows import GroupClosed, PromptStored, StepStored
+from stepwell.datapool.core.rows import GroupClosed, PromptStored, StepsStored
 from stepwell.datapool.core.serving import Serving
 
 GROUP_CLOSED = "group_closed"
+MAX_STEP_BYTES = 1 << 30
+ROW_BYTES = 64 << 10
+"""Of steps, after which their row is written: it is read as a whole, also for one of them."""
 
 
 class Steps(Serving):
@@ -52,6 +56,7 @@ class Steps(Serving):
                     counted = "conflict" if is_conflict else "rejected"
                 counts.submitted += 1
                 setattr(counts, counted, getattr(counts, counted) + 1)
+        self._write_steps()
         return answers
 
     def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
@@ -61,6 +66,11 @@ class Steps(Serving):
                 f"a step of trajectory {uid!r} in channel {self.name!r} is packed without its "
                 f"payload, or with {'no' if step.prompt is None else 'a'} prompt, which its base "
                 "contradicts; pack it with codec.pack"
+            )
+        if (n_bytes := len(step.payload) + len(step.prompt or b"")) > MAX_STEP_BYTES:
+            raise errors.InvalidStepError(
+                f"step {uid!r}[{header.step_index}] in channel {self.name!r} has {n_bytes} bytes; "
+                f"at most {MAX_STEP_BYTES} can be stored, leave something out"
             )
         record = self._find(uid, prompt_uid)
         if record is None:
@@ -94,15 +104,18 @@ class Steps(Serving):
         prompt, prompt_row = None, None
         if sent.prompt is not None:
             prompt, prompt_row = self._keep_prompt(group, bytes(sent.prompt))
-        row = StepStored(record.trajectory_uid, record.prompt_uid, prompt_row)
-        number = self._write(group, row, sent.payload)
-        self._put(group, record, PackedStep(prompt, sent.payload), number)
+        step = PackedStep(prompt, sent.payload)
+        if self._unwritten and self._unwritten[0][0].prompt_uid != group.prompt_uid:
+            self._write_steps()
+        self._unwritten.append((record, prompt_row, step))
+        self._unwritten_bytes += len(step.payload)
+        if self._unwritten_bytes >= ROW_BYTES:
+            self._write_steps()
+        self._put(group, record, step)
 
-    def _put(
-        self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep, row: int | None
-    ) -> None:
+    def _put(self, group: GroupRecord, record: TrajectoryRecord, step: PackedStep) -> None:
         record.put(step)
-        self.payloads.put(step, row)
+        self.payloads.put(step)
         self.counts.tokens += step.n_tokens
         self.counts.steps.stored += 1
         self._touch(group)
@@ -116,7 +129,7 @@ class Steps(Serving):
         """The group's own copy of a root's prompt, and the row that holds it."""
         kept = group.prompts.get(prompt)
         if kept is None:
-            row = self._write(group, PromptStored(group.prompt_uid), prompt)
+            row = self._append(group, PromptStored(group.prompt_uid), prompt)
             kept = prompt, row
             group.prompts[prompt] = kept
             self.payloads.memory_bytes += len(prompt)
@@ -187,15 +200,26 @@ class Steps(Serving):
         group.rows.append(row)
         self.payloads.memory_bytes += len(prompt)
 
-    def adopt(self, stored: StepStored, prompt: bytes | None, payload: bytes, row: int) -> None:
-        """A step of before: it was accepted then, so nothing about it is checked."""
+    def adopt(
+        self, stored: StepsStored, prompts: Mapping[int, bytes], payload: bytes, row: int
+    ) -> None:
+        """Steps of before: they were accepted then, so nothing about them is checked.
+
+        Args:
+            prompts: of roots, by row.
+        """
         prompt_uid = stored.prompt_uid
         group = self.prompt_groups.get(prompt_uid) or self._begin_group(prompt_uid)
-        record = self.trajectory_index.get(stored.trajectory_uid)
-        if record is None:
-            record = self._new_trajectory(stored.trajectory_uid, group)
         group.rows.append(row)
-        self._put(group, record, PackedStep(prompt, payload), row)
+        steps: list[PackedStep] = []
+        at = 0
+        for uid, prompt_row, n_bytes in stored.steps:
+            record = self.trajectory_index.get(uid) or self._new_trajectory(uid, group)
+            prompt = None if prompt_row is None else prompts[prompt_row]
+            steps.append(PackedStep(prompt, payload[at : at + n_bytes]))
+            self._put(group, record, steps[-1])
+            at += n_bytes
+        self.payloads.in_row(steps, row)
 
     def _find(self, trajectory_uid: str, prompt_uid: str) -> TrajectoryRecord | Closing | None:
         """The live record, the tombstone, or None; never one of another prompt."""

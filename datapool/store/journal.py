@@ -50,7 +50,6 @@ from stepwell.datapool.errors import JournalError, JournalFencedError
 from stepwell.datapool.store.log import Batch, Durability, Log, Transaction
 from stepwell.datapool.store.segments import Row, encode_record, row_at
 
-MAX_ROW_BYTES = 1 << 30
 ERASE_S = 3000.0
 """Seconds after which a dead row's segment is cleaned, whatever else is in it."""
 SCRUB_S = 1.0
@@ -111,17 +110,7 @@ class Journal:
     # --- writing ---
 
     def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
-        """Buffers a row and returns its id: larger than every id before, also after a restart.
-
-        Raises:
-            JournalError: the row is larger than 1 GB.
-        """
-        n_bytes = len(head) + (len(payload) if payload is not None else 0)
-        if n_bytes > MAX_ROW_BYTES:
-            raise JournalError(
-                f"{self.folder}: a {kind!r} row of {n_bytes} bytes; at most {MAX_ROW_BYTES} "
-                "can be stored, split it"
-            )
+        """Buffers a row and returns its id: larger than every id before, also after a restart."""
         row = self._next_row
         self.put(Row(row, channel, kind, head, payload))
         self._next_row = row + 1

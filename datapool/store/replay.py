@@ -27,7 +27,7 @@ LEASES = "leases"
 WHOLE_POOL = "pool"
 DAMAGE = (DataPoolError, LookupError, TypeError, ValueError, AttributeError, msgspec.MsgspecError)
 """What rows and states raise that this release did not write, or not in this order."""
-ROWS_BETWEEN_SPILLS = 1024
+ROWS_BETWEEN_SPILLS = 128
 
 _METHODS: Final[Mapping[str, Callable[[Channel, Any], Any]]] = {
     ops.OpenGroup.__name__: Channel.open_group,
@@ -43,7 +43,7 @@ _METHODS: Final[Mapping[str, Callable[[Channel, Any], Any]]] = {
     kinds.GroupReturned.__name__: Channel.give_back,
 }
 """What applies a row again, by its kind."""
-_STEP, _PROMPT = kinds.StepStored.__name__, kinds.PromptStored.__name__
+_STEPS, _PROMPT = kinds.StepsStored.__name__, kinds.PromptStored.__name__
 
 
 def restore(
@@ -97,9 +97,8 @@ def _apply(pool: DataPool, row: Row, prompts: dict[int, bytes]) -> None:
         return
     channel = pool.channels[name]
     channel.now, channel.counts.numbered = now, group_number - 1  # taken if it begins the group
-    if kind == _STEP:
-        prompt = None if record.prompt_row is None else prompts[record.prompt_row]
-        channel.adopt(record, prompt, payload or b"", number)
+    if kind == _STEPS:
+        channel.adopt(record, prompts, payload or b"", number)
     elif kind == _PROMPT:
         prompts[number] = payload or b""
         channel.adopt_prompt(record, prompts[number], number)

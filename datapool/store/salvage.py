@@ -34,6 +34,7 @@ from stepwell.datapool.core.rows import (
     GroupReturned,
     LeaseEnded,
     LeaseRecord,
+    StepsStored,
     read,
     write,
 )
@@ -364,6 +365,8 @@ class _Groups:
     def _owner(self, channel: str, record: object) -> str | None:
         """The prompt_uid of a row, of which those before it were asked for; None: its group's
         beginning is lost."""
+        if isinstance(record, StepsStored):
+            self._uids |= {(channel, t): record.prompt_uid for t, *_ in record.steps}
         trajectory_uid: str | None = getattr(record, "trajectory_uid", None)
         uid: str | None = getattr(record, "prompt_uid", None)
         if trajectory_uid is None:

@@ -176,16 +176,6 @@ def test_a_payload_that_is_not_there_is_an_error_with_the_row_and_the_file(
     assert len(journal.read(rows)) == 1
 
 
-def test_a_row_that_is_too_large_is_refused_when_it_is_appended(
-    open_journal: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = open_journal()
-    monkeypatch.setattr(journal_module, "MAX_ROW_BYTES", 100)
-    with pytest.raises(JournalError, match="'step' row of 101 bytes; at most 100"):
-        journal.append("train", "step", b"h", b"x" * 100)
-    assert not journal.pending
-
-
 def test_a_closed_journal_says_so(open_journal: Open) -> None:
     journal = open_journal()
     journal.close()

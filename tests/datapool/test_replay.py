@@ -7,6 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.codec import PackedLease, Tokens, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
+from stepwell.datapool.core import steps as steps_module
 from stepwell.datapool.errors import JournalCorruptError, JournalFullError, ReplayError
 from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.remote import service as service_module
@@ -252,7 +254,7 @@ HISTORIES = {
     "OpenGroup": _opened,
     "OpenTrajectory": _trajectory,
     "PromptStored": _steps,
-    "StepStored": _completed_by_its_last_step,
+    "StepsStored": _completed_by_its_last_step,
     "CompleteTrajectory": _completed,
     "AbortTrajectory": _aborted,
     "AbortTrajectory again": _given_up,
@@ -494,6 +496,28 @@ def test_only_what_is_over_the_limit_goes_to_disk(
     assert pool.get_statistics("train")["groups"]["dropped"] == 0
 
 
+def test_steps_of_a_call_that_share_a_row_come_back_each_its_own(
+    make_pool: Callable[..., Journaled], make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "ROW_BYTES", 400)
+    pool = make_pool(n_rollouts=4, memory=1)
+    # Two groups in turn, then more of one of them than a row takes.
+    rollouts = {uid: rollout(make_step, uid, "p" if uid < "e" else "q") for uid in "aebfcgdh"}
+    sent = [steps[0] for steps in rollouts.values()]
+    sent += [step for uid in sorted(rollouts) for step in rollouts[uid][1:]]
+    assert pool.apply_steps(sent) == ["accepted"] * 24
+    n_rows = pool.kinds().count("StepsStored")
+    assert 8 + 2 < n_rows < 24
+    pool.restart()
+    for uid in rollouts:
+        pool.complete_trajectory(uid)
+    for group in pool.lease_batch(batch_size=2).groups:
+        for trajectory in group.trajectories:
+            steps = rollouts.pop(trajectory.trajectory_uid)
+            assert list(trajectory.steps) == [*steps[:2], replace(steps[2], is_last=True)]
+    assert not rollouts
+
+
 def test_steps_released_before_they_are_written_are_not_released_again(
     make_pool: Callable[..., Journaled], make_step: MakeStep
 ) -> None:
@@ -514,11 +538,12 @@ def test_a_payload_that_cannot_be_read_back_fails_the_lease_and_loses_no_group(
         pool.submit_steps(rollout(make_step, uid, f"p-{uid}"))
         pool.complete_trajectory(uid)
     stored = pool.pool.channels["train"].trajectory_index["bad"].steps[1]
-    number, offset, size = pool.journal._log.index.find(stored.row)
+    row, *_ = stored.place
+    number, offset, size = pool.journal._log.index.find(row)
     with segment_path(pool.journal.folder, number).open("r+b") as file:
         file.seek(offset + size - 1)
         file.write(b"\xff")
-    with pytest.raises(JournalCorruptError, match=f"row {stored.row} is not what was written"):
+    with pytest.raises(JournalCorruptError, match=f"row {row} is not what was written"):
         pool.lease_batch(batch_size=2)
     groups = pool.get_statistics("train")["groups"]
     assert (groups["ready"], groups["leased"]) == (2, 0)
@@ -591,7 +616,7 @@ def test_another_number_of_rollouts_decides_what_is_ready(
 def test_rows_that_contradict_each_other_are_named(tmp_path: Path, make_step: MakeStep) -> None:
     pool = Journaled(tmp_path, PoolConfig())
     finish(pool, make_step, "p", "a")
-    (row,) = [r.row for r in pool.journal.rows() if r.kind == "StepStored"]
+    (row,) = [r.row for r in pool.journal.rows() if r.kind == "StepsStored"]
     pool.journal.delete([row])
     pool.journal.flush()
     with pytest.raises(ReplayError, match=r"\(Complete\w+ in channel 'train'\) does not follow"):

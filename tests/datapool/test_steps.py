@@ -14,6 +14,7 @@ from stepwell.datapool import (
     UnknownBaseError,
 )
 from stepwell.datapool.codec import Tokens, pack
+from stepwell.datapool.core import steps as steps_module
 
 
 def test_a_step_comes_back_as_it_was_submitted(pool, make_step):
@@ -112,6 +113,14 @@ def test_a_step_without_its_bytes_is_refused(pool, make_step):
     ):
         (answer,) = pool.apply_steps([("t", "p", broken)])
         assert isinstance(answer, InvalidStepError)
+    assert pool.submit_step(make_step("t")) == "accepted"
+
+
+def test_a_step_that_is_too_large_is_refused(pool, make_step, monkeypatch):
+    sent = make_step("t", metadata={"text": "x" * 1000})
+    monkeypatch.setattr(steps_module, "MAX_STEP_BYTES", 1000)
+    with pytest.raises(InvalidStepError, match=r"step 't'\[0\] .* has 10\d\d bytes; at most 1000"):
+        pool.submit_step(sent)
     assert pool.submit_step(make_step("t")) == "accepted"
 
 
