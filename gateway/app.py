@@ -162,8 +162,6 @@ def _validation_error(request: Request, e: RequestValidationError) -> Response:
 
 
 def _http_error(request: Request, e: HTTPException) -> Response:
-    if isinstance(e.__cause__, GatewayError):  # FastAPI's, for a body that it could not read
-        return error_response(request.url.path, e.__cause__)
     refused = PathError(
         f"{request.method} {request.url.path}: {e.detail}; "
         "see /openapi.json for what this gateway serves"

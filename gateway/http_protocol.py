@@ -2,8 +2,8 @@
 holds up the others.
 
     connected ──► head ──► body ──► answered ──► head …
-                   │ header_timeout_s: 408       │ what is left of the body is thrown away,
-                   │ max_header_bytes: 431       │ for header_timeout_s, then closed
+                   │ header_timeout_s: 408       └ before the body was there: closed
+                   │ max_header_bytes: 431
                    └ one of too many of this peer without a key: 503
 
 uvicorn bounds none of that with httptools, whose parser joins the pieces of a header anew for each
@@ -21,7 +21,7 @@ import http
 import logging
 import math
 from collections import Counter
-from typing import Any, cast
+from typing import Any
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -33,12 +33,12 @@ from stepwell.gateway.errors import (
     HeaderTooLargeError,
     TooManyConnectionsError,
 )
-from stepwell.gateway.web import CONNECTION, Connection, error_body
+from stepwell.gateway.web import CONNECTION, Closing, error_body
 
 log = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-"""Between a refusal and the end of its connection, so that the client can read it."""
+"""Between a last answer and the end of its connection, so that the client can read it."""
 _UPGRADE, _NO_UPGRADE = b"\r\nUpgrade: h2c\r\n", b"\r\nIgnored: h2c\r\n"
 """An offer to go on in HTTP/2, as Java's client makes it. A server may ignore it; httptools takes
 the body that follows for HTTP/2 and drops it."""
@@ -73,120 +73,107 @@ class ConnectionLimits:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's, with these limits, with `_OneWrite`, and with a `Connection` in every request's
-    scope: to wait for the end of one in `receive` takes a task for each call."""
+    """uvicorn's, with these limits and `_OneWrite`. It is the `web.Connection` of its requests: to
+    wait for the end of one in `receive` takes a task for each call."""
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.is_lost = False
+        self.listeners: set[Closing] = set()
         self._limits = limits
         self._raw: Any = None
         """The transport, without `_OneWrite`."""
         self._peer: str | None = None
         """None: not counted any more."""
         self._is_refused = False
-        self._n_read = 0
-        """Bytes that arrived last."""
+        self._is_in_head = True
         self._has_moved = False
-        """A part of a message ended or began in them, or a piece of its body was among them."""
+        """A part of a message ended or began in what arrived last, or a piece of a body did."""
         self._n_loose = 0
         """Bytes since that happened last: of a head, of trailers, of nothing."""
-        self._is_resting = True
-        """Between two messages."""
-        self._is_in_body = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._raw = raw = cast("asyncio.Transport", transport)
+        self._raw = transport
         super().connection_made(_OneWrite(transport, self.loop))  # type: ignore[arg-type]
-        self._connection = Connection(self._uncount)
         peer = self.client[0] if self.client else ""
-        if not self._limits.enter(peer):
-            self._is_refused = True
-            raw.write(
-                _answer(
-                    TooManyConnectionsError(
-                        "this address has too many connections without a valid key "
-                        "(gateway.max_unauthenticated_connections)"
-                    )
+        if self._limits.enter(peer):
+            self._peer = peer
+            self._wait_for_head()
+            return
+        self._is_refused = True
+        self._raw.write(
+            _answer(
+                TooManyConnectionsError(
+                    "this address has too many connections without a valid key "
+                    "(gateway.max_unauthenticated_connections)"
                 )
             )
-            raw.close()  # at once: those that linger would be too many, too
-            return
-        self._peer = peer
-        self._wait_for_head()
+        )
+        self._raw.close()  # at once: those that linger would be too many, too
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._uncount()
+        self.authenticated()
         self._stop_timer()
         super().connection_lost(exc)
-        self._connection.lost()
+        self.is_lost = True
+        for listener in tuple(self.listeners):
+            listener.close()
+
+    def authenticated(self) -> None:
+        if self._peer is not None:
+            self._limits.leave(self._peer)
+            self._peer = None
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._is_resting:
+        if self.cycle is None or not self.cycle.more_body:
             data = data.replace(_UPGRADE, _NO_UPGRADE, 1)
-        self._n_read = len(data)
         self._has_moved = False
         super().data_received(data)
-        self._check_progress()
-
-    def _check_progress(self) -> None:
-        """Is what arrived last a head or trailers without end?"""
-        if self._is_refused:
-            return
-        self._n_loose = 0 if self._has_moved else self._n_loose + self._n_read
+        self._n_loose = 0 if self._has_moved else self._n_loose + len(data)
         if self._n_loose > self._limits.max_header_bytes:
-            self._refuse_header()
-            return
-        is_idle = self._is_resting and self._has_moved
-        if self._timer is None and not is_idle and not self._is_served:
+            self._refuse(self._too_large())  # a head or trailers without end
+        elif self._is_in_head and self._timer is None and not self._is_served:
             self._wait_for_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._has_moved, self._is_resting, self._is_in_body = True, False, False
-        self._connection.has_body = False
-        extensions: dict[str, Any] = {CONNECTION: self._connection}
-        self.scope["extensions"] = extensions
+        self._has_moved = self._is_in_head = True
+        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[typeddict-item]
 
     def on_headers_complete(self) -> None:
-        if self._is_refused:  # a request behind the one that was refused
-            return
-        if self._n_loose + self._n_read > self._limits.max_header_bytes:
-            n = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-            if n > self._limits.max_header_bytes:
-                self._refuse_header()
-                return
-        self._has_moved = self._is_in_body = True
+        n = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if n > self._limits.max_header_bytes:
+            refused = self._too_large()
+            self._refuse(refused)
+            raise refused  # the parser is to read no further
+        self._has_moved, self._is_in_head = True, False
         self._stop_timer()
         super().on_headers_complete()
         self.headers = []  # those of the scope are complete: trailers are none of them
 
     def on_body(self, body: bytes) -> None:
-        if not self._is_refused:
-            self._has_moved = True
-            super().on_body(body)
+        self._has_moved = True
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._is_refused:
-            return
+        self._has_moved = True
         super().on_message_complete()
-        self._has_moved = self._is_resting = self._connection.has_body = True
-        if self._timer is not None:  # the rest of a body that nobody read
-            self._stop_timer()
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._end()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self._is_refused:
+            super().send_400_response(msg)
 
     @property
     def _is_served(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
-
-    def _uncount(self) -> None:
-        if self._peer is not None:
-            peer, self._peer = self._peer, None
-            self._limits.leave(peer)
 
     def _wait_for_head(self) -> None:
         self._timer = self.loop.call_later(self._limits.header_timeout_s, self._too_slow)
@@ -197,9 +184,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _too_slow(self) -> None:
-        self._timer = None
-        if self._is_resting or self._is_in_body:
-            self._raw.close()  # nothing was asked, or it was answered
+        if self.scope is None:
+            self._raw.close()  # nothing was asked
             return
         self._refuse(
             HeaderTimeoutError(
@@ -208,25 +194,28 @@ class HttpProtocol(HttpToolsProtocol):
             )
         )
 
-    def _refuse_header(self) -> None:
-        self._refuse(
-            HeaderTooLargeError(
-                f"the request's headers exceed {self._limits.max_header_bytes} bytes "
-                "(gateway.max_header_bytes)",
-                None,
-            )
+    def _too_large(self) -> HeaderTooLargeError:
+        return HeaderTooLargeError(
+            f"the request's headers exceed {self._limits.max_header_bytes} bytes "
+            "(gateway.max_header_bytes)",
+            None,
         )
 
     def _refuse(self, e: GatewayError) -> None:
-        self._is_refused = True
-        self._stop_timer()
-        self._raw.pause_reading()
         if self._is_served:  # an answer to what came before is on its way
             self._raw.close()
-            return
-        self._raw.write(_answer(e))
-        self._raw.write_eof()
-        self.loop.call_later(LINGER_S, self._raw.close)
+        else:
+            self._raw.write(_answer(e))
+            self._end()
+
+    def _end(self) -> None:
+        """Close it, once the client had time to read the last answer."""
+        self._is_refused = True
+        self._stop_timer()
+        if not self._raw.is_closing():
+            self._raw.pause_reading()
+            self._raw.write_eof()
+            self.loop.call_later(LINGER_S, self._raw.close)
 
 
 def _answer(e: GatewayError) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -36,22 +36,10 @@ def error_body(e: GatewayError) -> dict[str, Any]:
 
 
 async def read_body(request: Request) -> bytes:
-    """The request's bytes, which `Protection` bounds. Read once, and without the generators of
-    Starlette's `Request.body`, which cost a call as much as parsing it.
-
-    Raises:
-        RequestError: the client left in the middle of them.
-        BodyTooLargeError, BodyTimeoutError: from `Protection`.
-    """
-    chunks: list[bytes] = []
-    more = True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise RequestError("the request's body did not arrive: the client left", None)
-        chunks.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    """The request's bytes, which `Protection` has read."""
+    message = await request.receive()
+    body: bytes = message.get("body", b"")
+    return body
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -95,28 +83,15 @@ def retry_key(headers: Headers, body: bytes, scope: str) -> RetryKey:
     return RetryKey(f"{scope}/body/{digest}", digest, is_retry)
 
 
-class Connection:
+class Connection(Protocol):
     """A client's connection, as the server tells of it in the scope's extension `CONNECTION`."""
 
-    def __init__(self, on_authenticated: Callable[[], None]) -> None:
-        """`on_authenticated`: called once, when a request on it was authorised."""
-        self.is_lost = False
-        self.has_body = False
-        """The last request has arrived to its end; those before it have, too."""
-        self.listeners: set[Closing] = set()
-        """Closed when the connection is lost."""
-        self._on_authenticated: Callable[[], None] | None = on_authenticated
+    is_lost: bool
+    listeners: set[Closing]
+    """Closed when the connection is lost."""
 
     def authenticated(self) -> None:
-        if self._on_authenticated is not None:
-            self._on_authenticated()
-            self._on_authenticated = None
-
-    def lost(self) -> None:
-        self.is_lost = True
-        self._on_authenticated = None
-        for listener in tuple(self.listeners):
-            listener.close()
+        """A request on it was authorised."""
 
 
 CONNECTION = "stepwell.connection"
@@ -176,19 +151,4 @@ def field(body: Mapping[str, Any], name: str, kind: type | tuple[type, ...], wan
     # A JSON true is a Python int.
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise RequestError(f"{name} is {value!r:.80}; send {wanted}", name)
-    return value
-
-
-def number(
-    body: Mapping[str, Any], name: str, low: float, high: float, *, integral: bool = False
-) -> Any:
-    """A number in [low, high], or None.
-
-    Raises:
-        RequestError
-    """
-    wanted = f"an integer in [{low}, {high}]" if integral else f"a number in [{low:g}, {high:g}]"
-    value = field(body, name, int if integral else (int, float), wanted)
-    if value is not None and not low <= value <= high:
-        raise RequestError(f"{name} is {value}; send {wanted}", name)
     return value

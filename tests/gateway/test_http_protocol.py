@@ -130,24 +130,13 @@ async def test_a_connection_that_was_used_waits_for_the_next_request(worlds: Any
     assert (await wire.answer()).startswith("HTTP/1.1 408")
 
 
-async def test_the_rest_of_a_refused_body_is_not_waited_for_for_ever(worlds: Any) -> None:
-    world = await worlds(header_timeout_s=0.2, admin_keys=[KEY])
+async def test_the_rest_of_a_refused_body_is_not_waited_for(worlds: Any) -> None:
+    world = await worlds(admin_keys=[KEY])
     wire = await Wire.to(world)
     await wire.send("POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9000\r\n\r\n")
     assert (await wire.one())[0] == 401
     assert await wire.send("x", 1) == 1
     assert await wire.answer() == ""
-    # One that does arrive leaves a connection that goes on.
-    wire = await Wire.to(world)
-    await wire.send("POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n")
-    assert (await wire.one())[0] == 401
-    await wire.send("x" * 4)
-    await asyncio.sleep(0.05)
-    await wire.send("x" * 5)
-    await asyncio.sleep(0.3)
-    await wire.send(HEAD + AUTHORISED + "\r\n")
-    assert (await wire.one())[0] == 200
-    wire.writer.close()
 
 
 async def test_a_peer_without_a_key_has_so_many_connections_and_one_with_a_key_more(
