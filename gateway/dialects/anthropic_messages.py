@@ -49,6 +49,8 @@ from stepwell.gateway.tokens.messages import Message, Tool
 from stepwell.gateway.trajectory.reply import Reply
 
 _BUILTIN = re.compile(r"[a-z0-9_]+_20[0-9]{6}|mcp_toolset")
+_AGENT_RUN = ("bash_", "text_editor_", "memory_")
+"""Built-in tools whose calls the agent answers itself: it would wait for them in vain."""
 
 
 class ThinkingConfig(Part):
@@ -314,61 +316,20 @@ def _tools(sent: list[Any], ignored: list[str]) -> tuple[list[Tool], tuple[str, 
         if kind is None or kind == "custom":
             schema = need(tool, "input_schema", dict, where, "send a JSON schema")
             name = need(tool, "name", str, where)
-            tools.append(_function(name, optional(tool, "description", where), schema))
+            about = optional(tool, "description", where)
+            described = {} if about is None else {"description": about}
+            function = {"name": name, **described, "parameters": schema}
+            tools.append({"type": "function", "function": function})
             if tool.get("strict") is True and "tools.strict" not in ignored:
                 ignored.append("tools.strict")
         elif not isinstance(kind, str) or not _BUILTIN.fullmatch(kind):
             raise wrong(f"{where}.type", kind, "send 'custom' and an input_schema")
-        elif (known := _AGENT_RUN.get(kind.rpartition("_")[0])) is not None:
-            tools.append(_function(need(tool, "name", str, where), *known))
+        elif kind.startswith(_AGENT_RUN):
+            remedy = "only Claude knows its schema, send 'custom' and an input_schema"
+            raise wrong(f"{where}.type", kind, remedy)
         else:
             builtin.append(f"{where}={kind}")
     return tools, tuple(builtin)
-
-
-def _function(name: str, about: str | None, schema: dict[str, Any]) -> Tool:
-    description = {} if about is None else {"description": about}
-    return {"type": "function", "function": {"name": name, **description, "parameters": schema}}
-
-
-def _text(about: str, **more: Any) -> dict[str, Any]:
-    return {"type": "string", "description": about, **more}
-
-
-def _object(required: list[str], **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required}
-
-
-def _edits(*commands: str, **more: Any) -> dict[str, Any]:
-    lines = {"type": "array", "items": {"type": "integer"}}
-    return _object(
-        ["command"],
-        command=_text("What to do.", enum=["view", "create", "str_replace", "insert", *commands]),
-        path=_text("Of the file or directory."),
-        file_text=_text("create: the file's whole content."),
-        old_str=_text("str_replace: text that occurs exactly once."),
-        new_str=_text("str_replace: what takes its place."),
-        insert_line={"type": "integer", "description": "insert: the line to insert after; 0: top."},
-        insert_text=_text("insert: the new text."),
-        view_range={**lines, "description": "view: first and last line; -1: the end."},
-        **more,
-    )
-
-
-_RESTART = {"type": "boolean", "description": "Restart the shell instead."}
-_AGENT_RUN: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "bash": (
-        "Runs a command in a persistent shell.",
-        _object([], command=_text("The command."), restart=_RESTART),
-    ),
-    "text_editor": ("Views, creates and edits text files.", _edits()),
-    "memory": (
-        "Views, creates and edits the memory files below /memories.",
-        _edits("delete", "rename", old_path=_text("rename: from."), new_path=_text("rename: to.")),
-    ),
-}
-"""Built-in tools whose calls the agent answers itself; their schema is known to Claude only, so the
-model gets one here."""
 
 
 # -- messages --------------------------------------------------------------------------------

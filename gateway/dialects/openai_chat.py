@@ -25,7 +25,6 @@ from stepwell.gateway.dialects.params import (
     TopLogprobs,
     TopP,
     effort_args,
-    may_call,
     must_call,
     need,
     wrong,
@@ -374,15 +373,7 @@ def _choice(choice: Any, tools: list[Tool]) -> tuple[list[Tool], str | None]:
             return must_call(tools)
         case {"type": "function", "function": {"name": str(name)}}:
             return must_call(tools, name, "tool_choice.function.name")
-        case {"type": "allowed_tools", "allowed_tools": {"tools": [_, *_] as only, **more}}:
-            paths = {}
-            for i, tool in enumerate(only):
-                at = f"tool_choice.allowed_tools.tools[{i}]"
-                paths[_tool(tool, at)["function"]["name"]] = at
-            return may_call(tools, paths, more.get("mode", "auto"))
-    raise wrong(
-        "tool_choice", choice, "send 'auto', 'none', 'required', a function or allowed_tools"
-    )
+    raise wrong("tool_choice", choice, "send 'auto', 'none', 'required' or a function")
 
 
 def _message(message: Any, i: int) -> Message:

@@ -28,10 +28,8 @@ from stepwell.gateway.dialects.params import (
     Params,
     Part,
     Temperature,
-    TopLogprobs,
     TopP,
     effort_args,
-    may_call,
     must_call,
     need,
     optional,
@@ -57,10 +55,8 @@ from stepwell.gateway.trajectory.reply import Reply
 from stepwell.gateway.web import error_body
 
 _SEALED = "reasoning.encrypted_content"
-_LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
     "reasoning.encrypted_content",
-    "message.output_text.logprobs",
     # Of items that this gateway never makes.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -125,6 +121,7 @@ class ResponsesParams(Params):
         "background": "send false, and stream for long answers",
         "conversation": "send the whole input, or previous_response_id",
         "prompt": "send instructions and input",
+        "top_logprobs": "chat completions have log-probs",
     }
     input: Any = None
     instructions: str | None = None
@@ -135,7 +132,6 @@ class ResponsesParams(Params):
     max_output_tokens: MaxTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_logprobs: TopLogprobs | None = None
     include: list[Includable] | None = None
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
@@ -143,6 +139,7 @@ class ResponsesParams(Params):
     stream_options: StreamOptions = StreamOptions()
     store: bool = True
     background: Literal[False] = False
+    top_logprobs: Literal[0] = 0
     truncation: Literal["auto", "disabled"] = "disabled"
     context_management: Any = None
 
@@ -164,12 +161,6 @@ class ResponsesParams(Params):
         if not isinstance(self.input, list | None):
             raise wrong("input", self.input, "send text or a list of items")
         return self.input or []
-
-    @property
-    def n_logprobs(self) -> int | None:
-        if self.top_logprobs or _LOGPROBS in (self.include or ()):
-            return self.top_logprobs or 0
-        return None
 
 
 class OpenAIResponses(Dialect):
@@ -233,7 +224,6 @@ class OpenAIResponses(Dialect):
             max_tokens=params.max_output_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
-            n_logprobs=params.n_logprobs,
             constraint=constraint,
             constraint_field="text.format",
             forced_tool=forced_tool,
@@ -258,7 +248,7 @@ class OpenAIResponses(Dialect):
             },
             "tool_choice": params.tool_choice or "auto",
             "tools": toolbox.echo,
-            "top_logprobs": params.n_logprobs or 0,
+            "top_logprobs": 0,
             "top_p": params.top_p,
             "prompt_cache_key": params.prompt_cache_key,
             "safety_identifier": params.safety_identifier,
@@ -271,7 +261,6 @@ class OpenAIResponses(Dialect):
             params.store,
             seals_reasoning=_SEALED in (params.include or ()),
             summarises=summary is not None,
-            logprobs=params.n_logprobs is not None,
         )
         return Parsed(
             call,
@@ -285,9 +274,8 @@ class OpenAIResponses(Dialect):
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `Response`."""
         answer = Answer(exchange)
-        call = exchange.calls[0]
-        for i, delta in enumerate(call.deltas, 1):
-            answer.feed(delta, call.n_told(i))
+        for delta in exchange.calls[0].deltas:
+            answer.feed(delta)
         return self._finished(exchange, answer, replies[0])[1]
 
     async def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
@@ -312,7 +300,7 @@ class OpenAIResponses(Dialect):
                     yield frame({"type": f"response.{response['status']}", "response": response})
                     exchange.delivered()
                 else:
-                    for event in answer.feed(step.item, step.n_told):
+                    for event in answer.feed(step.item):
                         yield frame(event)
         except GatewayError as e:
             # OpenAI sends both: its SDK raises the first, Codex reads the second.
@@ -376,13 +364,6 @@ class OpenAIResponses(Dialect):
 
 def _choice(choice: Any, toolbox: Toolbox) -> tuple[list[Tool], str | None]:
     """The tools shown to the model, and the one that it has to call ("" is any)."""
-
-    def name_of(tool: Any, where: str) -> str:
-        if not isinstance(tool, dict):
-            raise wrong(where, tool, "send an object")
-        name, namespace = need(tool, "name", str, where), optional(tool, "namespace", where)
-        return toolbox.flat_name(name, namespace)
-
     match choice:
         case None | "auto" | "none":
             # With "none", too, they stay in the prompt: so it goes on from the turns before.
@@ -390,19 +371,13 @@ def _choice(choice: Any, toolbox: Toolbox) -> tuple[list[Tool], str | None]:
         case "required":
             return must_call(toolbox.shown)
         case {"type": "function" | "custom"}:
-            return must_call(toolbox.shown, name_of(choice, "tool_choice"), "tool_choice.name")
-        case {"type": "allowed_tools", "tools": [*only]}:
-            names = {
-                name_of(tool, at := f"tool_choice.tools[{i}]"): f"{at}.name"
-                for i, tool in enumerate(only)
-                if not isinstance(tool, dict) or tool.get("type") in ("function", "custom")
-            }
-            return may_call(toolbox.shown, names, choice.get("mode"))
+            name = need(choice, "name", str, "tool_choice")
+            flat = toolbox.flat_name(name, optional(choice, "namespace", "tool_choice"))
+            return must_call(toolbox.shown, flat, "tool_choice.name")
     raise wrong(
         "tool_choice",
         choice,
-        "this gateway supports 'auto', 'none', 'required', a function or custom tool, and "
-        "allowed_tools",
+        "this gateway supports 'auto', 'none', 'required', and a function or custom tool",
     )
 
 

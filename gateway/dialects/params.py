@@ -141,25 +141,6 @@ def must_call(
     return tools, name
 
 
-def may_call(
-    tools: list[Tool], names: Mapping[str, str], mode: Any
-) -> tuple[list[Tool], str | None]:
-    """Of `tool_choice: allowed_tools`: only those are shown, since nothing else would keep the
-    model from the others.
-
-    Args:
-        names: with the path of each.
-    """
-    if mode not in ("auto", "required"):
-        raise wrong("tool_choice.mode", mode, "send 'auto' or 'required'")
-    for name, where in names.items():
-        must_call(tools, name, where)
-    shown = [tool for tool in tools if tool["function"]["name"] in names]
-    if mode == "auto":
-        return shown, None
-    return must_call(shown, next(iter(names)) if len(shown) == 1 else "")
-
-
 def effort_args(
     effort: str | None, chat_template: str, field: str, ignored: list[str]
 ) -> dict[str, Any]:

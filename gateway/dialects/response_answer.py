@@ -12,21 +12,19 @@ answers (`openai_responses.py`).
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from stepwell.gateway.dialects.base import Exchange
-from stepwell.gateway.dialects.openai_chat import token_entry
 from stepwell.gateway.dialects.response_items import Item, Toolbox, custom_input, seal
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import THINK_CLOSE, Delta, ReasoningDelta
 from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.trajectory.reply import Reply, SampledToken
+from stepwell.gateway.trajectory.reply import Reply
 
 Event: TypeAlias = dict[str, Any]
 
@@ -44,7 +42,6 @@ class Options:
     seals_reasoning: bool
     summarises: bool
     """Reasoning goes out as summary, where clients that ask for one look."""
-    logprobs: bool
 
 
 class _Form(NamedTuple):
@@ -84,14 +81,10 @@ class Answer:
         self._form: _Form | None = None
         """None: no item is open."""
         self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
         self._blank = ""
-        self._tokens = TokenReader(exchange.tokenizer)
-        self._n_told = 0
 
-    def feed(self, delta: Delta, n_told: int) -> list[Event]:
-        """Events of a delta; `n_told` as of `exchange.Event`."""
-        self._n_told = n_told
+    def feed(self, delta: Delta) -> list[Event]:
+        """Events of a delta."""
         if isinstance(delta, ToolCall):
             self._blank = ""
             return [*self._close(), *self._call(delta)]
@@ -170,38 +163,31 @@ class Answer:
         else:
             self._item = {"type": "reasoning", "id": self._new_id("rs"), "summary": []}
         yield self._added(dict(self._item))
-        yield self._part(form, "added", "", [])
+        yield self._part(form, "added", "")
 
-    def _part(self, form: _Form, what: str, text: str, logprobs: list[Any]) -> Event:
+    def _part(self, form: _Form, what: str, text: str) -> Event:
         part: Item = {"type": form.part, "text": text}
         if form is _MESSAGE:
-            part |= {"annotations": [], "logprobs": logprobs}
+            part |= {"annotations": [], "logprobs": []}
         name = f"response.{form.part_event}.{what}"
         return {"type": name, **self._place(), form.place: 0, "part": part}
 
-    def _text_event(self, form: _Form, what: str, logprobs: list[Any], **text: str) -> Event:
+    def _text_event(self, form: _Form, what: str, **text: str) -> Event:
         place = {"type": f"response.{form.event}.{what}", **self._place(), form.place: 0}
-        return {**place, **({"logprobs": logprobs} if form is _MESSAGE else {}), **text}
+        return {**place, **({"logprobs": []} if form is _MESSAGE else {}), **text}
 
     def _add(self, text: str) -> Event:
         self._texts.append(text)
-        form, logprobs = self._form or _MESSAGE, []
-        if self._options.logprobs:
-            tokens = self._tokens.take(self._exchange.calls[0].tokens[: self._n_told], text)
-            if form is _MESSAGE:
-                logprobs = [token_entry(token, self._exchange.tokenizer) for token in tokens]
-                self._logprobs += logprobs
-        return self._text_event(form, "delta", logprobs, delta=text)
+        return self._text_event(self._form or _MESSAGE, "delta", delta=text)
 
     def _close(self, status: str = "completed") -> Iterator[Event]:
         """End the open item, if one is."""
         item, form = self._item, self._form
         if form is None:
             return
-        text, logprobs = "".join(self._texts), self._logprobs
-        self._texts, self._logprobs = [], []
-        yield self._text_event(form, "done", logprobs, text=text)
-        done = self._part(form, "done", text, logprobs)
+        text, self._texts = "".join(self._texts), []
+        yield self._text_event(form, "done", text=text)
+        done = self._part(form, "done", text)
         yield done
         item[form.parts] = [done["part"]]
         if form is not _MESSAGE and self._options.seals_reasoning:
@@ -234,48 +220,6 @@ class Answer:
         end = {"type": f"{events}.done", **self._place(), name: text}
         yield end if tool.is_custom else {**end, "name": tool.name}
         yield self._done(item)
-
-
-class TokenReader:
-    """Finds the tokens of successive pieces of the text that they spell."""
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._stream = tokenizer.stream()
-        self._control = frozenset(tokenizer.special.values())
-        self._text = ""
-        self._plain = ""
-        """The same without the letters of control tokens, of which one ends the reply."""
-        self._ends: list[int] = []
-        """Where in the text each token ends."""
-        self._at = 0
-        self._taken = 0
-
-    def take(self, tokens: Sequence[SampledToken], text: str) -> list[SampledToken]:
-        """The tokens of `text`, which comes behind what was taken before; markup is passed over.
-
-        Args:
-            tokens: all up to the end of `text`. What stands before it may hold its letters, too
-                (the `h` of `<think>`), so it is looked for from the end on.
-        """
-        for token in tokens[len(self._ends) :]:
-            new = self._stream.feed([token.token_id])
-            self._text += new
-            self._plain += "\0" * len(new) if token.token_id in self._control else new
-            self._ends.append(len(self._text))
-        start = self._plain.rfind(text, self._at)
-        if start < 0:  # markup that no parser could read is text
-            start = self._text.rfind(text, self._at)
-        if start < 0:  # bytes that are no character show in the text only at its end
-            start = self._at
-        end = min(start + len(text), len(self._text))
-        # A token begins where the one before ends: those of a character's first bytes have no text.
-        at = bisect_left(self._ends, start)
-        if start and self._ends[at : at + 1] == [start]:
-            at += 1
-        first = max(self._taken, at)
-        self._taken = max(first, bisect_left(self._ends, end) + 1)
-        self._at = end
-        return list(tokens[first : self._taken])
 
 
 def _usage(reply: Reply, tokenizer: ChatTokenizer) -> dict[str, Any]:

@@ -1088,32 +1088,6 @@ async def test_calls_cannot_be_prescribed_where_the_template_shows_none(worlds: 
     assert refusal.value.param == "tool_choice"
 
 
-async def test_only_allowed_tools_are_shown(world: Any) -> None:
-    client = await world.client()
-    others = [
-        {"type": "function", "function": {"name": n, "description": n, "parameters": {}}}
-        for n in ("search", "browse")
-    ]
-    tools = [CALCULATOR, *others]
-
-    async def ask(names: list[str], mode: str) -> str:
-        listed = [{"type": "function", "function": {"name": n}} for n in names]
-        allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": listed}}
-        await client.chat.completions.create(
-            model="m", messages=[user("hi")], tools=tools, tool_choice=allowed
-        )
-        return world.tokenizer.decode(world.engine.requests[-1]["input_ids"])
-
-    prompt = await ask(["search", "calculator"], "auto")
-    assert ("calculator" in prompt, "search" in prompt, "browse" in prompt) == (True, True, False)
-    assert prompt.endswith("assistant\n")
-    assert (await ask(["search", "browse"], "required")).endswith('{"name": "')
-    assert (await ask(["search"], "required")).endswith('{"name": "search", "arguments":')
-    with pytest.raises(openai.BadRequestError) as refusal:
-        await ask(["missing"], "auto")
-    assert refusal.value.param == "tool_choice.allowed_tools.tools[0]"
-
-
 @pytest.mark.parametrize("family", ["chatml", "coder", "llama3"])
 async def test_without_parallel_calls_generation_ends_with_the_first(
     worlds: Any, family: str

@@ -19,10 +19,9 @@ from stepwell.gateway.dialects.openai_responses import (
     ResponseStore,
     StoredResponse,
 )
-from stepwell.gateway.dialects.response_answer import TokenReader
 from stepwell.gateway.dialects.response_items import seal, unseal
 from stepwell.gateway.errors import GatewayError, RequestError
-from tests.gateway.conftest import Sampled, log_prob, make_tokenizer
+from tests.gateway.conftest import Sampled
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 CALC = {
@@ -258,59 +257,6 @@ async def test_an_answer_cut_inside_its_thought_goes_on_without_the_thought(worl
     kept = [i for i in got["output"] if i["type"] == "message"]
     await http.create([*items, *kept, {"role": "user", "content": "and?"}])
     assert chain(world) == [None, 0]
-
-
-async def test_logprobs_are_those_of_the_text(worlds: Any) -> None:
-    world = await worlds("qwen3")
-    http = await connect(world)
-    text = "naïve 東京 🦊"
-    include = ["message.output_text.logprobs"]
-    for stream in (False, True):
-        world.say(f"<think>\nhm\n</think>\n\n{text} {call_text('1')}")
-        options = {"tools": [CALC], "include": include, "top_logprobs": 0}
-        if stream:
-            events = await http.stream(f"go {stream}", **options)
-            deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-            output = events[-1]["response"]["output"]
-        else:
-            output = (await http.create(f"go {stream}", **options))["output"]
-        [part] = next(i for i in output if i["type"] == "message")["content"]
-        assert part["text"] == text + " "
-        wanted = [log_prob(i) for i in world.tokenizer.encode(text + " ").tolist()]
-        assert [e["logprob"] for e in part["logprobs"]] == pytest.approx(wanted)
-        if stream:
-            assert [e for d in deltas for e in d["logprobs"]] == part["logprobs"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs_are_not_those_of_markup_with_the_same_letters(
-    worlds: Any, stream: bool
-) -> None:
-    world = await worlds("qwen3")
-    http = await connect(world)
-    world.say("<think>\nh\n</think>\n\nn")
-    options = {"include": ["message.output_text.logprobs"], "top_logprobs": 0}
-    if stream:
-        output = (await http.stream("go", **options))[-1]["response"]["output"]
-    else:
-        output = (await http.create("go", **options))["output"]
-    [part] = next(i for i in output if i["type"] == "message")["content"]
-    assert [entry["token"] for entry in part["logprobs"]] == ["n"]
-    wanted = [log_prob(i) for i in world.tokenizer.encode("n").tolist()]
-    assert [entry["logprob"] for entry in part["logprobs"]] == pytest.approx(wanted)
-
-
-@given(st.lists(st.sampled_from(["a", " naïve", "東京", "🦊🦊", "\n", "<|im_end|>"]), max_size=8))
-def test_every_token_of_a_text_is_taken_once(pieces: list[str]) -> None:
-    tokenizer = make_tokenizer("chatml")
-    ids = tokenizer.encode("".join(pieces)).tolist()
-    tokens = [type("T", (), {"token_id": i})() for i in ids]
-    reader = TokenReader(tokenizer)
-    taken: list[Any] = []
-    for i, piece in enumerate(pieces, 1):
-        n = len(tokenizer.encode("".join(pieces[:i])))
-        taken += reader.take(tokens[:n], piece)
-    assert [t.token_id for t in taken] == ids
 
 
 async def test_the_engine_is_constrained_to_the_format_unless_tools_can_be_called(
@@ -709,18 +655,6 @@ async def test_tool_choice_is_honoured(http: Http) -> None:
     assert prompt(http.world).rstrip().endswith('{"name": "beta", "arguments":')
     assert got["output"][0]["name"] == "beta"
     assert got["tool_choice"] == {"type": "function", "name": "beta"}
-    allowed = {
-        "type": "allowed_tools",
-        "mode": "auto",
-        "tools": [{"type": "function", "name": "beta"}],
-    }
-    await http.create("d", tools=both, tool_choice=allowed)
-    assert '"beta"' in prompt(http.world)
-    assert '"calc"' not in prompt(http.world)
-    allowed["mode"] = "required"
-    http.world.say("{}}\n</tool_call>")
-    got = await http.create("e", tools=both, tool_choice=allowed)
-    assert got["output"][0]["name"] == "beta"
     await http.create("f", tools=[CALC], parallel_tool_calls=False)
     assert http.world.engine.requests[-1]["sampling_params"]["stop"] == ["</tool_call>"]
     http.world.check_exact()
@@ -733,9 +667,7 @@ async def test_tool_choice_is_honoured(http: Http) -> None:
         ({"type": "web_search_preview"}, "web_search_preview"),
         ({"type": "function", "name": "other"}, "tool_choice.name is 'other'"),
         ({"type": "function", "name": ["x"]}, "tool_choice.name"),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [3]}, "tool_choice.tools"),
-        ({"type": "allowed_tools", "mode": "x", "tools": []}, "tool_choice.mode is 'x'"),
-        ({"type": "allowed_tools", "mode": "required", "tools": []}, "no tool"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": []}, "allowed_tools"),
     ],
 )
 def test_impossible_tool_choices_are_refused(choice: Any, words: str) -> None:
@@ -786,7 +718,7 @@ def test_malformed_tools_are_refused_by_name(tools: Any, param: str) -> None:
         ({"truncation": "some"}, "truncation"),
         ({"temperature": 3}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"include": ["everything"]}, "include[0]"),
         ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
