@@ -85,7 +85,7 @@ async def complete_trajectory(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
     services = services_of(request)
-    parsed = AnthropicMessages().parse(parse_object(await read_body(request)), CountParams)
+    parsed = AnthropicMessages().parse(parse_object(await read_body(request)), kind=CountParams)
     refuse_builtin_tools(services, parsed)
     call = services.calls.prompts.normalised(parsed.call)
     if (named := _named(request)) is None:
@@ -104,7 +104,7 @@ async def stored_response(request: Request) -> Response:
         raise RequestError("stream is true; a stored response comes whole, leave it out", "stream")
     responses, response_id = services_of(request).responses, request.path_params["response_id"]
     named = _named(request) or request.state.principal.trajectory
-    stored = responses.stored(response_id, named[0] if named is not None else None)
+    stored = responses.stored(response_id, named[0] if named is not None else None).response
     if request.method == "DELETE":
         responses.store.delete(response_id)
         stored = {"id": response_id, "object": "response", "deleted": True}

@@ -15,11 +15,9 @@ from starlette.responses import Response
 
 from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.errors import (
-    PreviousResponseError,
     RequestError,
     TrajectoryClosedError,
     TrajectoryConflictError,
-    UnknownItemError,
 )
 from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.paths import quoted
@@ -61,13 +59,13 @@ async def serve(
     body = await read_body(request)
     began_at = time.perf_counter()
     retry = retry_key(request.headers, body, dialect.name)
-    parsed = dialect.parse(parse_object(body))
+    principal: Principal = request.state.principal
+    reader = principal.trajectory[0] if principal.trajectory is not None else None
+    parsed = dialect.parse(parse_object(body), reader)
     del body  # as large as all that is parsed of it, and the call may take minutes
     refuse_builtin_tools(services, parsed)
-    _refuse_others_response(request, parsed)
     call = services.calls.prompts.normalised(parsed.call)
     call.began_at = began_at
-    principal: Principal = request.state.principal
     origin = Origin(request.headers, url, request.scope["client"], principal.channel)
     for attempt in range(MAX_BEGINNINGS):
         trajectory = services.identities.identify(origin, call, retry, parsed.trajectory_uid)
@@ -118,23 +116,6 @@ def refuse_builtin_tools(services: Services, parsed: Parsed) -> None:
             "function tool instead",
             name,
         )
-
-
-def _refuse_others_response(request: Request, parsed: Parsed) -> None:
-    """A trajectory's key continues no response of another one, and reads nothing of it.
-
-    Raises:
-        PreviousResponseError, UnknownItemError: worded as if there were none.
-    """
-    holder = request.state.principal.trajectory
-    if holder is None:
-        return
-    if parsed.trajectory_uid not in (None, holder[0]):
-        raise PreviousResponseError(
-            "Previous response not found; send the whole input instead", "previous_response_id"
-        )
-    if not parsed.reads <= {holder[0]}:
-        raise UnknownItemError("Item not found; send the item itself", "input")
 
 
 def _told(answer: Response, services: Services, exchange: Exchange) -> Response:

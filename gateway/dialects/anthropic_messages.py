@@ -147,7 +147,12 @@ class AnthropicMessages(Dialect):
 
     name = "anthropic_messages"
 
-    def parse(self, body: dict[str, Any], kind: type[MessagesParams] = MessagesParams) -> Parsed:
+    def parse(
+        self,
+        body: dict[str, Any],
+        reader: str | None = None,
+        kind: type[MessagesParams] = MessagesParams,
+    ) -> Parsed:
         """`kind`: `CountParams` for `POST /v1/messages/count_tokens`."""
         params = kind.read(body)
         ignored = params.told()

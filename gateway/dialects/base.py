@@ -39,8 +39,6 @@ class Parsed:
     """Samples asked for."""
     trajectory_uid: str | None = None
     """The trajectory that the body itself continues (`previous_response_id`)."""
-    reads: frozenset[str] = frozenset()
-    """The trajectories of stored items that the body refers to (`item_reference`)."""
     ignored: tuple[str, ...] = ()
     """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
     `x-stepwell-ignored` header tells."""
@@ -186,8 +184,11 @@ class Dialect(ABC):
     """Recorded in each Step's metadata; tells apart the retries of different endpoints."""
 
     @abstractmethod
-    def parse(self, body: dict[str, Any]) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
         """
+        Args:
+            reader: the trajectory whose key was sent; answers of others are not there for it.
+
         Raises:
             RequestError: names the field, its value and the remedy.
         """

@@ -171,7 +171,7 @@ class OpenAIChat(Dialect):
         """`chat_template`: looked through for the switches that `reasoning_effort` can turn."""
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any]) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
         params = ChatParams.read(body)
         if params.top_logprobs and not params.logprobs:
             raise wrong("top_logprobs", params.top_logprobs, "send logprobs: true with it")

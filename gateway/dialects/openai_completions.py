@@ -53,7 +53,7 @@ class OpenAICompletions(Dialect):
 
     name = "openai_completions"
 
-    def parse(self, body: dict[str, Any]) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
         params = CompletionsParams.read(body)
         text, ids = _prompt(params.prompt)
         call = ChatRequest(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Literal
 
@@ -177,7 +178,7 @@ class OpenAIResponses(Dialect):
         self.store = ResponseStore(stored_chars)
         self._chat_template = chat_template
 
-    def parse(self, body: dict[str, Any]) -> Parsed:
+    def parse(self, body: dict[str, Any], reader: str | None = None) -> Parsed:
         """See `Dialect.parse`.
 
         Raises:
@@ -185,20 +186,13 @@ class OpenAIResponses(Dialect):
         """
         params = ResponsesParams.read(body)
         ignored, items = params.told(), params.items()
-        previous = self._previous(params.previous_response_id)
+        previous = self._previous(params.previous_response_id, reader)
         toolbox = Toolbox()
         toolbox.add(params.tools or (), "tools")
         for where, tools in additional_tools(items):
             toolbox.add(tools, where)
-        reads: set[str] = set()
-
-        def find(item_id: str) -> Item | None:
-            item, uid = self.store.item(item_id) or (None, None)
-            if uid is not None:
-                reads.add(uid)
-            return item
-
-        conversation = Conversation(previous.messages if previous else (), toolbox, find)
+        known = previous.messages if previous is not None else ()
+        conversation = Conversation(known, toolbox, partial(self.store.item, reader=reader))
         for i, item in enumerate(items):
             conversation.add(item, f"input[{i}]")
         messages = conversation.messages()
@@ -266,7 +260,6 @@ class OpenAIResponses(Dialect):
             call,
             options,
             trajectory_uid=previous.trajectory_uid if previous is not None else None,
-            reads=frozenset(reads),
             ignored=(*toolbox.hosted, *toolbox.ignored, *conversation.ignored, *ignored),
             builtin_tools=tuple(toolbox.hosted),
         )
@@ -318,23 +311,20 @@ class OpenAIResponses(Dialect):
             body["error"]["param"] = "input"
         return body
 
-    def stored(self, response_id: str, trajectory_uid: str | None = None) -> dict[str, Any]:
-        """A remembered answer.
-
-        Args:
-            trajectory_uid: the one it must belong to.
+    def stored(self, response_id: str, reader: str | None = None) -> StoredResponse:
+        """A remembered answer; `reader` as of `parse`.
 
         Raises:
             UnknownItemError
         """
-        stored = self.store.get(response_id)
-        if stored is None or trajectory_uid not in (None, stored.trajectory_uid):
+        stored = self.store.get(response_id, reader)
+        if stored is None:
             raise UnknownItemError(
                 f"Response with id {response_id!r:.80} not found; it was answered with "
                 "`store: false`, deleted, or is too old (gateway.stored_response_chars)",
                 None,
             )
-        return stored.response
+        return stored
 
     def _finished(
         self, exchange: Exchange, answer: Answer, reply: Reply
@@ -349,10 +339,10 @@ class OpenAIResponses(Dialect):
             self.store.put(StoredResponse(response, messages, exchange.trajectory.uid))
         return events, response
 
-    def _previous(self, previous_id: str | None) -> StoredResponse | None:
+    def _previous(self, previous_id: str | None, reader: str | None) -> StoredResponse | None:
         if previous_id is None:
             return None
-        previous = self.store.get(previous_id)
+        previous = self.store.get(previous_id, reader)
         if previous is None:
             raise PreviousResponseError(
                 f"Previous response with id {previous_id!r:.80} not found; send the whole input "
@@ -431,18 +421,19 @@ class ResponseStore:
         while self._n_chars > self._max_chars:
             self.delete(next(iter(self._stored)))
 
-    def get(self, response_id: str) -> StoredResponse | None:
-        if response_id not in self._stored:
+    def get(self, response_id: str, reader: str | None = None) -> StoredResponse | None:
+        """`reader`: the trajectory that it must be of; None: any."""
+        stored, _ = self._stored.get(response_id, (None, 0))
+        if stored is None or reader not in (None, stored.trajectory_uid):
             return None
         self._stored.move_to_end(response_id)
-        return self._stored[response_id][0]
+        return stored
 
-    def item(self, item_id: str) -> tuple[Item, str] | None:
-        """An item of a stored answer, whose id its own begins with, and its trajectory."""
-        stored = self.get(f"resp_{item_id.partition('_')[2][:32]}")
+    def item(self, item_id: str, reader: str | None = None) -> Item | None:
+        """An item of a stored answer, whose id begins with that of the answer."""
+        stored = self.get(f"resp_{item_id.partition('_')[2][:32]}", reader)
         output = stored.response["output"] if stored is not None else ()
-        item = next((item for item in output if item["id"] == item_id), None)
-        return None if item is None or stored is None else (item, stored.trajectory_uid)
+        return next((item for item in output if item["id"] == item_id), None)
 
     def delete(self, response_id: str) -> None:
         _, n_chars = self._stored.pop(response_id, (None, 0))

@@ -898,7 +898,8 @@ def test_the_memory_is_bounded_and_keeps_the_latest(answers: list[tuple[int, int
         message = {"role": "user", "content": "x" * n_chars}
         store.put(StoredResponse(response, (message,), "t"))
         assert store.get(f"resp_{name}") is not None
-        assert store.item(f"msg_{name}00") == (item, "t")
+        assert store.item(f"msg_{name}00") == item
+        assert store.item(f"msg_{name}00", reader="another") is None
         kept = [store.get(f"resp_{i:032x}") for i in range(6)]
         assert sum(s.n_chars() for s in kept if s is not None) <= 20_000
     for i in range(6):
