@@ -502,14 +502,11 @@ def test_sealed_reasoning_can_be_restored(text: str) -> None:
     assert message.get("reasoning_content", "") == text
 
 
-def test_damaged_reasoning_is_refused_and_that_of_others_is_told() -> None:
-    sealed = seal("a thought")
-    for damaged in (sealed[:-4], sealed[:-3] + "AAA", "stepwell1.é", "stepwell1."):
-        with pytest.raises(RequestError, match=r"input\[0\].encrypted_content was changed"):
-            parsed([{"type": "reasoning", "encrypted_content": damaged}])
+@pytest.mark.parametrize("sealed", ["gAAAA", "stepwell1.é", seal("a thought")[:-1]])
+def test_sealed_reasoning_of_others_and_damaged_is_told(sealed: str) -> None:
     foreign = {
         "type": "reasoning",
-        "encrypted_content": "gAAAA",
+        "encrypted_content": sealed,
         "summary": [{"type": "summary_text", "text": "short"}],
     }
     got = parsed([{"role": "user", "content": "x"}, foreign])
