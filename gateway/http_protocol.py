@@ -86,7 +86,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._peer: str | None = None
         """None: not counted any more."""
         self._is_refused = False
-        self._is_in_head = True
+        self._is_in_head = False
         self._has_moved = False
         """A part of a message ended or began in what arrived last, or a piece of a body did."""
         self._n_loose = 0
@@ -141,7 +141,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._has_moved = self._is_in_head = True
-        self.scope["extensions"] = {CONNECTION: self}  # type: ignore[typeddict-item]
+        extensions: dict[str, Any] = {CONNECTION: self}
+        self.scope["extensions"] = extensions
 
     def on_headers_complete(self) -> None:
         n = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -184,7 +185,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _too_slow(self) -> None:
-        if self.scope is None:
+        if not self._is_in_head:
             self._raw.close()  # nothing was asked
             return
         self._refuse(
