@@ -197,14 +197,13 @@ class DataPoolActor:
         return answered.result()
 
     def _answer(self, op: Op[Any], answered: Future[Any]) -> None:
-        try:
-            (answer,) = self._service.settle_now([(op, self._service.try_(op))])
-        except Exception as e:  # noqa: BLE001 - whatever it is, its caller must not wait for ever
-            answer = e
-        if isinstance(answer, Exception):
-            answered.set_exception(answer)
-        else:
-            answered.set_result(answer)
+        def settled(answers: list[Any]) -> None:
+            if isinstance(answers[0], Exception):
+                answered.set_exception(answers[0])
+            else:
+                answered.set_result(answers[0])
+
+        self._service.settle([(op, self._service.try_(op))], settled)
 
     def _run(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

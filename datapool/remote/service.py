@@ -4,7 +4,8 @@ the pure `DataPool`.
     op ──► try_: DataPool.apply ──► _follow: serve who waits, set the timer
                    ▲                    │
                    └── timer (tick) ◄───┤
-                                        └─► journal: the answer waits for its commit (`settle`)
+                                        └─► `settle`: one commit for all of this turn of the loop,
+                                            then the answers
 
 An operation that cannot be answered yet is tried again by the change that may help it; nothing
 polls. Those who wait for the same stand in line, first come first served: consumers per
@@ -26,6 +27,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -150,7 +152,8 @@ class PoolService:
         self._tickets = count()
         self._n_events = 0
         """That watchers were told of."""
-        self._writing: set[asyncio.Task[None]] = set()
+        self._settling: list[tuple[Applied, Callable[[list[Any]], None]]] = []
+        """What is applied and not durable, and who is told."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due: float | None = None
 
@@ -190,11 +193,6 @@ class PoolService:
             )
         return journal
 
-    @property
-    def waits_for_the_disk(self) -> bool:
-        """Whether a transaction takes long: then those of many callers are one."""
-        return self._pool.config.durability == "power"
-
     # -- calls -------------------------------------------------------------------------------
 
     def call(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
@@ -210,8 +208,10 @@ class PoolService:
     async def _answered(self, op: Op[R], answer: Any, timeout_s: float | None) -> R:
         if timeout_s != 0 and op.is_unanswered(answer):
             answer = await self.wait(op, timeout_s)
+        settled: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self.settle([(op, answer)], partial(_tell, settled))
         try:
-            (answer,) = await self.settle([(op, answer)])
+            (answer,) = await settled
         except asyncio.CancelledError:
             self.take_back(op, answer)
             raise
@@ -238,44 +238,35 @@ class PoolService:
         finally:
             self._follow(getattr(op, "channel", None))
 
-    async def settle(self, applied: Applied) -> list[Any]:
-        """The answers, or errors, of operations that `try_` has applied, once they are durable."""
-        journal = self._journal_of(applied)
+    def settle(self, applied: Applied, then: Callable[[list[Any]], None]) -> None:
+        """Call `then` with the answers or errors of operations that `try_` has applied, once they
+        are durable: in one transaction with all that this turn of the loop brings."""
+        if not self._settling:
+            asyncio.get_running_loop().call_soon(self._commit)
+        self._settling.append((applied, then))
+
+    def _commit(self) -> None:
+        settling, self._settling = self._settling, []
+        error = None
         try:
-            if journal is not None:
-                await journal.committed()
+            if self._journal is not None:
+                self._pool.write_counts()
+                self._journal.flush()
+            self._pool.written()
         except JournalError as e:
-            return self._not_written(applied, e)
-        return self._written(applied)
+            error = self._ended(e)
+        for applied, then in settling:
+            then(
+                [
+                    answer if error is None else self._not_written(op, answer, error)
+                    for op, answer in applied
+                ]
+            )
 
-    def settle_now(self, applied: Applied) -> list[Any]:
-        """As `settle`, in a transaction of its own. Waits for the disk where the pool survives a
-        power failure."""
-        journal = self._journal_of(applied)
-        try:
-            if journal is not None:
-                journal.flush()
-        except JournalError as e:
-            return self._not_written(applied, e)
-        return self._written(applied)
-
-    def _journal_of(self, applied: Applied) -> Journal | None:
-        """Where these have to be written, if anywhere."""
-        if self._journal is None or not any(isinstance(op, Change) for op, _ in applied):
-            return None
-        self._pool.write_counts()
-        return self._journal
-
-    def _written(self, applied: Applied) -> list[Any]:
-        self._pool.written()
-        return [answer for _, answer in applied]
-
-    def _not_written(self, applied: Applied, error: JournalError) -> list[Any]:
-        self._ended(error)
-        for op, answer in applied:
-            if isinstance(answer, PackedLease):  # a group is there when it is opened again
-                self.take_back(op, answer)
-        return [error if isinstance(op, Change) else answer for op, answer in applied]
+    def _not_written(self, op: Op[Any] | None, answer: Any, error: JournalError) -> Any:
+        if isinstance(answer, PackedLease):  # a group is there when it is opened again
+            self.take_back(op, answer)
+        return error if isinstance(op, Change) else answer
 
     def _apply(self, op: Op[R]) -> R:
         answer: Any = (
@@ -410,15 +401,11 @@ class PoolService:
     def _write_soon(self) -> None:
         """Make durable what nobody waits for."""
 
-        async def write() -> None:
-            (error,) = await self.settle([(Shutdown(), None)])
-            if error is not None:
-                logger.error("DataPool: %s", error)
+        def written(answers: list[Any]) -> None:
+            if answers[0] is not None:
+                logger.error("DataPool: %s", answers[0])
 
-        if self._journal is not None:
-            task = asyncio.create_task(write())
-            self._writing.add(task)
-            task.add_done_callback(self._writing.discard)
+        self.settle([(Shutdown(), None)], written)
 
     def _set_timer(self) -> None:
         due = self._pool.next_deadline()
@@ -453,3 +440,8 @@ class PoolService:
             self._timer.cancel()
         if self._journal is not None:
             self._journal.close()
+
+
+def _tell(answer: asyncio.Future[Any], value: Any) -> None:
+    if not answer.done():  # its caller left
+        answer.set_result(value)

@@ -269,20 +269,15 @@ class _Served(_Frames):
         """One write for all that came together, once it is durable."""
         if self._applied:
             applied, self._applied = self._applied, []
-            if self._service.waits_for_the_disk:
-                self._start(self._reply(applied))
-            else:
-                self._send(applied, self._service.settle_now([each[1:] for each in applied]))
-
-    async def _reply(self, applied: list[Applied]) -> None:
-        self._send(applied, await self._service.settle([each[1:] for each in applied]))
+            self._service.settle([each[1:] for each in applied], partial(self._send, applied))
 
     async def _wait(self, number: int, op: Op[Any], timeout_s: float | None) -> None:
         answer = await self._service.wait(op, timeout_s)
         del self._waiting[number]
         # What was granted stays granted, whatever becomes of the connection: the call is repeated
         # through the next one, and a caller that left gives it back when it hears of it.
-        await self._reply([(number, op, answer)])
+        self._applied.append((number, op, answer))
+        self.all_received()
 
     def _waited(self, number: int, task: asyncio.Task[None]) -> None:
         if self._waiting.get(number) is task:  # it was cancelled, perhaps before it began

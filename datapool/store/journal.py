@@ -4,8 +4,8 @@ Owns durability: what is written when, what an acknowledged change survives, wha
 disk looks like. Knows nothing of the pool's logic: a row is a kind, a head and a payload, all
 opaque::
 
-    append() ──► buffer ──► one transaction ──► end of the newest segment ──► pool.acked ──► answer
-                  │  ▲        (flush, or all waiters of committed())
+    append() ──► buffer ──flush: one transaction──► end of the newest segment ──► pool.acked
+                  │  ▲
                   │  └─ back, in order, if the transaction failed; the next one takes them again
                   └─ deleted before its transaction: never written
 
@@ -14,13 +14,8 @@ opaque::
 What a finished transaction survives (`durability`):
 
 - `process`: the process killed at any instant. The bytes are with the operating system; nothing
-  waits for the disk, and the transaction runs on the caller's thread. If the machine stops, the
-  last transactions may be gone.
-- `power`: the machine losing power. The transaction, which waits for the disk, runs in a thread;
-  meanwhile further rows gather, and the next one takes them all.
-
-A worked example: of 64 producers that append in one iteration of the loop and await `committed()`,
-the first makes a task that is run behind what is ready to run, so that one transaction has all 64.
+  waits for the disk. If the machine stops, the last transactions may be gone.
+- `power`: the machine losing power. The transaction waits for the disk.
 
 Damage is found when the journal is opened, and nothing on disk is changed then: every byte of a
 segment is under a checksum, every transaction names the one before it, every segment lists the
@@ -39,15 +34,15 @@ One thread (or loop) uses a Journal; one process uses a folder (`folder.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any
 
 from stepwell.datapool.errors import JournalError, JournalFencedError
-from stepwell.datapool.store.log import Batch, Durability, Log, Transaction
+from stepwell.datapool.store.log import Batch, Durability, Log
 from stepwell.datapool.store.segments import Row, encode_record, row_at
 
 ERASE_S = 3000.0
@@ -97,15 +92,13 @@ class Journal:
         self._closed = False
         self._commits = self._failed_commits = self._rows_written = self._rows_deleted = 0
         self._last_error: str | None = None
-        # Group commit: the transaction under way, and the task that makes the next one.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._flight: Transaction | None = None
-        self._group: asyncio.Task[JournalError | None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._remover = ThreadPoolExecutor(1, thread_name_prefix="journal")
         # Erasing: what died is erased with the first transaction after this time.
         self._erase_at = time.monotonic() + SCRUB_S if self._log.has_dead else None
         self._is_asked = False
         self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """Of the timer."""
 
     # --- writing ---
 
@@ -139,19 +132,18 @@ class Journal:
 
     @property
     def pending(self) -> bool:
-        """Whether something is not yet durable: buffered, being committed, or failed before."""
-        return bool(self._buffer) or self._flight is not None or self._error is not None
+        """Whether something is not yet durable: buffered, or failed before."""
+        return bool(self._buffer) or self._error is not None
 
     def flush(self) -> None:
-        """Commits all that is buffered, in one transaction, on this thread.
+        """Commits all that is buffered, in one transaction.
 
         Raises:
             JournalFullError, JournalCorruptError, JournalError: nothing was written; everything
                 stays buffered, and the next transaction takes it.
         """
-        self._land()
         if self.pending:
-            self._commit_or_raise()
+            self._commit()
         self._go_on()
 
     def check(self) -> None:
@@ -163,21 +155,6 @@ class Journal:
         if self._error is not None:
             self.flush()
 
-    async def committed(self) -> None:
-        """Returns once all that was buffered at the time of the call is durable.
-
-        Raises:
-            JournalError: the transaction that had it failed (`flush`).
-        """
-        if not self.pending:
-            return
-        if self._flight is not None and not self._buffer:
-            error = await self._landed(self._flight)
-        else:
-            error = await asyncio.shield(self._next_group())
-        if error is not None:
-            raise type(error)(str(error)) from error  # each waiter its own traceback
-
     # --- reading ---
 
     def rows(self) -> Iterator[Row]:
@@ -187,24 +164,20 @@ class Journal:
         Raises:
             JournalCorruptError: a row is damaged or missing.
         """
-        self._land()
         return self._log.rows()
 
     def states(self) -> dict[str, bytes]:
         """The stored states; what is only buffered is not among them."""
-        self._land()
         return dict(self._log.states)
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
-        """The payloads of `rows`, in this order, wherever they are: buffered, being committed or
-        stored. A row without one gives b"". Deleted rows must not be asked for.
+        """The payloads of `rows`, in this order, buffered or stored. A row without one gives b"".
+        Deleted rows must not be asked for.
 
         Raises:
             JournalCorruptError: a payload is damaged, or its row is not there.
         """
         records = self._buffer.rows
-        if self._flight is not None:
-            records = self._flight.batch.rows | records
         stored = self._log.payloads([row for row in rows if row not in records])
         return [
             row_at(records[row], row, 0).payload or b"" if row in records else stored[row]
@@ -223,7 +196,6 @@ class Journal:
 
     def statistics(self) -> dict[str, Any]:
         """Counts since the journal was opened, and what it holds now."""
-        in_flight = 0 if self._flight is None else len(self._flight.batch.rows)
         return {
             "commits": self._commits,
             "failed_commits": self._failed_commits,
@@ -233,7 +205,6 @@ class Journal:
             "sequence": self._log.last.sequence,
             "rows_stored": self._log.index.n_rows,
             "rows_buffered": len(self._buffer.rows),
-            "rows_in_commit": in_flight,
             "last_error": self._last_error,
             "file_bytes": self.size_bytes,
             "free_bytes": self._log.index.n_bytes - self._log.index.live_bytes,
@@ -256,45 +227,28 @@ class Journal:
             self._closed = True
             if self._timer is not None:
                 self._timer.cancel()
-            self._worker.shutdown()
+            self._remover.shutdown()
             self._log.close()
 
     # --- transactions ---
 
-    def _commit_or_raise(self) -> None:
-        error = self._commit_inline()
-        if error is not None:
-            raise error
-
-    def _commit_inline(self) -> JournalError | None:
-        batch = self._cut()
+    def _commit(self) -> None:
+        self.about_to_commit()
+        batch, self._buffer = self._buffer, Batch()
         try:
-            transaction = self._build(batch)
+            if self._closed:
+                raise JournalError(f"{self.folder}: the journal was closed, open a new one")
+            transaction = self._log.build(batch, self._next_row)
             self._log.write(transaction)
         except BaseException as e:  # also an interrupt: the batch must go back to the buffer
             error = self._failed(batch, e)
             if not isinstance(e, Exception):
                 raise
-            return error
-        self._succeeded(transaction)
-        return None
-
-    def _cut(self) -> Batch:
-        """What is buffered, as the next transaction."""
-        self.about_to_commit()
-        batch, self._buffer = self._buffer, Batch()
-        return batch
-
-    def _build(self, batch: Batch) -> Transaction:
-        if self._closed:
-            raise JournalError(f"{self.folder}: the journal was closed, open a new one")
-        return self._log.build(batch, self._next_row)
-
-    def _succeeded(self, transaction: Transaction) -> None:
+            raise error from e
         self._log.apply(transaction)
         self._error = None
         self._commits += 1
-        self._rows_written += len(transaction.batch.rows)
+        self._rows_written += len(batch.rows)
         self._rows_deleted += transaction.n_deleted
         if transaction.n_deleted:
             self._erase_in(ERASE_S)
@@ -308,80 +262,8 @@ class Journal:
         self._log.cleaner.again()
         self._failed_commits += 1
         self._error = self._log.translate(cause, len(batch.rows))
-        self._error.__cause__ = cause
         self._last_error = str(self._error)
         return self._error
-
-    # --- group commit ---
-
-    def _next_group(self) -> asyncio.Task[JournalError | None]:
-        """What makes a transaction of all that is buffered by then, and tells how it ended."""
-        if (loop := self._running_loop()) is None:
-            raise RuntimeError("await Journal.committed in an event loop; elsewhere use flush()")
-        if self._group is None or self._group.done():
-            # A task is run behind everything that is ready to run now: its rows come along.
-            self._group = loop.create_task(self._commit_group())
-        return self._group
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop | None:
-        """If it is not the one of before, that one is gone, with its tasks and timers."""
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            return None
-        if loop is not self._loop:
-            self._loop, self._group, self._timer = loop, None, None
-        return loop
-
-    async def _commit_group(self) -> JournalError | None:
-        while self._flight is not None:
-            await self._landed(self._flight)
-        self._group = None
-        error = None
-        if self._is_due():
-            error = self._commit_inline() if self.durability == "process" else await self._fly()
-        self._go_on()
-        return error
-
-    async def _fly(self) -> JournalError | None:
-        batch = self._cut()
-        try:
-            flight = self._build(batch)
-            flight.done = self._worker.submit(self._write, flight)
-        except BaseException as e:  # as above
-            error = self._failed(batch, e)
-            if not isinstance(e, Exception):
-                raise
-            return error
-        self._flight = flight
-        return await self._landed(flight)
-
-    def _write(self, transaction: Transaction) -> BaseException | None:
-        """In the worker: why it failed. Raised there, asyncio would miss who hears of it."""
-        try:
-            self._log.write(transaction)
-        except BaseException as e:  # noqa: BLE001 - `_land` tells of it, whatever it was
-            return e
-        return None
-
-    async def _landed(self, flight: Transaction) -> JournalError | None:
-        if flight.done is not None:
-            await asyncio.wait([asyncio.wrap_future(flight.done)])
-        if self._flight is flight:  # else flush() was faster
-            self._land()
-        return flight.error
-
-    def _land(self) -> None:
-        """Waits for the transaction in the worker, if there is one, and draws the conclusions."""
-        flight, self._flight = self._flight, None
-        if flight is None or flight.done is None:
-            return
-        wait_for([flight.done])
-        cause = flight.done.result()
-        if cause is None:
-            self._succeeded(flight)
-        else:
-            flight.error = self._failed(flight.batch, cause)
 
     # --- erasing ---
 
@@ -392,12 +274,11 @@ class Journal:
             JournalCorruptError: a segment cannot be read.
             JournalError: nothing can be written.
         """
-        self._land()
         if self.pending:
-            self._commit_or_raise()
+            self._commit()
         self._begin_to_erase()
         while self._log.cleaner.is_erasing:
-            self._commit_or_raise()
+            self._commit()
         if self._log.cleaner.unreadable:
             raise self._log.corrupt("a segment cannot be read, so what was deleted is still there")
         if (remove := self._log.removal()) is not None:
@@ -411,21 +292,18 @@ class Journal:
         at = time.monotonic() + seconds
         self._erase_at = at if self._erase_at is None else min(at, self._erase_at)
 
-    def _is_due(self) -> bool:
-        """Whether there is something to be written: a flush may have been faster."""
-        is_erasing = self._erase_at is not None and self._erase_at <= time.monotonic()
-        return self.pending or is_erasing or self._log.is_cleaning
-
     def _go_on(self) -> None:
         """Removes what counts no longer, and sees to it that what is left to be cleaned is, also
         when nothing more is written: on the loop, if there is one; without, `close` does it."""
-        remove, loop = self._log.removal(), self._running_loop()
-        if loop is None:
+        remove = self._log.removal()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
             if remove is not None:
                 remove()
             return
         if remove is not None:
-            self._worker.submit(remove)
+            self._remover.submit(remove)
         if self._closed or isinstance(self._error, JournalFencedError):
             return
         if self._log.is_cleaning:
@@ -434,12 +312,19 @@ class Journal:
             when = loop.time() + max(0.0, self._erase_at - time.monotonic())
         else:
             return
-        if self._timer is None or self._timer.when() > when:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = loop.call_at(when, self._tidy)
+        if self._timer is not None and loop is self._loop:
+            if self._timer.when() <= when:
+                return
+            self._timer.cancel()
+        self._loop, self._timer = loop, loop.call_at(when, self._tidy)
 
     def _tidy(self) -> None:
+        """Erases what is due, unless a flush was faster."""
         self._timer = None
-        if not self._closed:
-            self._next_group()
+        is_due = self._erase_at is not None and self._erase_at <= time.monotonic()
+        if self._closed:
+            return
+        if self.pending or is_due or self._log.is_cleaning:
+            with contextlib.suppress(JournalError):  # it is tried again, and `check` tells of it
+                self._commit()
+        self._go_on()

@@ -4,8 +4,7 @@ acknowledged, so that nothing that was promised is missed in silence::
     open: lock, read, compare with `pool.acked`, cut what is torn ──► Log
     build(batch) ──► Transaction ──► write ──► apply: from now on it counts
 
-`write` may run in another thread; everything else is the owner's. Owns the folder's files. Does
-not own when a transaction is written and who waits for it (`journal.py`).
+Owns the folder's files. Does not own when a transaction is written (`journal.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -107,10 +105,6 @@ class Transaction:
     n_deleted: int
     gone: Collection[int]
     """Segments that count no longer."""
-    done: Future[BaseException | None] | None = None
-    """In another thread: why it failed, if it did."""
-    error: JournalError | None = None
-    """Once it is known."""
 
 
 class Log:

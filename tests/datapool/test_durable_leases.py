@@ -37,6 +37,25 @@ async def counts(pool: DataPoolClient, *names: str) -> list[int]:
     return [groups[name] for name in names]
 
 
+async def commits(pool: DataPoolClient) -> int:
+    return (await pool.describe())["journal"]["commits"]
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+async def test_calls_of_one_turn_of_the_loop_are_one_transaction(
+    tmp_path: Path, make_step: MakeStep, durability: Any
+) -> None:
+    pool = pool_here(PoolConfig(durability=durability), tmp_path)
+    await pool.submit_step(make_step("first"))
+    before = await commits(pool)
+    calls = [asyncio.create_task(pool.submit_step(make_step(f"t{i}"))) for i in range(64)]
+    await asyncio.sleep(0)
+    calls[0].cancel()
+    assert await asyncio.gather(*calls[1:]) == ["accepted"] * 63
+    assert await commits(pool) - before == 1
+    assert await pool.submit_step(make_step("t0")) == "duplicate"
+
+
 @pytest.mark.parametrize("iteration", range(1, 9))
 async def test_a_lease_given_at_the_end_of_a_wait_survives_a_kill(
     tmp_path: Path, make_step: MakeStep, iteration: int

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
@@ -185,146 +185,10 @@ def test_a_closed_journal_says_so(open_journal: Open) -> None:
         journal.flush()
 
 
-# --- group commit ---
-
-
-async def test_all_that_wait_in_one_iteration_share_a_transaction(open_journal: Open) -> None:
+def test_nothing_to_commit_is_no_transaction(open_journal: Open) -> None:
     journal = open_journal()
-
-    async def produce() -> None:
-        append(journal)
-        await journal.committed()
-        assert not journal.pending
-
-    await asyncio.gather(*(produce() for _ in range(64)))
-    statistics = journal.statistics()
-    assert (statistics["commits"], statistics["rows_per_commit"]) == (1, 64)
-    assert len(stored_ids(journal)) == 64
-
-
-async def test_each_waiter_is_answered_by_its_own_transaction(open_journal: Open) -> None:
-    journal = open_journal()
-
-    async def produce(rounds: int) -> None:
-        for _ in range(rounds):
-            (row,) = append(journal, payload_bytes=10)
-            await journal.committed()
-            assert row in stored_ids(journal)
-
-    await asyncio.gather(*(produce(rounds) for rounds in (1, 2, 5, 8)))
-    assert journal.statistics()["rows_stored"] == 16
-
-
-async def test_nothing_to_commit_is_answered_at_once(open_journal: Open) -> None:
-    journal = open_journal()
-    await journal.committed()
+    journal.flush()
     assert journal.statistics()["commits"] == 0
-
-
-async def test_a_cancelled_waiter_takes_nothing_from_the_others(open_journal: Open) -> None:
-    journal = open_journal()
-    append(journal)
-    tasks = [asyncio.create_task(journal.committed()) for _ in range(3)]
-    await asyncio.sleep(0)
-    tasks[0].cancel()
-    await asyncio.gather(tasks[1], tasks[2])
-    assert tasks[0].cancelled()
-    assert journal.statistics()["rows_stored"] == 1
-
-
-async def test_a_flush_in_between_leaves_no_waiter_behind(open_journal: Open) -> None:
-    journal = open_journal()
-    append(journal)
-    task = asyncio.create_task(journal.committed())
-    await asyncio.sleep(0)
-    journal.flush()
-    await task
-    assert journal.statistics()["commits"] == 1
-
-
-async def begin_commit() -> None:
-    """Lets a waiter run, then the transaction that it scheduled; its end needs another turn."""
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-
-
-@pytest.fixture
-async def in_commit(tmp_path: Path) -> AsyncIterator[Journal]:
-    """A journal of which 16 rows are in the worker's COMMIT; it lands when the loop runs."""
-    journal = Journal(tmp_path, "power")
-    append(journal, 16)
-    waiter = asyncio.create_task(journal.committed())
-    await begin_commit()
-    assert journal.statistics()["rows_in_commit"] == 16
-    yield journal
-    await waiter
-    journal.close()
-
-
-async def test_rows_gather_while_a_commit_waits_for_the_disk(in_commit: Journal) -> None:
-    async def produce() -> None:
-        append(in_commit)
-        await in_commit.committed()
-
-    await asyncio.gather(*(produce() for _ in range(32)))
-    assert in_commit.statistics()["commits"] == 2
-    assert len(stored_ids(in_commit)) == 48
-
-
-async def test_rows_in_a_commit_can_be_read_and_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = Journal(tmp_path, "power")
-    disk_answers = threading.Event()
-    sync = os.fdatasync
-
-    def slow_sync(file: int) -> None:
-        disk_answers.wait()
-        sync(file)
-
-    append(journal)
-    journal.flush()
-    monkeypatch.setattr(os, "fdatasync", slow_sync)
-    rows = [journal.append("train", "step", b"", b"%d" % i) for i in range(3)]
-    waiter = asyncio.create_task(journal.committed())
-    await begin_commit()
-    try:
-        assert journal.read([rows[2], rows[0]]) == [b"2", b"0"]
-    finally:
-        disk_answers.set()
-    journal.delete(rows[1:2])
-    await waiter
-    await journal.committed()
-    assert stored_ids(journal)[1:] == [rows[0], rows[2]]
-    journal.close()
-
-
-async def test_a_flush_waits_for_the_commit_under_way(in_commit: Journal) -> None:
-    append(in_commit)
-    follower = asyncio.create_task(in_commit.committed())
-    await asyncio.sleep(0)
-    in_commit.flush()
-    assert not in_commit.pending
-    await follower
-    assert in_commit.statistics()["rows_stored"] == 17
-
-
-def test_a_journal_outlives_the_loop_that_used_it(open_journal: Open) -> None:
-    journal = open_journal()
-
-    async def leave_a_waiter() -> None:
-        append(journal)
-        task = asyncio.create_task(journal.committed())
-        await asyncio.sleep(0)
-        task.cancel()
-
-    async def produce() -> None:
-        append(journal)
-        await journal.committed()
-
-    asyncio.run(leave_a_waiter())
-    asyncio.run(produce())
-    assert len(stored_ids(journal)) == 2
 
 
 # --- full disk ---
@@ -353,41 +217,19 @@ def test_a_full_disk_is_a_clear_error_and_nothing_is_lost(open_journal: Open) ->
     assert not journal.pending
 
 
-async def test_exactly_those_whose_rows_did_not_make_it_are_told(open_journal: Open) -> None:
+def test_rows_behind_a_failed_commit_go_with_the_next_one(open_journal: Open) -> None:
     journal = open_journal()
-    (early,) = append(journal)
-    await journal.committed()
-    failed = append(journal, 2)
+    first = append(journal, 3)
     with full_disk():
-        answers = await asyncio.gather(
-            journal.committed(), journal.committed(), return_exceptions=True
-        )
-    assert [type(answer) for answer in answers] == [JournalFullError] * 2
-    assert answers[0] is not answers[1]
-    assert stored_ids(journal) == [early]
-    (late,) = append(journal)
-    await journal.committed()
-    assert stored_ids(journal) == [early, *failed, late]
-
-
-async def test_rows_behind_a_failed_commit_go_with_the_next_one(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "power")
-    with full_disk():
-        first = append(journal, 3)
-        told = asyncio.create_task(journal.committed())
-        await begin_commit()
-        assert journal.statistics()["rows_in_commit"] == 3
+        with pytest.raises(JournalFullError, match="3 rows are kept"):
+            journal.flush()
         journal.delete(first[:1])
         second = append(journal, 2)
-        # On this thread, so that the commit under way has failed for certain.
         with pytest.raises(JournalFullError, match="4 rows are kept"):
             journal.flush()
-        with pytest.raises(JournalFullError):
-            await told
-    await journal.committed()
+    journal.flush()
     assert stored_ids(journal) == [*first[1:], *second]
     assert journal.statistics()["failed_commits"] == 2
-    journal.close()
 
 
 def test_a_failed_transaction_does_not_come_back_after_a_crash(
@@ -904,15 +746,15 @@ async def test_what_was_deleted_leaves_the_files_soon_after_it_is_asked_for(
     for k in range(30):
         secrets.append(journal.append("train", "step", b"", b"secret %d" % k * 40))
         others += append(journal)
-        await journal.committed()
+        journal.flush()
     journal.delete(secrets[:15])
-    await journal.committed()
+    journal.flush()
     journal.delete(secrets[15:])
     journal.scrub()
-    await journal.committed()
+    journal.flush()
     await asyncio.wait_for(until_erased(journal, b"secret"), 30)
     assert stored_ids(journal) == others
-    await journal.committed()
+    journal.flush()
     journal.close()
     assert stored_ids(open_journal()) == others
 
@@ -924,9 +766,9 @@ async def test_what_died_leaves_the_files_in_time_also_when_nothing_more_is_writ
     journal = open_journal()
     secret = journal.append("train", "step", b"", b"secret" * 40)
     others = append(journal)
-    await journal.committed()
+    journal.flush()
     journal.delete([secret])
-    await journal.committed()
+    journal.flush()
     await asyncio.wait_for(until_erased(journal, b"secret"), 30)
     assert stored_ids(journal) == others
 
@@ -945,7 +787,7 @@ async def test_what_was_dead_when_the_process_was_killed_is_erased_by_the_next_o
     copy = Journal(killed_copy(journal, tmp_path / "killed"), durability)
     assert holds(copy.folder, b"secret")
     others += append(copy)
-    await copy.committed()
+    copy.flush()
     await asyncio.wait_for(until_erased(copy, b"secret"), 30)
     assert stored_ids(copy) == others
     copy.close()
@@ -989,10 +831,10 @@ async def test_erasing_that_a_full_disk_stops_goes_on_when_there_is_space(
     journal = Journal(tmp_path, "process")
     secret = journal.append("train", "step", b"", b"secret" * 40)
     others = append(journal)
-    await journal.committed()
+    journal.flush()
     journal.delete([secret])
     journal.scrub()
-    await journal.committed()
+    journal.flush()
     with full_disk():
         await asyncio.sleep(0.1)
         assert journal.statistics()["failed_commits"] >= 1

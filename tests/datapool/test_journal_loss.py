@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import os
 import shutil
 import signal
@@ -302,28 +300,22 @@ def test_a_commit_that_could_not_be_recorded_is_an_error_until_one_can(
     tmp_path: Path,
     durability: Durability,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     journal = Journal(tmp_path, durability)
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    async def produce() -> None:
-        journal.append("train", "step", b"0")
-        with monkeypatch.context() as broken:
-            broken.setattr(os, "pwrite", full)
-            with pytest.raises(JournalError, match="No space left"):
-                await journal.committed()
-        assert journal.pending
-        journal.append("train", "step", b"1")
-        await journal.committed()
-
-    asyncio.run(produce())
+    journal.append("train", "step", b"0")
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwrite", full)
+        with pytest.raises(JournalError, match="No space left"):
+            journal.flush()
+    assert journal.pending
+    journal.append("train", "step", b"1")
+    journal.flush()
     journal.close()
     assert open_and_read(tmp_path, durability) == [0, 1]
-    gc.collect()
-    assert not caplog.records, "each error was told to somebody"
 
 
 @pytest.mark.parametrize("version", [1, 3])
