@@ -241,27 +241,27 @@ class PoolService:
     def settle(self, applied: Applied, then: Callable[[list[Any]], None]) -> None:
         """Call `then` with the answers or errors of operations that `try_` has applied, once they
         are durable: in one transaction with all that this turn of the loop brings."""
+        if self._journal is None:
+            then([answer for _, answer in applied])
+            return
         if not self._settling:
-            asyncio.get_running_loop().call_soon(self._commit)
+            asyncio.get_running_loop().call_soon(self._commit, self._journal)
         self._settling.append((applied, then))
 
-    def _commit(self) -> None:
+    def _commit(self, journal: Journal) -> None:
         settling, self._settling = self._settling, []
         error = None
         try:
-            if self._journal is not None:
-                self._pool.write_counts()
-                self._journal.flush()
+            self._pool.write_counts()
+            journal.flush()
             self._pool.written()
         except JournalError as e:
             error = self._ended(e)
         for applied, then in settling:
-            then(
-                [
-                    answer if error is None else self._not_written(op, answer, error)
-                    for op, answer in applied
-                ]
-            )
+            if error is None:
+                then([answer for _, answer in applied])
+            else:
+                then([self._not_written(op, answer, error) for op, answer in applied])
 
     def _not_written(self, op: Op[Any] | None, answer: Any, error: JournalError) -> Any:
         if isinstance(answer, PackedLease):  # a group is there when it is opened again
