@@ -142,13 +142,6 @@ def training_bytes(parameters: int, config: TorchBackendConfig) -> int:
     return int(parameters * (4 + 4 + moments + copy))
 
 
-def checkpoint_bytes(parameters: int, config: TorchBackendConfig) -> int:
-    """On disk: float32 weights and the optimizer's state."""
-    if config.lora is not None:
-        return 0
-    return int(parameters * (4 + _MOMENTS[config.optimizer]))
-
-
 def _weights(folder: Path) -> list[Path]:
     """The files that are loaded, as transformers chooses them: safetensors before others, one file
     before many. The same weights, or their index alone, may lie beside them in another format."""

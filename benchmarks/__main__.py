@@ -1,6 +1,10 @@
-"""`python -m benchmarks NAME [--json|--markdown] [options]`: run a benchmark and check its bounds.
+"""`python -m benchmarks NAME [--json] [options]`: run a benchmark and check its bounds.
 
 Without a name it lists the benchmarks. `python -m benchmarks NAME --help` has the options of one.
+
+A bench is the module called as it, with `async def run(…) -> BenchResult`; the keyword arguments of
+`run` are its options. Timing is compared only as a ratio within one run: the machine may be shared
+and noisy.
 
 Exit codes: 0 every bound holds; 1 one does not; 2 the command line is wrong; 130 interrupted.
 """
@@ -9,15 +13,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
-from types import NoneType, UnionType
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from benchmarks.registry import BENCHES, Form, load, show
+import orjson
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.checks import BenchResult
 from stepwell.cli import interruptible
 from stepwell.trainer.errors import ConfigError
+
+BENCHES = {
+    "gateway": "requests, latency, CPU and memory, beside other gateways",
+    "gateway-updates": "weight updates with requests in flight",
+    "pool": "steps/s, latency and memory, beside other stores",
+    "pool-crash": "kill -9 of the pool under load: nothing is lost",
+    "pool-starvation": "what hanging rollouts do to other groups",
+    "trainer": "tokens/s and memory of a step by row form, beside TRL",
+    "overlap": "generation and training at once, by one after the other",
+    "live": "a service's traffic trains its model, a kill included",
+    "resume": "kill -9 of each part of a run: none lost or doubled",
+    "publication-kills": "engines killed while weights are published",
+    "lag": "score by lag and off-policy method: many quickstarts, hours",
+    "size": "lines, public names and configuration keys, by room",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks",
         description=f"{__doc__}\n{listing()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="python -m benchmarks NAME [--json|--markdown] [options]",
+        usage="python -m benchmarks NAME [--json] [options]",
     )
     parser.add_argument("name", metavar="NAME", choices=list(BENCHES))
     if not given:
@@ -39,12 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    form = options.add_mutually_exclusive_group()
-    for each, text in (("json", "print one JSON object"), ("markdown", "print Markdown tables")):
-        form.add_argument(f"--{each}", dest="form", action="store_const", const=each, help=text)
+    options.add_argument("--json", action="store_true", help="print one JSON object")
     add_options(options, module.run)
     args = vars(options.parse_args(given[1:]))
-    chosen: Form = args.pop("form") or "table"
+    as_json = args.pop("json")
     try:
         result = asyncio.run(interruptible(module.run(**args)))
     except ConfigError as e:
@@ -53,14 +75,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("benchmarks: interrupted", file=sys.stderr)
         return 130
-    show(name, result, chosen)
+    if as_json:
+        print(orjson.dumps(result.as_json(name)).decode())
+    else:
+        show(name, result)
     return 0 if all(check.holds for check in result.checks.values()) else 1
+
+
+def load(name: str) -> ModuleType:
+    """The module of a bench."""
+    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
 
 
 def listing() -> str:
     """The names with one line each."""
     width = max(map(len, BENCHES))
-    return "\n".join(f"{name:{width}}  {bench.about}" for name, bench in BENCHES.items())
+    return "\n".join(f"{name:{width}}  {about}" for name, about in BENCHES.items())
 
 
 def add_options(parser: argparse.ArgumentParser, run: Callable[..., Any]) -> None:
@@ -84,6 +114,43 @@ def add_options(parser: argparse.ArgumentParser, run: Callable[..., Any]) -> Non
             settings |= {"type": type(choices[0]) if choices else hint, "choices": choices}
             settings["metavar"] = None if choices else name.upper()
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
+
+
+def show(name: str, result: BenchResult) -> None:
+    """Each figure that is a table, then the other figures and the checks."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a file has no width; rich would cut columns at 80
+    for title, rows in _tables(name, result):
+        first, *others = dict.fromkeys(key for row in rows for key in row)
+        table = Table(title=title, title_justify="left")
+        table.add_column(first.replace("_", " "), min_width=20)
+        for column in others:
+            table.add_column(column.replace("_", " "), justify="right")
+        for row in rows:
+            style = "red" if row.get("holds") == "NO" else None
+            table.add_row(*(_text(row.get(key, "–")) for key in (first, *others)), style=style)
+        console.print(table)
+
+
+def _tables(name: str, result: BenchResult) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    rest: list[dict[str, Any]] = []
+    for key, value in result.figures.items():
+        if isinstance(value, list):
+            yield key, value
+        else:
+            rest.append({"figure": key, "value": value, "bound": "", "holds": ""})
+    for key, check in result.checks.items():
+        bound = f"{'≤' if check.upper else '≥'} {_text(check.bound)}"
+        holds = "yes" if check.holds else "NO"
+        rest.append({"figure": key, "value": check.value, "bound": bound, "holds": holds})
+    yield f"bench {name}", rest
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

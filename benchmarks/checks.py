@@ -1,4 +1,4 @@
-"""What a bench returns."""
+"""What a bench returns, and the sections that it consists of."""
 
 from __future__ import annotations
 
@@ -24,10 +24,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Filled by the sections of a bench, one after the other."""
+    """Filled by the sections of a bench, one after the other. A figure may be a table, a list of
+    rows."""
 
     checks: dict[str, Check] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+
+    def at_most(self, name: str, value: float, bound: float) -> None:
+        self.checks[name] = Check(value, bound)
+
+    def at_least(self, name: str, value: float, bound: float) -> None:
+        self.checks[name] = Check(value, bound, upper=False)
+
+    def zero(self, **values: float) -> None:
+        """What is wrong if it is not 0."""
+        self.checks.update({name: Check(value, 0) for name, value in values.items()})
 
     def without_bounds(self) -> BenchResult:
         """Every check as a mere figure: what a quick run measures says nothing about a bound."""
@@ -45,8 +56,8 @@ class BenchResult:
         }
 
 
-def chosen_sections(only: Sequence[str], sections: Collection[str]) -> set[str]:
-    """Those named in `only`, or all.
+def chosen_sections(only: Sequence[str], sections: Collection[str]) -> list[str]:
+    """Those named in `only`, or all, in the order in which they run.
 
     Raises:
         ConfigError: `only` names another.
@@ -54,4 +65,4 @@ def chosen_sections(only: Sequence[str], sections: Collection[str]) -> set[str]:
     for name in only:
         if name not in sections:
             raise ConfigError(f"only is {name!r}; choose from {', '.join(sections)}")
-    return set(only or sections)
+    return [name for name in sections if name in only or not only]

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -24,7 +22,8 @@ from typing import Annotated, Any
 
 import aiohttp
 
-from benchmarks.checks import BenchResult, Check
+from benchmarks.checks import BenchResult
+from benchmarks.processes import free_port, python
 from stepwell.backends.config import PauseMode
 from stepwell.backends.engines.client import EngineClient
 from stepwell.datapool.remote.client import DataPoolClient
@@ -77,26 +76,16 @@ class RunningEngine:
 @asynccontextmanager
 async def engine(model: Path, log: Path) -> AsyncIterator[RunningEngine]:
     """The embedded engine as a process of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = (sys.executable, "-m", "stepwell.backends.engines.embedded")
-    with log.open("wb") as output:
-        process = await asyncio.create_subprocess_exec(
-            *command, "--model-path", str(model), "--port", str(port), stdout=output, stderr=output
-        )
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
-    try:
+    command = ("stepwell.backends.engines.embedded", "--model-path", str(model))
+    async with python(log, *command, "--port", str(port)) as process:
         async with asyncio.timeout(60), EngineClient(url) as client:
             while process.returncode is None and not await client.health():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         if process.returncode is not None:
             raise RuntimeError(await asyncio.to_thread(log.read_text))
         yield RunningEngine(url, process)
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
 
 
 @asynccontextmanager
@@ -260,7 +249,7 @@ async def run(
     mode: Sequence[PauseMode] = MODES,
 ) -> BenchResult:
     """A column of figures for each pause mode."""
-    checks: dict[str, Check] = {}
+    result = BenchResult()
     columns: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
         model = endless_model(Path(folder))
@@ -276,11 +265,10 @@ async def run(
                     first_version=version,
                 )
                 version += updates
-                checks[f"{each}_problems"] = Check(len(figures["problems"]), 0)
+                result.zero(**{f"{each}_problems": len(figures["problems"])})
                 columns[each] = figures | {"problems": "; ".join(figures["problems"][:SHOWN])}
-    names = dict.fromkeys(name for column in columns.values() for name in column)
-    rows = [
+    result.figures["by pause mode"] = [
         {"figure": name, **{each: column[name] for each, column in columns.items()}}
-        for name in names
+        for name in columns[mode[0]]
     ]
-    return BenchResult(checks, {"by pause mode": rows})
+    return result

@@ -102,7 +102,6 @@ async def run(
     seeds: Sequence[int] = SEEDS,
     steps: Annotated[int, "optimizer steps of each run"] = 40,
     report: Annotated[bool, "run nothing"] = False,
-    plot: Annotated[Path | None, "draw all results into this file"] = None,
 ) -> BenchResult:
     """Runs what is missing, unless only a `report` is asked; the table has all that was ever run.
 
@@ -114,10 +113,7 @@ async def run(
     for seed, lag, method in wanted:
         if (lag, method, seed, steps) not in done and (lag or method == methods[0]):
             await _run_one(lag, method, seed, steps)
-    cells = _cells()
-    if plot is not None:
-        _draw(cells, plot)
-    return BenchResult({}, {"score at the end by lag": _table(cells)})
+    return BenchResult({}, {"score at the end by lag": _table(_cells())})
 
 
 async def _run_one(lag: int, method: str, seed: int, steps: int) -> None:
@@ -174,36 +170,6 @@ def _table(cells: Cells) -> list[dict[str, Any]]:
                 )
         rows.append(row)
     return rows
-
-
-def _draw(cells: Cells, plot: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lags = sorted({lag for _, lag in cells})
-    figure, (scores, curves) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for method in METHODS:
-        have = [lag for lag in lags if (method, lag) in cells]
-        if len(have) < 2:
-            continue
-        ends = [[r["score"] for r in cells[method, lag]] for lag in have]
-        width = 2.5 if method == "staleness_aware" else 1.2
-        (line,) = scores.plot(have, [np.mean(e) for e in ends], linewidth=width, label=method)
-        for lag, each in zip(have, ends, strict=True):  # every run is a point
-            scores.plot([lag] * len(each), each, "o", markersize=4, color=line.get_color())
-        most = cells[method, have[-1]]
-        rewards = np.mean([r["rewards"] for r in most], axis=0)
-        smooth = np.convolve(rewards, np.ones(SMOOTHED) / SMOOTHED, "valid")
-        steps = range(SMOOTHED, len(rewards) + 1)
-        curves.plot(steps, smooth, color=line.get_color(), linewidth=width)
-    scores.set(xlabel="lag in published versions", ylabel="evaluation score at the end")
-    scores.legend(frameon=False)
-    curves.set(xlabel="optimizer step", ylabel=f"training reward, lag {lags[-1]}")
-    for axes in (scores, curves):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(plot, dpi=150)
 
 
 if __name__ == "__main__":  # what `_run_one` starts

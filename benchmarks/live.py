@@ -15,22 +15,21 @@ trainer's ledger, the pool's sums and the gateway's statistics.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import aiohttp
 import orjson
 
-from benchmarks.checks import BenchResult, Check
+from benchmarks.checks import BenchResult
+from benchmarks.processes import python
 from stepwell import connect
 from stepwell.datapool.types import TRAIN
 from stepwell.trainer.checkpoint import CheckpointStore
@@ -44,27 +43,6 @@ PATIENCE_S = 300.0
 GAIN = 0.2
 """By so much the share of right answers rises at the least."""
 OPTIONS = ("logging.wandb=disabled", "logging.console=plain", "gateway.port=0")
-
-
-@asynccontextmanager
-async def _process(
-    log: Path, *command: str, **env: str
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A module that runs beside this process, and ends with the block."""
-    with log.open("ab") as out:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *command),
-            stdout=out,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | env,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
 
 
 async def _end(process: asyncio.subprocess.Process, how: signal.Signals) -> bool:
@@ -109,7 +87,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
     async with AsyncExitStack() as stack:
         start = ("stepwell.cli", "serve", "--config", "live", f"run.dir={live}", *OPTIONS)
         served = await stack.enter_async_context(
-            _process(base / "serve.txt", *start, f"run.seed={seed}")
+            python(base / "serve.txt", *start, f"run.seed={seed}")
         )
         told = base / "serve.txt"
         await _until(lambda: "Ctrl-C" in told.read_text(), served, told)
@@ -118,7 +96,7 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
             raise RuntimeError(f"serve does not say where it is: {told.read_text()}")
         url = found[1]
         service = await stack.enter_async_context(
-            _process(
+            python(
                 calls,
                 *("examples.live.service", str(seed)),
                 OPENAI_BASE_URL=f"{url}/v1",
@@ -132,19 +110,19 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
             await asyncio.sleep(max(0.0, began + share * seconds - time.time()))
 
         await at(WINDOW)
-        async with _process(log, *attach) as trainer:
+        async with python(log, *attach) as trainer:
             await at(KILL)
             lived = [await _end(trainer, signal.SIGKILL)]
         at_the_kill = _rows(calls)[-1].get("version", 0)
         steps_at_the_kill = _optimizer_steps(live)
         await at(AGAIN)
-        async with _process(log, *attach) as trainer:
+        async with python(log, *attach) as trainer:
             await at(1.0)
             ended = time.time()
             lived.append(await _end(trainer, signal.SIGINT))
         total = CheckpointStore(live / "checkpoints").steps()[-1] + 2
         async with (
-            _process(log, *attach, f"trainer.total_steps={total}") as trainer,
+            python(log, *attach, f"trainer.total_steps={total}") as trainer,
             asyncio.timeout(PATIENCE_S),
         ):
             await trainer.wait()
@@ -157,17 +135,17 @@ async def _journey(base: Path, seconds: float, seed: int) -> BenchResult:
     conversations = [row for row in _rows(calls) if row["at"] <= ended]
     result = _compare(conversations, began, ended, at_the_kill)
     _compare_books(result, live, groups)
-    figures = {
-        "optimizer_steps": total,
-        "optimizer_steps_at_the_kill": steps_at_the_kill,
-        "latency_added_p50_ms": gateway["added_latency"]["p50_ms"],
-        "latency_added_p99_ms": gateway["added_latency"]["p99_ms"],
-        "calls_stored": gateway["calls"]["stored"],
-    }
-    result.figures.update(figures)
-    unrecorded = gateway["recording"]["unrecorded_share"]
-    result.checks["share_of_calls_unrecorded"] = Check(unrecorded, 0)
-    result.checks["processes_that_ended_by_themselves"] = Check(lived.count(False), 0)
+    result.figures.update(
+        optimizer_steps=total,
+        optimizer_steps_at_the_kill=steps_at_the_kill,
+        latency_added_p50_ms=gateway["added_latency"]["p50_ms"],
+        latency_added_p99_ms=gateway["added_latency"]["p99_ms"],
+        calls_stored=gateway["calls"]["stored"],
+    )
+    result.zero(
+        share_of_calls_unrecorded=gateway["recording"]["unrecorded_share"],
+        processes_that_ended_by_themselves=lived.count(False),
+    )
     return result
 
 
@@ -190,30 +168,23 @@ def _compare(
     parts = [[row for row in scored if int((row["at"] - began) / window) == i] for i in range(ROWS)]
     before, after = (statistics.fmean(r["score"] for r in part) for part in (parts[0], parts[-1]))
     last = max(row["version"] for row in scored)
-    return BenchResult(
-        checks={
-            "calls_failed": Check(len(rows) - len(scored), 0),
-            "score_gained": Check(after - before, GAIN, upper=False),
-            "versions_served_after_the_kill": Check(last - at_the_kill, 1, upper=False),
-        },
-        figures={
-            "score": [
-                {
-                    "until_s": round((i + 1) * window),
-                    "conversations": len(part),
-                    "score": statistics.fmean(r["score"] for r in part) if part else None,
-                    "version": max((r["version"] for r in part), default=None),
-                    "conversation_p50_s": statistics.median(r["seconds"] for r in part)
-                    if part
-                    else None,
-                }
-                for i, part in enumerate(parts)
-            ],
-            "conversations": len(scored),
-            "score_before": before,
-            "score_after": after,
-        },
-    )
+    result = BenchResult()
+    result.zero(calls_failed=len(rows) - len(scored))
+    result.at_least("score_gained", after - before, GAIN)
+    result.at_least("versions_served_after_the_kill", last - at_the_kill, 1)
+    result.figures.update(conversations=len(scored), score_before=before, score_after=after)
+    result.figures["score"] = [
+        {
+            "until_s": round((i + 1) * window),
+            "conversations": len(part),
+            "score": statistics.fmean(r["score"] for r in part),
+            "version": max(r["version"] for r in part),
+            "conversation_p50_s": statistics.median(r["seconds"] for r in part),
+        }
+        for i, part in enumerate(parts)
+        if part
+    ]
+    return result
 
 
 def _compare_books(result: BenchResult, live: Path, groups: dict[str, Any]) -> None:
@@ -221,11 +192,11 @@ def _compare_books(result: BenchResult, live: Path, groups: dict[str, Any]) -> N
     found = audit(live / "checkpoints" / LEDGER)
     states = ("open", "ready", "leased", "acked", "dropped")
     settled = found.trained + found.dropped[NOT_TRAINED]
-    result.checks["groups_trained_twice"] = Check(len(found.doubled), 0)
-    result.checks["groups_unaccounted"] = Check(
-        abs(groups["submitted"] - sum(groups[state] for state in states)), 0
+    result.zero(
+        groups_trained_twice=len(found.doubled),
+        groups_unaccounted=abs(groups["submitted"] - sum(groups[state] for state in states)),
+        groups_acked_but_not_in_the_ledger=abs(groups["acked"] - settled),
     )
-    result.checks["groups_acked_but_not_in_the_ledger"] = Check(abs(groups["acked"] - settled), 0)
     result.figures["groups"] = [{state: groups[state] for state in ("submitted", *states)}]
     dropped = ", ".join(f"{reason}: {n}" for reason, n in groups["drop_reasons"].items())
     result.figures["groups_dropped"] = dropped or "none"

@@ -33,7 +33,7 @@ from typing import Any
 import psutil
 import ray
 
-from benchmarks.checks import BenchResult, Check, chosen_sections
+from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.pool.cluster import bench_cluster
 from benchmarks.pool.workload import (
     ROLLOUTS,
@@ -83,9 +83,6 @@ class _Ledger:
     """Group -> trajectory -> its steps as they have to be served."""
     acknowledged: dict[Key, Step] = field(default_factory=dict)
     """Of rollouts that were not withdrawn."""
-    n_withdrawn: int = 0
-    """Steps of rollouts that crashed."""
-    accepted_twice: int = 0
     received: set[Key] = field(default_factory=set)
     changed: set[str] = field(default_factory=set)
     """Groups that were served with other content than was sent."""
@@ -94,11 +91,11 @@ class _Ledger:
     served_after_ack: set[str] = field(default_factory=set)
     unbalanced: list[str] = field(default_factory=list)
     """Sums that did not add up after a restart."""
-    n_duplicates: int = 0
-    n_late: int = 0
-    n_nacked: int = 0
-    n_abandoned: int = 0
-    n_expired: int = 0
+    n: Counter[str] = field(default_factory=Counter)
+    """Of what happened how often."""
+    down_s: list[float] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+    """Of each of the actor's lives."""
 
     def receive(self, lease: Lease) -> None:
         for group in lease.groups:
@@ -119,14 +116,6 @@ class _Ledger:
         return self.acknowledged.keys() - self.received
 
 
-@dataclass(slots=True)
-class _Lives:
-    """The actor's lives."""
-
-    down_s: list[float] = field(default_factory=list)
-    recovery_s: list[float] = field(default_factory=list)
-
-
 async def run(*, kills: int = KILLS, quick: bool = False, only: Sequence[str] = ()) -> BenchResult:
     """Both sections, or those named in `only`. A quick run has few kills and no bound on recovery.
 
@@ -140,13 +129,13 @@ async def run(*, kills: int = KILLS, quick: bool = False, only: Sequence[str] = 
     # Ray tells of every death on stdout, where the result goes.
     with redirect_stdout(sys.stderr), bench_cluster():
         if "kills" in wanted:
-            result = await _killed_under_load(kills)
+            await _killed_under_load(kills, result)
         if "recovery" in wanted:
             rows = [await _recovery("small steps", steps, small_calls) for steps in small]
             if not quick:
                 for row in rows:
                     name = f"recovery_s_at_{row['steps']}"
-                    result.checks[name] = Check(row["recovery_s"], RECOVERY_S)
+                    result.at_most(name, row["recovery_s"], RECOVERY_S)
             rows.append(await _recovery("workload A", large, workload_a))
             result.figures["recovery"] = rows
     return result
@@ -155,50 +144,46 @@ async def run(*, kills: int = KILLS, quick: bool = False, only: Sequence[str] = 
 # -- kills under load --------------------------------------------------------------------------
 
 
-async def _killed_under_load(kills: int) -> BenchResult:
-    ledger, lives = _Ledger(), _Lives()
+async def _killed_under_load(kills: int, result: BenchResult) -> None:
+    ledger = _Ledger()
     began = time.monotonic()
     with _pool() as client:
-        left_open = await _drive(client, ledger, lives, kills)
+        left_open = await _drive(client, ledger, kills)
         stored = [step for steps in left_open for step in steps]
         outcomes = await client.submit_steps(stored)
         n_lost = len(ledger.lost) + sum(outcome != "duplicate" for outcome in outcomes)
         counts = await client.get_statistics("train")
-    groups, steps = counts["groups"], counts["steps"]
-    n_sent = len(ledger.acknowledged) + ledger.n_withdrawn + len(stored)
-    checks = {
-        "kills": Check(len(lives.down_s), kills, upper=False),
-        "acknowledged_steps_lost": Check(n_lost, 0),
-        "steps_accepted_twice": Check(ledger.accepted_twice + abs(steps["accepted"] - n_sent), 0),
-        "groups_served_changed": Check(len(ledger.changed), 0),
-        "groups_served_after_their_ack": Check(len(ledger.served_after_ack), 0),
-        "groups_never_served": Check(len(ledger.expected.keys() - ledger.deliveries.keys()), 0),
-        "groups_never_acked": Check(
-            len(ledger.expected) - groups["acked"] + groups["ready"] + groups["leased"], 0
-        ),
-        "unbalanced_sums": Check(len(ledger.unbalanced), 0),
-    }
-    figures = {
-        "elapsed_s": time.monotonic() - began,
-        "groups": len(ledger.expected),
-        "groups_left_unfinished": len(left_open),
-        "steps": n_sent,
-        "submits_answered_duplicate": ledger.n_duplicates,
-        "submits_answered_late": ledger.n_late,
-        "deliveries": ledger.deliveries.total(),
-        "leases_nacked": ledger.n_nacked,
-        "leases_abandoned": ledger.n_abandoned,
-        "acks_after_expiry": ledger.n_expired,
-        "down_s_p50": statistics.median(lives.down_s),
-        "down_s_max": max(lives.down_s),
-        "recovery_s_max": max(lives.recovery_s),
-    }
-    return BenchResult(checks, figures)
+    groups, steps, n = counts["groups"], counts["steps"], ledger.n
+    n_sent = len(ledger.acknowledged) + n["withdrawn"] + len(stored)
+    n_left = groups["ready"] + groups["leased"]
+    result.at_least("kills", len(ledger.down_s), kills)
+    result.zero(
+        acknowledged_steps_lost=n_lost,
+        steps_accepted_twice=n["accepted twice"] + abs(steps["accepted"] - n_sent),
+        groups_served_changed=len(ledger.changed),
+        groups_served_after_their_ack=len(ledger.served_after_ack),
+        groups_never_served=len(ledger.expected.keys() - ledger.deliveries.keys()),
+        groups_never_acked=len(ledger.expected) - groups["acked"] + n_left,
+        unbalanced_sums=len(ledger.unbalanced),
+    )
+    result.figures.update(
+        elapsed_s=time.monotonic() - began,
+        groups=len(ledger.expected),
+        groups_left_unfinished=len(left_open),
+        steps=n_sent,
+        submits_answered_duplicate=n["duplicate"],
+        submits_answered_late=n["late"],
+        deliveries=ledger.deliveries.total(),
+        leases_nacked=n["nacked"],
+        leases_abandoned=n["abandoned"],
+        acks_after_expiry=n["expired"],
+        down_s_p50=statistics.median(ledger.down_s),
+        down_s_max=max(ledger.down_s),
+        recovery_s_max=max(ledger.recovery_s),
+    )
 
 
-async def _drive(
-    client: DataPoolClient, ledger: _Ledger, lives: _Lives, kills: int
-) -> list[list[Step]]:
+async def _drive(client: DataPoolClient, ledger: _Ledger, kills: int) -> list[list[Step]]:
     """Everybody at once, until the kills are done and what was finished is acked. Returns the
     steps of groups that are left unfinished."""
     stopped, drained = asyncio.Event(), asyncio.Event()
@@ -210,7 +195,7 @@ async def _drive(
                 producers.create_task(_produce(client, ledger, random.Random(f"p{i}"), i, stopped))
                 for i in range(PRODUCERS)
             ]
-            await _kill(client, ledger, lives, kills)
+            await _kill(client, ledger, kills)
             stopped.set()
         while await _is_busy(client):  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0.05)
@@ -223,14 +208,14 @@ async def _is_busy(client: DataPoolClient) -> bool:
     return bool(groups["ready"] or groups["leased"])
 
 
-async def _kill(client: DataPoolClient, ledger: _Ledger, lives: _Lives, kills: int) -> None:
+async def _kill(client: DataPoolClient, ledger: _Ledger, kills: int) -> None:
     rng = random.Random("killer")
     pid = (await client.describe())["pid"]
     for _ in range(kills):
         await asyncio.sleep(rng.uniform(*BETWEEN_KILLS_S))
         pid, down_s, recovery_s = await _kill_once(client, pid)
-        lives.down_s.append(down_s)
-        lives.recovery_s.append(recovery_s)
+        ledger.down_s.append(down_s)
+        ledger.recovery_s.append(recovery_s)
         ledger.unbalanced += _unbalanced(await client.get_statistics("train"))
 
 
@@ -308,15 +293,14 @@ async def _roll_out(
     if rng.random() < RETRIES:
         crashed = replace(steps[0], trajectory_uid=f"{uid}-crashed")
         await client.submit_step(crashed)
-        ledger.n_withdrawn += 1
+        ledger.n["withdrawn"] += 1
         await client.abort_trajectory(crashed.trajectory_uid, "agent_crashed", will_retry=True)
     for step in steps:
         for attempt in range(1 + (rng.random() < RETRIES)):
             outcome = await client.submit_step(step)
             ledger.acknowledged[uid, step.step_index] = step
-            ledger.n_duplicates += outcome == "duplicate"
-            ledger.n_late += outcome == "late"
-            ledger.accepted_twice += attempt > 0 and outcome == "accepted"
+            ledger.n[outcome] += 1
+            ledger.n["accepted twice"] += attempt > 0 and outcome == "accepted"
     if declared:
         await client.complete_trajectory(uid, reward=1.0)
 
@@ -338,17 +322,17 @@ async def _consume(
         await asyncio.sleep(rng.uniform(0, 0.02))
         fate = rng.random()
         if fate < ABANDONED and not stopped.is_set():
-            ledger.n_abandoned += 1
+            ledger.n["abandoned"] += 1
             continue
         try:
             if fate < ABANDONED + RETRIES:
                 await client.nack(lease.lease_id, "training step failed")
-                ledger.n_nacked += 1
+                ledger.n["nacked"] += 1
             else:
                 await client.ack(lease.lease_id)
                 ledger.acked |= {group.prompt_uid for group in lease.groups}
         except LeaseExpiredError:
-            ledger.n_expired += 1  # the pool was away for long; somebody else gets the groups
+            ledger.n["expired"] += 1  # the pool was away for long; somebody else gets the groups
 
 
 # -- recovery ----------------------------------------------------------------------------------

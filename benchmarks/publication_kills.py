@@ -21,24 +21,26 @@ Recovery: from the kill until the replica has answered with the then committed v
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import aiohttp
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.checks import BenchResult, Check
+from benchmarks.checks import BenchResult
 from benchmarks.gateway_updates import MODEL, gateway, steps_in
 from stepwell.backends.config import EngineConfig, PublishMode, WeightTransport
 from stepwell.backends.engines.client import EngineClient, version_number
@@ -103,14 +105,11 @@ class Record:
     violations: list[str] = field(default_factory=list)
     unanswered: list[str] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
-    rounds: Counter[str] = field(default_factory=Counter)
+    """By point."""
     modes: Counter[str] = field(default_factory=Counter)
+    figures: Counter[str] = field(default_factory=Counter)
     recovery_s: list[float] = field(default_factory=list)
     publication_s: list[float] = field(default_factory=list)
-    probes: int = 0
-    probe_tokens: int = 0
-    probes_failed: int = 0
-    calls: int = 0
     committed: int = 0
     began: dict[str, int] = field(default_factory=dict)
     """Trajectory -> version that was committed when its call began."""
@@ -131,20 +130,27 @@ class Record:
                     f"{who}: began when {began} was committed, has tokens of {span.version}"
                 )
 
+    def check_step(self, step: Step) -> None:
+        ids = step.response_ids.tolist()
+        spans = step.version_spans or (VersionSpan(step.policy_version, 0, len(ids)),)
+        began = self.began[step.trajectory_uid]
+        self.check(f"step of {step.trajectory_uid}", began, ids, spans)
 
+
+@dataclass(eq=False)
 class Replica:
     """A supervised engine and what is known of its last death."""
 
-    def __init__(self, supervisor: Supervisor, client: EngineClient) -> None:
-        self.supervisor = supervisor
-        self.client = client
-        self.killed_at: float | None = None
+    supervisor: Supervisor
+    client: EngineClient
+    killed_at: float | None = None
 
     @property
     def up(self) -> bool:
         return self.supervisor.state == "up" and self.killed_at is None
 
     def kill(self) -> bool:
+        """False: it is not there."""
         pid = self.supervisor.pid
         if pid is None:
             return False
@@ -156,34 +162,11 @@ class Replica:
         return True
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     phase: Phase
     when: When
     replica: Replica
     delay_s: float
-
-
-class Killer:
-    """The transaction's hook: carries out the kills that are planned for a publication."""
-
-    def __init__(
-        self, kills: Sequence[Kill], record: Record, version: int, *, commits: bool = True
-    ) -> None:
-        self._commits = commits
-        self._kills = list(kills)
-        self._record = record
-        self._version = version
-
-    async def __call__(self, phase: Phase, when: When) -> None:
-        if self._commits and (phase, when) == ("commit", "after"):
-            self._record.committed = self._version
-        for kill in [k for k in self._kills if (k.phase, k.when) == (phase, when)]:
-            self._kills.remove(kill)
-            if when == "during":
-                await asyncio.sleep(kill.delay_s)
-            if kill.replica.kill():
-                self._record.kills[f"{phase} {when}"] += 1
 
 
 async def watch(replica: Replica, record: Record, stop: asyncio.Event) -> None:
@@ -195,12 +178,11 @@ async def watch(replica: Replica, record: Record, stop: asyncio.Event) -> None:
                 [1], {"max_new_tokens": PROBE_TOKENS, "ignore_eos": True}, timeout_s=120.0
             )
         except EngineError:
-            record.probes_failed += 1
             await asyncio.sleep(0.05)
             continue
         meta, ids = answer["meta_info"], answer["output_ids"]
-        record.probes += 1
-        record.probe_tokens += len(ids)
+        record.figures["direct_answers"] += 1
+        record.figures["direct_tokens"] += len(ids)
         spans = [
             VersionSpan(version_number(s["version"]), s["start"], s["end"])
             for s in meta["weight_versions"]
@@ -217,17 +199,14 @@ async def agent(
     i: int, origin: str, session: aiohttp.ClientSession, record: Record, stop: asyncio.Event
 ) -> None:
     """One completion after another through the gateway."""
-    turn = 0
-    while not stop.is_set():
+    message = {"role": "user", "content": "Say it."}
+    body = {"model": "m", "messages": [message], "max_tokens": MAX_TOKENS}
+    for turn in itertools.count():
         await asyncio.sleep(PACE_S)
+        if stop.is_set():
+            return
         uid = f"a{i}-{turn}"
-        turn += 1
         record.began[uid] = record.committed
-        body = {
-            "model": "m",
-            "messages": [{"role": "user", "content": "Say it."}],
-            "max_tokens": MAX_TOKENS,
-        }
         url = f"{origin}/{uid}/g{uid}/v1/chat/completions"
         try:
             async with (
@@ -237,7 +216,7 @@ async def agent(
                 text = await response.text()
                 if response.status != 200:
                     record.unanswered.append(f"{uid}: {response.status} {text[:200]}")
-            record.calls += 1
+            record.figures["calls"] += 1
         except (TimeoutError, aiohttp.ClientError) as e:
             record.unanswered.append(f"{uid}: {e!r}")
 
@@ -263,95 +242,72 @@ def plan(replicas: Sequence[Replica], n: int, chance: random.Random) -> list[Kil
     if starting and len(victims) < n and chance.random() < 0.2:
         victims.append(chance.choice(starting))
     return [
-        Kill(
-            chance.choice(PHASES),
-            chance.choice(WHENS),
-            replica,
-            chance.uniform(0, DURING_S),
-        )
+        Kill(chance.choice(PHASES), chance.choice(WHENS), replica, chance.uniform(0, DURING_S))
         for replica in victims
     ]
 
 
-async def publish_under_fire(
-    replicas: Sequence[Replica],
-    store: WeightStore,
-    weights: Weights,
-    version: int,
-    kills: Sequence[Kill],
-    how: tuple[PublishMode, WeightTransport],
-    record: Record,
-) -> None:
-    path = await asyncio.to_thread(
-        store.write, version, lambda folder: weights.save(version, folder)
-    )
-    killer = Killer(kills, record, version)
-    mode, transport = how
-    attempts = 0
-    while True:
-        attempts += 1
-        try:
-            done = await publish(
-                [r.client for r in replicas],
-                str(path),
-                version,
-                mode,
-                store=store,
-                transport=transport,
-                hook=killer,
-            )
-            break
-        except WeightUpdateError as e:
-            if attempts > 20:
-                raise
-            print(f"  again: {e}", file=sys.stderr, flush=True)
-            await until_up(replicas, 1)
-    record.publication_s.append(done.seconds)
-    record.rounds[f"committed at attempt {attempts}"] += 1
-    record.rounds["with a fenced replica"] += bool(done.fenced)
-    record.modes[f"{mode} {transport}"] += 1
+@dataclass
+class Publications:
+    """Publishes versions, and carries out the kills that are planned for each."""
 
+    replicas: Sequence[Replica]
+    store: WeightStore
+    weights: Weights
+    record: Record
 
-async def try_out_under_fire(
-    replica: Replica,
-    store: WeightStore,
-    weights: Weights,
-    version: int,
-    kills: Sequence[Kill],
-    how: tuple[PublishMode, WeightTransport],
-    record: Record,
-) -> None:
-    """`version` on one replica, if it takes it, while the others serve what is committed."""
-    path = await asyncio.to_thread(
-        store.write, version, lambda folder: weights.save(version, folder)
-    )
-    killer, (mode, transport) = Killer(kills, record, version, commits=False), how
-    try:
-        await publish(
-            [replica.client],
-            path,
-            version,
-            mode,
-            store=store,
-            transport=transport,
-            canary=True,
-            hook=killer,
+    async def under_fire(
+        self,
+        version: int,
+        kills: Sequence[Kill],
+        how: tuple[PublishMode, WeightTransport],
+        canary: Replica | None = None,
+    ) -> None:
+        """`version` on all replicas, until it is committed; or on the `canary` alone, if it takes
+        it, while the others serve what is committed."""
+        record, left, (mode, transport) = self.record, list(kills), how
+
+        async def hook(phase: Phase, when: When) -> None:
+            if canary is None and (phase, when) == ("commit", "after"):
+                record.committed = version
+            for kill in [k for k in left if (k.phase, k.when) == (phase, when)]:
+                left.remove(kill)
+                if when == "during":
+                    await asyncio.sleep(kill.delay_s)
+                if kill.replica.kill():
+                    record.kills[f"{phase} {when}"] += 1
+
+        path = await asyncio.to_thread(
+            self.store.write, version, lambda folder: self.weights.save(version, folder)
         )
-    except WeightUpdateError as e:
-        print(f"  no canary: {e}", file=sys.stderr, flush=True)
-        record.rounds["canaries that could not load"] += 1
-    else:
-        record.rounds["canaries"] += 1
-
-
-def check_steps(record: Record, steps: Sequence[Step]) -> None:
-    for step in steps:
-        n = len(step.response_ids)
-        spans = step.version_spans or (VersionSpan(step.policy_version, 0, n),)
-        ids = [int(i) for i in step.response_ids]
-        record.check(
-            f"step of {step.trajectory_uid}", record.began[step.trajectory_uid], ids, spans
-        )
+        for attempt in itertools.count(1):
+            try:
+                done = await publish(
+                    [r.client for r in ([canary] if canary is not None else self.replicas)],
+                    path,
+                    version,
+                    mode,
+                    store=self.store,
+                    transport=transport,
+                    canary=canary is not None,
+                    hook=hook,
+                )
+                break
+            except WeightUpdateError as e:
+                print(f"  version {version} again: {e}", file=sys.stderr, flush=True)
+                if canary is not None:
+                    record.figures["canaries that could not load"] += 1
+                    return
+                if attempt > 20:
+                    raise
+                await until_up(self.replicas, 1)
+        if canary is not None:
+            record.figures["canaries"] += 1
+            return
+        record.publication_s.append(done.seconds)
+        record.figures[f"committed at attempt {attempt}"] += 1
+        record.figures["with a fenced replica"] += bool(done.fenced)
+        record.modes[f"{mode} {transport}"] += 1
 
 
 async def run(
@@ -371,18 +327,7 @@ async def run(
     """
     if replicas < 2:
         raise ConfigError(f"replicas is {replicas}; one must be left alive, give at least 2")
-    return await _run(kills, replicas, agents, random.Random(seed), transport, verbose)
-
-
-async def _run(
-    n_kills: int,
-    n_replicas: int,
-    n_agents: int,
-    chance: random.Random,
-    transports: Sequence[WeightTransport],
-    verbose: bool,
-) -> BenchResult:
-    record, weights = Record(), Weights()
+    chance, record, weights = random.Random(seed), Record(), Weights()
     stop, started = asyncio.Event(), time.monotonic()
     async with DataPoolClient.local() as pool, AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -392,12 +337,12 @@ async def _run(
             model_path=folder / "base", max_restarts=10**6, max_running_requests=32
         )
         supervisors = [
-            Supervisor(config, folder / f"log{i}", store.folder) for i in range(n_replicas)
+            Supervisor(config, folder / f"log{i}", store.folder) for i in range(replicas)
         ]
         for supervisor in supervisors:
             stack.push_async_callback(asyncio.to_thread, supervisor.stop)
         urls = await asyncio.gather(*(asyncio.to_thread(s.start) for s in supervisors))
-        replicas = [
+        served = [
             Replica(s, await stack.enter_async_context(EngineClient(url)))
             for s, url in zip(supervisors, urls, strict=True)
         ]
@@ -405,79 +350,64 @@ async def _run(
             gateway(pool, urls, engine_retries=1000, engine_health_interval_s=0.5)
         )
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        tasks = [
-            *(asyncio.create_task(watch(r, record, stop)) for r in replicas),
-            *(
-                asyncio.create_task(agent(i, origin, session, record, stop))
-                for i in range(n_agents)
-            ),
+        work = [
+            *(watch(r, record, stop) for r in served),
+            *(agent(i, origin, session, record, stop) for i in range(agents)),
         ]
+        tasks = [asyncio.create_task(each) for each in work]
+        publications = Publications(served, store, weights, record)
         version = 0
-        while record.kills.total() < n_kills:
-            await until_up(replicas, min(2, len(replicas)))
+        while record.kills.total() < kills:
+            await until_up(served, min(2, replicas))
             version += 1
-            left = n_kills - record.kills.total()
-            kills = plan(replicas, min(left, chance.randint(1, len(replicas) - 1)), chance)
-            how = (chance.choice(MODES), chance.choice(transports))
+            left = kills - record.kills.total()
+            shots = plan(served, min(left, chance.randint(1, replicas - 1)), chance)
+            how = (chance.choice(MODES), chance.choice(transport))
             if chance.random() < 0.5:
-                canary = chance.choice([r for r in replicas if r.up])
-                shots, kills = kills[:1], kills[1:]
-                await try_out_under_fire(canary, store, weights, version, shots, how, record)
+                canary = chance.choice([r for r in served if r.up])
+                await publications.under_fire(version, shots[:1], how, canary)
+                shots = shots[1:]
                 await asyncio.sleep(chance.uniform(0, 1.0))
                 version += chance.randint(0, 1)  # committed, or taken back by the next
-            await publish_under_fire(replicas, store, weights, version, kills, how, record)
+            await publications.under_fire(version, shots, how)
             for task in tasks:
                 if task.done():
                     task.result()  # raises what ended it
             if verbose:
                 print(f"v{version} {how} kills={record.kills.total()}", file=sys.stderr, flush=True)
-        await until_up(replicas, len(replicas))
-        for replica in replicas:  # all are back at what is committed
+        await until_up(served, replicas)
+        for replica in served:  # all are back at what is committed
             found = await replica.client.weight_version()
             if found != version:
                 record.violations.append(f"{replica.client.url} ended at {found}, not {version}")
         stop.set()
         await asyncio.gather(*tasks)
-        restarts = sum(s.restarts for s in supervisors)
+        record.figures["restarts"] = sum(s.restarts for s in supervisors)
         await stack.aclose()  # the gateway ends before its pool is read
         steps = await steps_in(pool)
-    check_steps(record, steps)
-    recovery = sorted(record.recovery_s)
-    figures = {
-        "kills": record.kills.total(),
-        "publications": len(record.publication_s),
-        **record.rounds,
-        "restarts": restarts,
-        "recovery_s_median": round(recovery[len(recovery) // 2], 2) if recovery else None,
-        "recovery_s_max": round(recovery[-1], 2) if recovery else None,
-        "publication_s_median": round(
-            sorted(record.publication_s)[len(record.publication_s) // 2], 3
-        ),
-        "publication_s_max": round(max(record.publication_s), 3),
-        "calls": record.calls,
-        "steps": len(steps),
-        "step_tokens": sum(len(s.response_ids) for s in steps),
-        "steps_over_several_versions": sum(len(s.version_spans) > 1 for s in steps),
-        "direct_answers": record.probes,
-        "direct_tokens": record.probe_tokens,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    tables = {
-        "kills by point": _rows("point", "kills", sorted(record.kills.items())),
-        "publications by mode and transport": _rows("how", "n", sorted(record.modes.items())),
-        "what is wrong": [
-            {"violation or call without an answer": text}
-            for text in [*record.violations[:SHOWN], *record.unanswered[:SHOWN]]
-        ],
-    }
-    return BenchResult(
-        checks={
-            "violations": Check(len(record.violations), 0),
-            "unanswered": Check(len(record.unanswered), 0),
-        },
-        figures=figures | {name: rows for name, rows in tables.items() if rows},
+    for step in steps:
+        record.check_step(step)
+    result = BenchResult()
+    result.zero(violations=len(record.violations), unanswered=len(record.unanswered))
+    result.figures.update(
+        kills=record.kills.total(),
+        publications=len(record.publication_s),
+        **record.figures,
+        recovery_s_median=statistics.median(record.recovery_s or [0.0]),
+        recovery_s_max=max(record.recovery_s, default=0.0),
+        publication_s_median=statistics.median(record.publication_s),
+        publication_s_max=max(record.publication_s),
+        steps=len(steps),
+        step_tokens=sum(len(s.response_ids) for s in steps),
+        steps_over_several_versions=sum(len(s.version_spans) > 1 for s in steps),
+        seconds=time.monotonic() - started,
     )
-
-
-def _rows(key: str, value: str, items: Iterable[tuple[str, int]]) -> list[dict[str, Any]]:
-    return [{key: name, value: n} for name, n in items]
+    by_point = [{"point": name, "kills": n} for name, n in sorted(record.kills.items())]
+    result.figures["kills by point"] = by_point
+    by_mode = [{"how": name, "n": n} for name, n in sorted(record.modes.items())]
+    result.figures["publications by mode and transport"] = by_mode
+    if wrong := [*record.violations[:SHOWN], *record.unanswered[:SHOWN]]:
+        result.figures["what is wrong"] = [
+            {"violation or call without an answer": text} for text in wrong
+        ]
+    return result

@@ -2,7 +2,7 @@
 within seconds and costs nothing that was there.
 
     1  the run's folder        is it free, and can it be written?                  milliseconds
-    2  files, ports, devices   model, memory, disk, engine, what logs go to        milliseconds
+    2  files, ports, devices   model, memory, engine, what logs go to              milliseconds
     3  the data                every row is read
     4  foreign code            agent, rewards, selections, plug-ins are imported   as they take
     5  the checkpoint          is it there, and of this model and data?
@@ -40,7 +40,6 @@ from stepwell.backends.model_folder import (
     check_architecture,
     check_tokenizer,
     check_weights,
-    checkpoint_bytes,
     count_parameters,
     training_bytes,
     weight_bytes,
@@ -50,7 +49,7 @@ from stepwell.datapool.errors import DataPoolError
 from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.listening import bind
 from stepwell.layout import CHECKPOINTS, LOGS, POOL, WEIGHTS
-from stepwell.ray_address import check_environment, find_ray
+from stepwell.ray_address import find_ray
 from stepwell.resuming import check_resumed, check_same_data
 from stepwell.run_file import refuse_second_run
 from stepwell.trainer.checkpoint import CheckpointStore
@@ -99,7 +98,7 @@ def check_attached(config: RunConfig) -> Checked:
     prompts = None if config.data is None else training_prompts(config)
     _all((agent, reward, backend, selections), config)
     if config.trainer.load_debug_rollout_data is None:
-        _all((disk, checkpoint), config)
+        _all((checkpoint,), config)
     if prompts is not None and config.trainer.load_debug_rollout_data is None:
         about = _resumed(config)
         if about is not None:
@@ -181,28 +180,12 @@ def _nearest(folder: Path) -> Path:
     return next(p for p in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(p))
 
 
-def disk(config: RunConfig) -> None:
-    """One checkpoint beside those that are kept, and the weights that engines load."""
-    parameters = count_parameters(config.model.path)
-    one = checkpoint_bytes(parameters, config.backend)
-    needed = one + weight_bytes(config.model.path)
-    free = shutil.disk_usage(_nearest(config.run.dir)).free
-    if free < needed:
-        raise ConfigError(
-            f"run.dir is {str(config.run.dir)!r}, whose disk has {free / _GB:.1f} GB free; a "
-            f"checkpoint of {parameters / _GB:.2g}e9 parameters and the weights for the engines "
-            f"take {needed / _GB:.1f} GB; free space, or set run.dir to another disk"
-        )
-
-
 # -- what listens and what computes ---------------------------------------------------------------
 
 
 def ray_cluster(config: RunConfig) -> None:
-    """The Ray to be joined answers, or the environment lets one of our own start."""
-    if config.cluster.address is None:
-        check_environment()
-    else:
+    """The Ray to be joined answers."""
+    if config.cluster.address is not None:
         find_ray(config.cluster.address)
 
 

@@ -19,13 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import (
-    InterpolationKeyError,
-    InterpolationToMissingValueError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
@@ -223,18 +218,22 @@ def _validated(
     if not (isinstance(merged.get("model"), dict) and "path" in merged["model"]):
         merged = _merged([_for_the_quickstarts_model(), *layers])
     _name(merged, path)
-    raw, problems, unread = _resolve(merged)
-    if here and not problems and not lines:
-        fetch_models(raw)
     try:
+        raw = _resolve(merged)
+        if here and not lines:
+            fetch_models(raw)
         config = RunConfig.model_validate(raw, context={"here": here})
+    except OmegaConfBaseException as e:
+        key = e.full_key or ""
+        remedy = "give it a value, or a key from the top, e.g. ${run.name}"
+        text = f"{key}: {str(e).splitlines()[0]}; {remedy}"
+        problems = [Problem(tuple(key.split(".")), text)]
     except ValidationError as e:
-        # A section that lacks what could not be read would be told to lack it.
-        problems += [
-            p for p in explain(e, raw) if all(u[: len(p.parts)] != p.parts for u in unread)
-        ]
-    if not problems and not lines:
-        return config
+        problems = list(explain(e, raw))
+    else:
+        if not lines:
+            return config
+        problems = []
     raise ConfigError("\n".join([*lines, *(_with_origin(p, layers, path) for p in problems)]))
 
 
@@ -338,59 +337,31 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Raw, list[str]]:
     """All overrides as one layer, and a line for each that is none."""
     layer: Raw = {}
     lines = []
-    left = list(overrides)
-    while left:
-        override = left.pop(0)
+    for override in overrides:
         key, sep, value = override.partition("=")
-        if not sep and left and "=" not in left[0]:
-            value = left.pop(0)
-            lines.append(f"override {override!r} {value!r} has a space; write {key}={value}")
+        tidy = ".".join(re.findall(r"[^.\s]+", key.lstrip("-").partition("[")[0]))
+        if not sep or key != tidy or not key:
+            right = f"{tidy or 'KEY'}={value.strip() or 'VALUE'}"
+            lines.append(f"override {override!r} is malformed; write {right}, a list as a whole")
             continue
-        if wrong := _malformed(key, sep, value):
-            lines.append(f"override {override!r} {wrong}")
+        if key == "extends":
+            lines.append(
+                f"override {override!r}: extends is given in a file; name that by --config"
+            )
             continue
         try:
             given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]))
         except (OmegaConfBaseException, YAMLError) as e:
-            lines.append(f"override {override!r} is not understood: {_unreadable(value, e)}")
+            lines.append(
+                f"override {override!r} is not understood: {str(e).splitlines()[0]}; close what is "
+                "open, and put text with brackets, colons or ${…} in quotes"
+            )
             continue
         nested: Any = given["value"]
         for part in reversed(key.split(".")):
             nested = {part: nested}
         layer = _over(layer, nested, ROOT, one_layer=True)
     return layer, lines
-
-
-def _malformed(key: str, sep: str, value: str) -> str | None:
-    """What is wrong with the form of an override and how to write it; None if nothing is."""
-    value = value if sep else "VALUE"
-    tidy = ".".join(part for part in key.lstrip("-").replace(" ", "").split(".") if part)
-    if key.startswith("-"):
-        return f"begins with dashes; write {tidy}={value}"
-    if not tidy:
-        return f"has no key; write KEY={value}"
-    if not sep:
-        return f"has no value; write {tidy}=VALUE, e.g. trainer.total_steps=5"
-    if key.split() != [key]:
-        return f"has spaces in its key; write {tidy}={value.strip()}"
-    if "[" in key:
-        return f"names an item of a list; lists are given whole: {tidy.partition('[')[0]}=[…]"
-    if tidy != key:
-        return f"has an empty part in its key; write {tidy}={value}"
-    if key == "extends":
-        return "stands in the wrong place: extends is given in a file; name that with --config"
-    return None
-
-
-def _unreadable(value: str, error: Exception) -> str:
-    """Why YAML or omegaconf cannot read `value`, and the remedy."""
-    if value.count("${") > value.count("}"):
-        return "a '${' is not closed; add '}'"
-    if any(value.count(a) > value.count(b) for a, b in ("[]", "{}")) or any(
-        value.count(quote) % 2 for quote in "'\""
-    ):
-        return "a bracket or quote is not closed; add it, and quote the whole for the shell"
-    return f"{str(error).splitlines()[0]}; put text with brackets, colons or ${{…}} in quotes"
 
 
 def _over(below: Any, above: Any, types: Sequence[Any], *, one_layer: bool = False) -> Any:
@@ -438,44 +409,14 @@ def _owner(model: type[BaseModel], key: str) -> type[BaseModel]:
     return bases[-1]
 
 
-def _resolve(values: Raw) -> tuple[Raw, list[Problem], list[tuple[str, ...]]]:
-    """`values` with every `${…}` replaced; a problem for each name that leads nowhere; and the keys
-    that have no value for it."""
-    problems: dict[str, Problem] = {}
-    unread: list[tuple[str, ...]] = []
+def _resolve(values: Raw) -> Raw:
+    """`values` with every `${…}` replaced.
+
+    Raises:
+        OmegaConfBaseException: a name leads nowhere.
+    """
     # ${stepwell.dir}/quickstart/model came with Stepwell, wherever the command is run.
-    came_with = {"stepwell": {"dir": str(_PACKAGE)}}
+    came_with = {"stepwell": values.get("stepwell", {"dir": str(_PACKAGE)})}
     tree = OmegaConf.create(values | came_with)
-
-    def plain(node: Any, parts: tuple[str, ...]) -> Any:
-        if isinstance(node, DictConfig):
-            return {key: item(node, key, parts) for key in node}
-        if isinstance(node, ListConfig):
-            return [item(node, i, parts) for i in range(len(node))]
-        return node
-
-    def item(node: Any, key: Any, parts: tuple[str, ...]) -> Any:
-        parts = (*parts, str(key))
-        try:
-            return plain(node[key], parts)
-        except OmegaConfBaseException as e:
-            unread.append(parts)
-            why = str(e).splitlines()[0]
-            written: Any = OmegaConf.to_container(node)
-            text = f"{'.'.join(parts)} is {told_value(written[key])}"
-            if isinstance(e, MissingMandatoryValue):
-                text, why = f"{text}, which stands for a value to be given; give one", text
-            elif isinstance(e, InterpolationKeyError):
-                text += ", but there is no such key; name one from the top, e.g. ${run.name}"
-            else:
-                text += f": {why}"
-            if not isinstance(e, InterpolationToMissingValueError):  # told where it is missing
-                problems.setdefault(why, Problem(parts, text))
-            return None
-
-    raw = plain(tree, ())
-    del raw["stepwell"]
-    if "stepwell" in values:
-        problem = Problem(("stepwell",), "stepwell is not a known key; remove it")
-        problems["stepwell"] = problem
-    return raw, list(problems.values()), unread
+    raw: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    return {key: value for key, value in raw.items() if key in values}

@@ -5,8 +5,7 @@ wrong address is told in one line, before Ray waits a minute for it.
     auto        RAY_ADDRESS, or else the one Ray that `ray start` began on this machine. Those that
                 other runs of Stepwell have started for themselves do not count
 
-Owns the address and what of the environment Ray would stumble over. Does not own the connection
-(`ray_cluster.py`). Does not import Ray.
+Does not own the connection (`ray_cluster.py`). Does not import Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 
@@ -24,9 +22,6 @@ from stepwell.trainer.errors import ConfigError
 
 CONNECT_S = 3.0
 """A GCS answers within this."""
-SOCKET_PATH = 107
-"""Longest path of a socket."""
-SESSION = "/ray/session_2026-11-22_16-29-19_524755_1234567/sockets/plasma_store"
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """What a client says first; a gRPC server, as a GCS is, answers with its settings. Ray itself would
 wait for a mute one for over a minute."""
@@ -90,33 +85,3 @@ def _running() -> Iterator[str]:
                 yield found[1]
         except psutil.Error:  # it ended meanwhile, or is another user's
             continue
-
-
-def check_environment() -> None:
-    """Raises ConfigError: a Ray of our own could not start, for what the environment says."""
-    tmp = Path(os.environ.get("RAY_TMPDIR") or "/tmp")
-    if len(f"{tmp}{SESSION}") > SOCKET_PATH:
-        raise ConfigError(
-            f"RAY_TMPDIR is {str(tmp)!r}, too long by {len(f'{tmp}{SESSION}') - SOCKET_PATH} "
-            "characters for the paths of Ray's sockets; name a shorter folder, such as /tmp"
-        )
-    folder = tmp / "ray" if (tmp / "ray").exists() else tmp
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"Ray keeps its sessions in {folder}, which this user cannot write; set RAY_TMPDIR to "
-            "a short path that can be written"
-        )
-    mode = os.environ.get("RAY_AUTH_MODE")
-    if mode is not None and mode.lower() not in ("token", "disabled"):
-        raise ConfigError(f"RAY_AUTH_MODE is {mode!r}; set it to token or disabled, or unset it")
-    file = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    if file is None or os.environ.get("RAY_AUTH_TOKEN"):
-        return
-    try:
-        if not Path(file).read_text().strip():
-            raise OSError("it is empty")
-    except OSError as e:
-        raise ConfigError(
-            f"RAY_AUTH_TOKEN_PATH is {file!r}, which holds no token ({e.strerror or e}); write one "
-            "there (`ray get-auth-token --generate`), or unset it"
-        ) from e

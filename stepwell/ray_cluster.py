@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -47,7 +46,6 @@ LOOK_S = 0.5
 _raylet: Any = ray._raylet
 """Ray's compiled part, whose types do not cover authentication."""
 _MODE, _TOKEN, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-_VERSIONS = re.compile(r"Ray: (\S+)\s+Python: (\S+)")
 _CLUSTER_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
@@ -82,7 +80,7 @@ def _start(namespace: str, object_store_mb: int) -> None:
             )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
         raise RayEndedError(
-            f"no Ray could be started on this machine ({_first_line(e)}); its logs are in "
+            f"no Ray could be started on this machine ({_line(e)}); its logs are in "
             f"{os.environ.get('RAY_TMPDIR') or '/tmp'}/ray/session_latest/logs"
         ) from e
 
@@ -216,7 +214,7 @@ def attached(part: RayPart, run_dir: str) -> Iterator[None]:
         try:
             ray.init(address=part.address, namespace=part.namespace, **_QUIET)
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as e:
-            why = _first_line(e)
+            why = _line(e)
             if part.auth_mode == "token" and _is_about_a_token(e):
                 why = (
                     "its token stands in the run's environment alone; set RAY_AUTH_TOKEN here, too"
@@ -278,16 +276,8 @@ def joined(address: str, **options: Any) -> Iterator[None]:
                 "have; put the cluster's (`ray get-auth-token` there) into ~/.ray/auth_token or "
                 "RAY_AUTH_TOKEN, or start both with RAY_AUTH_MODE=disabled"
             ) from e
-        versions = _VERSIONS.findall(str(e)) if "ersion mismatch" in str(e) else ()
-        if len(versions) == 2:
-            (theirs, their_python), (ours, our_python) = versions
-            raise ConfigError(
-                f"cluster.address is {address!r}: that cluster has Ray {theirs} on Python "
-                f"{their_python}, this process Ray {ours} on Python {our_python}; run this with "
-                "the cluster's versions, Python's third number included"
-            ) from e
         raise ConfigError(
-            f"cluster.address is {address!r}: no Ray could be joined there ({_first_line(e)}); "
+            f"cluster.address is {address!r}: no Ray could be joined there ({_line(e)}); "
             "start one (`ray start --head`) and give its host:port, or set cluster.address=null "
             "for one of this run's own"
         ) from e
@@ -320,9 +310,9 @@ def _is_about_a_token(error: BaseException | None) -> bool:
     return False
 
 
-def _first_line(error: BaseException) -> str:
+def _line(error: BaseException) -> str:
     cause = error.__cause__ or error
-    return (str(cause).strip() or type(cause).__name__).splitlines()[0][:200]
+    return " ".join(str(cause).split())[:300] or type(cause).__name__
 
 
 @contextmanager

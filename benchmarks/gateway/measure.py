@@ -17,13 +17,31 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.checks import BenchResult
 from benchmarks.gateway.client import Job, cpu_seconds
 from benchmarks.gateway.process import Client, Engine, resident_bytes
-from benchmarks.gateway.systems import Stepwell, System
+from benchmarks.gateway.systems import Direct, Rllm, Stepwell, StepwellReplicas, System
 from benchmarks.gateway.workload import ROLLOUTS, TURNS, Workload
 
 CONNECTIONS = (1, 16, 64)
 DELAY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    connections: Sequence[int]
+    groups: int
+    """Prompts of the slowest system's jobs, each with 8 rollouts of 8 turns."""
+    delayed_rounds: int
+    delayed_groups: int
+    """So many that the moment when all agents begin at once, 64 calls, is less than 1 % of all."""
+    conversations: int
+    agents: int
+    live_prompts: int
+    live_turns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +62,20 @@ Samples = dict[tuple[str, int], list[Sample]]
 """(system, connections) -> one per round."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Bench:
-    """The processes that all sections use."""
+    """The processes that all sections use, and what they found."""
 
     workload: Workload
     engine: Engine
     client: Client
     systems: Sequence[System]
+    ours: Stepwell
+    """One process."""
+    size: Size
+    minutes: float
+    """Of the soak."""
+    report: BenchResult = field(default_factory=BenchResult)
     _names: itertools.count[int] = field(default_factory=itertools.count)
 
     def job(self, system: System, kind: str, **options: int | float | bool | str | None) -> Job:
@@ -62,39 +86,105 @@ class Bench:
             "path": system.path,
             "complete_path": system.complete_path,
             "name": f"{kind}-{next(self._names)}",
+            "rollouts": ROLLOUTS,
+            "turns": TURNS,
             **options,
         }
         return Job(**fields)
 
 
-async def sample(
+async def throughput(bench: Bench) -> None:
+    """Every system at every number of connections, from an engine that answers at once."""
+    size, report, ours = bench.size, bench.report, bench.ours
+    few, most = min(size.connections), max(size.connections)
+    for system in bench.systems:
+        await _sample(bench, system, most, most // ROLLOUTS or 1)
+    samples: Samples = {}
+    first_prompt = 0
+    for _ in range(size.rounds):
+        for n in size.connections:
+            for system in bench.systems:
+                measured = await _sample(bench, system, n, size.groups * system.scale, first_prompt)
+                samples.setdefault((system.name, n), []).append(measured)
+            first_prompt += size.groups * max(system.scale for system in bench.systems)
+    report.figures["systems"] = table(samples, Direct.name)
+    alone, direct = samples[ours.name, few], samples[Direct.name, few]
+    if (Rllm.name, most) in samples:
+        name = f"requests_by_rllm_at_{most}"
+        report.figures[f"{name}_of_one_process"] = _by_rllm(samples, ours, most)
+        report.at_least(name, _by_rllm(samples, StepwellReplicas, most), 4.0)
+    flat = paired(samples[ours.name, most], alone, lambda a, b: a.cpu_ms / b.cpu_ms)
+    report.at_most(f"cpu_at_{most}_by_{few}", flat, 1.3)
+    added = paired(alone, direct, lambda a, b: a.p50_ms - b.p50_ms)
+    report.at_most(f"p50_added_ms_at_{few}", added, 3.0)
+
+
+async def delayed(bench: Bench) -> None:
+    """The same with an engine that takes 50 ms; and, of one process of ours, once more with
+    trajectories that stay open and begin one after the other."""
+    size, report, ours = bench.size, bench.report, bench.ours
+    most, groups = max(size.connections), size.delayed_groups
+    samples: Samples = {}
+    left_open: list[Sample] = []
+    stalls: list[dict[str, float]] = []
+    await bench.engine.control(delay_s=DELAY_S)
+    try:
+        for turn in range(size.delayed_rounds):
+            for system in bench.systems:
+                measured = await _sample(bench, system, most, groups, turn * groups)
+                samples.setdefault((system.name, most), []).append(measured)
+            job = bench.job(
+                ours,
+                "chat",
+                connections=most,
+                prompts=groups,
+                first_prompt=turn * groups,
+                complete_path=None,
+                stagger_s=DELAY_S / ROLLOUTS,
+            )
+            await ours.actors[0].watch.remote()
+            left_open.append(await _measured(bench, ours, job))
+            late_s, collections_s = await ours.actors[0].stalls.remote()
+            stall = {
+                "loop_delay_max_ms": 1e3 * max(late_s),
+                "collections": len(collections_s),
+                "collection_max_ms": 1e3 * max(collections_s, default=0.0),
+            }
+            stalls.append(stall)
+            await ours.settle(job)
+    finally:
+        await bench.engine.control()
+    report.figures["engine_of_50_ms"] = table(samples, Direct.name)
+    shown = ("requests_per_s", "p50_ms", "p99_ms", "cpu_ms")
+    report.figures["open_trajectories_of_one_process"] = [
+        {"round": k + 1, **{name: getattr(each, name) for name in shown}, **stall}
+        for k, (each, stall) in enumerate(zip(left_open, stalls, strict=True))
+    ]
+    ratio = paired(left_open, samples[ours.name, most], lambda a, b: a.p99_ms / b.p99_ms)
+    report.at_most("p99_of_open_trajectories", ratio, 1.15)
+    longest = statistics.median(stall["loop_delay_max_ms"] for stall in stalls)
+    report.at_most("longest_stall_ms_of_open_trajectories", longest, 20.0)
+    if (Rllm.name, most) in samples:
+        by_rllm = _by_rllm(samples, StepwellReplicas, most)
+        report.figures[f"requests_by_rllm_at_{most}_of_50_ms"] = by_rllm
+    name, direct = f"p99_added_ms_at_{most}_of_50_ms", samples[Direct.name, most]
+    one, two = (
+        paired(samples[system.name, most], direct, lambda a, b: a.p99_ms - b.p99_ms)
+        for system in (ours, StepwellReplicas)
+    )
+    report.figures[f"{name}_of_one_process"] = one
+    report.at_most(name, two, 40.0)
+
+
+async def _sample(
     bench: Bench, system: System, connections: int, prompts: int, first_prompt: int = 0
 ) -> Sample:
     """One measurement; what was stored is checked afterwards."""
-    job = _job(bench, system, connections, prompts, first_prompt)
+    options = {"connections": connections, "prompts": prompts, "first_prompt": first_prompt}
+    job = bench.job(system, "chat", **options)
     measured = await _measured(bench, system, job)
-    await system.settle([job])
+    await system.settle(job)
     return measured
-
-
-def _job(
-    bench: Bench,
-    system: System,
-    connections: int,
-    prompts: int,
-    first_prompt: int,
-    **options: float | None,
-) -> Job:
-    return bench.job(
-        system,
-        "chat",
-        connections=connections,
-        prompts=prompts,
-        rollouts=ROLLOUTS,
-        turns=TURNS,
-        first_prompt=first_prompt,
-        **options,
-    )
 
 
 async def _measured(bench: Bench, system: System, job: Job) -> Sample:
@@ -117,79 +207,12 @@ async def _measured(bench: Bench, system: System, job: Job) -> Sample:
     )
 
 
-async def throughput(
-    bench: Bench, connections: Sequence[int], *, rounds: int, groups: int
-) -> Samples:
-    """Every system at every number of connections, from an engine that answers at once.
-
-    Args:
-        groups: prompts of the slowest system's jobs; the others get `scale` times as many.
-    """
-    samples: Samples = {}
-    for system in bench.systems:
-        await sample(bench, system, max(connections), max(connections) // ROLLOUTS or 1)
-    first_prompt = 0
-    for _ in range(rounds):
-        for n in connections:
-            for system in bench.systems:
-                prompts = groups * system.scale
-                measured = await sample(bench, system, n, prompts, first_prompt)
-                samples.setdefault((system.name, n), []).append(measured)
-            first_prompt += groups * max(system.scale for system in bench.systems)
-    return samples
-
-
-@dataclass(frozen=True, slots=True)
-class Stalls:
-    """What the gateway's event loop and garbage collector did during a job."""
-
-    loop_max_ms: float
-    """The longest that a task in the loop woke up too late."""
-    collections: int
-    collection_max_ms: float
-
-
-async def delayed(
-    bench: Bench, ours: Stepwell, connections: int, *, rounds: int, groups: int
-) -> tuple[Samples, list[Sample], list[Stalls]]:
-    """The same with an engine that takes 50 ms; and, of one process of ours, once more with
-    trajectories that stay open and begin one after the other."""
-    samples: Samples = {}
-    left_open: list[Sample] = []
-    stalls: list[Stalls] = []
-    await bench.engine.control(delay_s=DELAY_S)
-    try:
-        for turn in range(rounds):
-            for system in bench.systems:
-                measured = await sample(bench, system, connections, groups, turn * groups)
-                samples.setdefault((system.name, connections), []).append(measured)
-            with_stalls = await _open_trajectories(bench, ours, connections, groups, turn * groups)
-            left_open.append(with_stalls[0])
-            stalls.append(with_stalls[1])
-    finally:
-        await bench.engine.control()
-    return samples, left_open, stalls
-
-
-async def _open_trajectories(
-    bench: Bench, system: Stepwell, connections: int, prompts: int, first_prompt: int
-) -> tuple[Sample, Stalls]:
-    job = _job(
-        bench,
-        system,
-        connections,
-        prompts,
-        first_prompt,
-        complete_path=None,
-        stagger_s=DELAY_S / ROLLOUTS,
+def _by_rllm(samples: Samples, system: System | type[System], connections: int) -> float:
+    return paired(
+        samples[system.name, connections],
+        samples[Rllm.name, connections],
+        lambda a, b: a.requests_per_s / b.requests_per_s,
     )
-    await system.actors[0].watch.remote()
-    measured = await _measured(bench, system, job)
-    late_s, collections_s = await system.actors[0].stalls.remote()
-    await system.actors[0].complete_all.remote()
-    await system.settle([job])
-    stalls = Stalls(1e3 * max(late_s), len(collections_s), 1e3 * max(collections_s, default=0.0))
-    return measured, stalls
 
 
 def table(samples: Samples, reference: str) -> list[dict[str, str | int | float]]:
@@ -198,21 +221,17 @@ def table(samples: Samples, reference: str) -> list[dict[str, str | int | float]
     for (name, connections), measured in samples.items():
         against = samples[reference, connections]
         row: dict[str, str | int | float] = {"system": name, "connections": connections}
-        row |= {
-            "requests_per_s": _median(measured, lambda s: s.requests_per_s),
-            "p50_ms": _median(measured, lambda s: s.p50_ms),
-            "p99_ms": _median(measured, lambda s: s.p99_ms),
-            "max_ms": _median(measured, lambda s: s.max_ms),
-        }
+        shown = ["requests_per_s", "p50_ms", "p99_ms", "max_ms"]
         if name != reference:
             row |= {
                 "p50_added_ms": paired(measured, against, lambda a, b: a.p50_ms - b.p50_ms),
                 "p99_added_ms": paired(measured, against, lambda a, b: a.p99_ms - b.p99_ms),
-                "cpu_ms": _median(measured, lambda s: s.cpu_ms),
+                "rss_mb": measured[-1].rss_mb,
             }
-            if any(s.pool_cpu_ms for s in measured):
-                row["pool_cpu_ms"] = _median(measured, lambda s: s.pool_cpu_ms)
-            row["rss_mb"] = measured[-1].rss_mb
+            shown += (
+                ["cpu_ms", "pool_cpu_ms"] if any(s.pool_cpu_ms for s in measured) else ["cpu_ms"]
+            )
+        row |= {figure: statistics.median(getattr(s, figure) for s in measured) for figure in shown}
         rows.append(row)
     return sorted(rows, key=lambda row: row["connections"])
 
@@ -222,10 +241,6 @@ def paired(
 ) -> float:
     """Median over the rounds of `compare`, of two samples of the same round."""
     return statistics.median(compare(a, b) for a, b in zip(of, to, strict=True))
-
-
-def _median(measured: Sequence[Sample], value: Callable[[Sample], float]) -> float:
-    return statistics.median(map(value, measured))
 
 
 def _cpu(*pids: int | None) -> float:

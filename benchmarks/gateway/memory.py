@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.gateway.measure import Bench
 from benchmarks.gateway.process import resident_bytes
 from benchmarks.gateway.size import bound
-from benchmarks.gateway.systems import Stepwell
 from benchmarks.gateway.workload import LONG_TURNS, ROLLOUTS
 
 SAMPLE_S = 1.0
@@ -26,104 +24,87 @@ AFTER_S = 15.0
 """A gateway gives free memory back every 10 s."""
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
-    """Open trajectories of one length, on average."""
-
-    n_tokens: float
-    n_text_bytes: float
-    held_bytes: float
-    """What the objects of one hold."""
-    resident_bytes: float
-    """What the process grew by, over the number of trajectories."""
-
-    @property
-    def bound_bytes(self) -> float:
-        return bound(self.n_tokens, self.n_text_bytes)
-
-
-async def live_trajectories(bench: Bench, system: Stepwell, prompts: int, turns: int) -> Live:
-    """What `prompts` × 8 open trajectories hold.
+async def live_trajectories(bench: Bench) -> None:
+    """What 8 open trajectories a prompt hold, on average.
 
     As many were open and closed before: what they leave is caches and a heap of that size.
     """
-    before = 0
-    held: list[tuple[int, int, int]] = []
+    ours, report, n = bench.ours, bench.report, bench.size.live_prompts * ROLLOUTS
+    before, grown, held = 0, 0, list[tuple[int, int, int]]()
     for measured in (False, True):
         job = bench.job(
-            system,
+            ours,
             "long",
             connections=ROLLOUTS,
-            prompts=prompts,
-            rollouts=ROLLOUTS,
-            turns=turns,
+            prompts=bench.size.live_prompts,
+            turns=bench.size.live_turns,
             complete_path=None,
         )
-        before = resident_bytes(system.pids[0])
+        before = resident_bytes(ours.pids[0])
         await bench.client.run(job)
         if measured:
-            held = await system.actors[0].held.remote()
-        grown = resident_bytes(system.pids[0]) - before
-        await system.actors[0].complete_all.remote()
-        await system.settle([job])
-    n = prompts * ROLLOUTS
+            held = await ours.actors[0].held.remote()
+        grown = resident_bytes(ours.pids[0]) - before
+        await ours.settle(job)
     if len(held) != n:
         raise RuntimeError(f"the gateway has {len(held)} of {n} trajectories open")
-    return Live(
-        n_tokens=statistics.mean(tokens for _, tokens, _ in held),
-        n_text_bytes=statistics.mean(text for _, _, text in held),
-        held_bytes=statistics.mean(size for size, _, _ in held),
-        resident_bytes=grown / n,
-    )
+    size, tokens, text = (statistics.mean(column) for column in zip(*held, strict=True))
+    most = bound(tokens, text)
+    report.figures["live_trajectory"] = {
+        "tokens": tokens,
+        "text_bytes": text,
+        "bound_bytes": most,
+        "held_bytes": size,
+        "resident_bytes": grown / n,
+    }
+    report.at_most("held_by_bound", size / most, 1.0)
+    report.at_most("resident_by_bound", grown / n / most, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Soak:
-    """Agents that went on and on."""
-
-    requests: int
-    errors: list[str]
-    rss_mb: list[float]
-    """Of the gateway, every second."""
-    slope_mb_per_minute: float
-    """Behind the warm-up: the first half of the time."""
-    rss_mb_after: float
-    """When all have ended."""
-
-
-async def soak(bench: Bench, system: Stepwell, agents: int, minutes: float) -> Soak:
-    """`agents` at once, each with one conversation of 20 turns after the other.
+async def soak(bench: Bench) -> None:
+    """Agents at once, each with one conversation of 20 turns after the other.
 
     Their first conversations begin one after the other over a quarter of the time, so that those of
     all lengths are open at any later time.
     """
-    seconds = 60.0 * minutes
+    ours, report, agents = bench.ours, bench.report, bench.size.agents
+    seconds = 60.0 * bench.minutes
     job = bench.job(
-        system,
+        ours,
         "long",
         connections=agents,
         prompts=1_000_000,
-        rollouts=ROLLOUTS,
         turns=LONG_TURNS,
-        complete_path=system.abort_path,
+        complete_path=ours.abort_path,
         complete_body=ABORT,
         stagger_s=seconds / 4 / agents,
         duration_s=seconds,
         limit_s=seconds + 120.0,
     )
-    rss: list[float] = []
+    rss_mb: list[float] = []
     loads: list[tuple[int, int]] = []
     running = asyncio.ensure_future(bench.client.attempt(job))
     while not running.done():
         await asyncio.wait([running], timeout=SAMPLE_S)
-        loads.append(await system.actors[0].load.remote())
-        rss.append(resident_bytes(system.pids[0]) / 2**20)
+        loads.append(await ours.actors[0].load.remote())
+        rss_mb.append(resident_bytes(ours.pids[0]) / 2**20)
     result = await running
     await asyncio.sleep(AFTER_S)
     n = int(seconds / SAMPLE_S)  # then they end
-    slope = growth(rss[n // 2 : n], loads[n // 2 : n]) * 60.0 / SAMPLE_S
-    after = resident_bytes(system.pids[0]) / 2**20
-    return Soak(len(result.latencies_s), result.errors, rss[:n], slope, after)
+    report.figures[f"soak_of_{agents}_agents"] = {
+        "minutes": bench.minutes,
+        "requests": len(result.latencies_s),
+        "gateway_rss_mb_by_tenths": [
+            round(float(np.median(part))) for part in np.array_split(rss_mb[:n], 10) if len(part)
+        ],
+        "gateway_rss_mb_after": round(resident_bytes(ours.pids[0]) / 2**20),
+    }
+    if result.errors:
+        report.figures["first_error"] = result.errors[0]
+    report.zero(soak_errors=len(result.errors))
+    # Behind the warm-up: the first half of the time.
+    slope = growth(rss_mb[n // 2 : n], loads[n // 2 : n]) * 60.0 / SAMPLE_S
+    report.at_most("soak_mb_per_minute", slope, 5.0)
 
 
 def growth(values: Sequence[float], loads: Sequence[Sequence[float]]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -132,14 +131,6 @@ class Client(Process):
 
 def _program(name: str) -> tuple[str, ...]:
     return sys.executable, "-P", str(Path(__file__).with_name(name))
-
-
-def free_port() -> int:
-    """For programs that do not tell which one they took."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def wait_until_served(url: str, payload: Any = None) -> None:

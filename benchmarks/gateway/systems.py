@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import itertools
 import os
 import sys
 import tempfile
@@ -24,10 +25,11 @@ import aiohttp
 import ray
 
 from benchmarks.gateway.client import Job
-from benchmarks.gateway.process import Engine, Process, free_port, wait_until_served
+from benchmarks.gateway.process import Engine, Process, wait_until_served
 from benchmarks.gateway.size import trajectory_size
 from benchmarks.gateway.workload import Workload
 from benchmarks.pool.systems import pid_of
+from benchmarks.processes import free_port
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.remote.start import client_of, start_data_pool
 from stepwell.datapool.types import Step
@@ -59,8 +61,8 @@ class System(ABC):
     @abstractmethod
     async def stop(self) -> None: ...
 
-    async def settle(self, jobs: Sequence[Job]) -> None:  # noqa: B027  # most keep nothing
-        """Check what was stored by `jobs` and let go of it; outside the measured part.
+    async def settle(self, job: Job) -> None:  # noqa: B027  # most keep nothing
+        """Check what was stored by `job` and let go of it; outside the measured part.
 
         Raises:
             RuntimeError: it is not what was answered.
@@ -201,13 +203,14 @@ class Stepwell(System):
         ray.kill(self._pool_actor)
         self._folder.cleanup()
 
-    async def settle(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            for _ in range(job.prompts):
-                steps = await self.pool.fetch_batch(n_rollouts=job.rollouts, timeout_s=30)
-                if steps is None:
-                    raise RuntimeError(f"the pool has fewer groups than {job.name} completed")
-                self._check(steps, job)
+    async def settle(self, job: Job) -> None:
+        if job.complete_path is None:
+            await self.actors[0].complete_all.remote()
+        for _ in range(job.prompts):
+            steps = await self.pool.fetch_batch(n_rollouts=job.rollouts, timeout_s=30)
+            if steps is None:
+                raise RuntimeError(f"the pool has fewer groups than {job.name} completed")
+            self._check(steps, job)
 
     def _check(self, steps: Sequence[Step], job: Job) -> None:
         """A group is whole, and every rollout one chain of exactly what the engine said."""
@@ -261,17 +264,15 @@ class Rllm(System):
     async def stop(self) -> None:
         await self._process.stop()
 
-    async def settle(self, jobs: Sequence[Job]) -> None:
+    async def settle(self, job: Job) -> None:
         """Delete the sessions, as a trainer does that has read them."""
         async with aiohttp.ClientSession(f"http://127.0.0.1:{self.ports[0]}") as session:
-            for job in jobs:
-                for prompt in range(job.prompts):
-                    for rollout in range(job.rollouts):
-                        uid = f"{job.name}-{prompt}-{rollout}"
-                        async with session.delete(f"/sessions/{uid}") as response:
-                            deleted = (await response.json())["deleted"]
-                        if deleted != job.turns:
-                            raise RuntimeError(f"{uid} has {deleted} traces of {job.turns} calls")
+            for prompt, rollout in itertools.product(range(job.prompts), range(job.rollouts)):
+                uid = f"{job.name}-{prompt}-{rollout}"
+                async with session.delete(f"/sessions/{uid}") as response:
+                    deleted = (await response.json())["deleted"]
+                if deleted != job.turns:
+                    raise RuntimeError(f"{uid} has {deleted} traces of {job.turns} calls")
 
 
 class SglangRouter(System):

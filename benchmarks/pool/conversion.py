@@ -11,8 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,24 +25,14 @@ from benchmarks.pool.workload import GROUPS_PER_FETCH, VOCABULARY, chunks, workl
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.rows import micro_batches
 from stepwell.backends.torch_backend import TorchBackend, TorchBatch
-from stepwell.datapool import Step
 from stepwell.datapool.process import settle_heap
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    """Median seconds for 128 leased steps of workload A: backend batch, then padded tensors."""
-
-    convert_s: float
-    pad_s: float
-    total_s: float
-
-
-async def conversion(batches: int) -> Conversion:
-    """`TorchBackend.convert`, and padding as `compute_log_probs` and `train_step` do it. Every
-    batch is converted once, fresh from its lease."""
+async def conversion(batches: int) -> tuple[float, float, float]:
+    """Median milliseconds for 128 leased steps of workload A: backend batch, padded tensors, both.
+    Every batch is converted once, fresh from its lease."""
     system = Stepwell("none")
-    timings: list[tuple[float, float]] = []
+    timings: list[tuple[float, float, float]] = []
     with tempfile.TemporaryDirectory(prefix="stepwell-bench-") as folder:
         backend = _backend(Path(folder))
         budget = TorchBackendConfig().micro_batch_tokens
@@ -58,19 +47,18 @@ async def conversion(batches: int) -> Conversion:
                 began = time.perf_counter()
                 batch = backend.convert(steps)
                 converted = time.perf_counter()
-                padded = _padded(batch, budget)
-                timings.append((converted - began, time.perf_counter() - converted))
-                _check_padded(steps, padded)
+                padded = list(_padded(batch, budget))
+                ended = time.perf_counter()
+                timings.append((converted - began, ended - converted, ended - began))
+                trained = sorted(int(i) for _, _, targets in padded for i in targets)
+                if trained != sorted(int(i) for step in steps for i in step.response_ids):
+                    raise RuntimeError("the padded tensors do not hold every response token once")
                 await system.client.ack(lease_id)
         finally:
             backend.close()
             await system.stop()
-    measured = timings[1:]
-    return Conversion(
-        statistics.median(convert for convert, _ in measured),
-        statistics.median(pad for _, pad in measured),
-        statistics.median(convert + pad for convert, pad in measured),
-    )
+    convert, pad, total = (1e3 * statistics.median(t) for t in zip(*timings[1:], strict=True))
+    return convert, pad, total
 
 
 def _backend(folder: Path) -> TorchBackend:
@@ -88,21 +76,10 @@ def _backend(folder: Path) -> TorchBackend:
     return TorchBackend(TorchBackendConfig(device="cpu"), folder)
 
 
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """A micro-batch as the forward pass takes it."""
-
-    ids: Tensor
-    """int64, [rows, width], zeros on the right."""
-    positions: Tensor
-    """int64, [n]: where in the flattened `ids` each response token is predicted."""
-    targets: Tensor
-    """int64, [n]: the response tokens."""
-
-
-def _padded(batch: TorchBatch, budget: int) -> list[Padded]:
-    """Every micro-batch: what `TorchBackend._forward` builds before it runs the model."""
-    padded = []
+def _padded(batch: TorchBatch, budget: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Every micro-batch as `TorchBackend._forward` builds it before it runs the model: ids [rows,
+    width], zeros on the right; where in the flattened ids each response token is predicted [n];
+    the response tokens [n]. All int64."""
     for rows in micro_batches(batch.rows, budget):
         width = max(row.n_inputs for row in rows)
         ids = np.zeros((len(rows), width), dtype=np.int64)
@@ -111,17 +88,8 @@ def _padded(batch: TorchBatch, budget: int) -> list[Padded]:
         segments = [(r, s) for r, row in enumerate(rows) for s in row.segments]
         positions = [np.arange(r * width + s.start - 1, r * width + s.end - 1) for r, s in segments]
         targets = [rows[r].ids[s.start : s.end] for r, s in segments]
-        padded.append(
-            Padded(
-                torch.from_numpy(ids),
-                torch.from_numpy(np.concatenate(positions)),
-                torch.from_numpy(np.concatenate(targets).astype(np.int64)),
-            )
+        yield (
+            torch.from_numpy(ids),
+            torch.from_numpy(np.concatenate(positions)),
+            torch.from_numpy(np.concatenate(targets).astype(np.int64)),
         )
-    return padded
-
-
-def _check_padded(steps: Sequence[Step], padded: Sequence[Padded]) -> None:
-    trained = sorted(int(t) for part in padded for t in part.targets)
-    if trained != sorted(int(t) for step in steps for t in step.response_ids):
-        raise RuntimeError("the padded tensors do not hold every response token once")

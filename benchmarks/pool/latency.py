@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Awaitable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
 
 import psutil
 
@@ -26,82 +28,59 @@ from benchmarks.pool.workload import (
 from stepwell.datapool import DataPoolClient, Step
 from stepwell.datapool.process import settle_heap
 
+T = TypeVar("T")
 STEPS_PER_SUBMIT = 16
-FILL_STEPS_PER_SUBMIT = 512
-FILL_IN_FLIGHT = 4
+FILL_STEPS_PER_SUBMIT, FILL_IN_FLIGHT = 512, 4
 
 
-@dataclass(slots=True)
-class PoolOfSize:
-    """A pool that holds about `stored` small steps, and what was measured on it."""
-
-    stored: int
-    system: Stepwell = field(default_factory=lambda: Stepwell("process"))
-    fill_steps_per_s: float = 0.0
-    rss_bytes: int = 0
-    lease_s: list[float] = field(default_factory=list)
-    submit_s: list[float] = field(default_factory=list)
-    call_s: list[float] = field(default_factory=list)
-    """Of a call that does next to nothing: what Ray takes."""
-
-    @property
-    def lease_p50_ms(self) -> float:
-        return 1e3 * statistics.median(self.lease_s)
-
-    @property
-    def call_p50_ms(self) -> float:
-        return 1e3 * statistics.median(self.call_s)
-
-    @property
-    def submit_p50_ms(self) -> float:
-        return 1e3 * statistics.median(self.submit_s)
-
-
-async def latency_by_size(sizes: Sequence[int], turns: int) -> list[PoolOfSize]:
-    """Lease of 128 steps and submit of 16, `turns` and 8 x `turns` times at each of `sizes`."""
-    pools = [PoolOfSize(size) for size in sizes]
-    started: list[PoolOfSize] = []
-    try:
-        for pool in pools:
-            await pool.system.start()
-            started.append(pool)
-            await _fill(pool)
+async def latency_by_size(sizes: Sequence[int], turns: int) -> list[dict[str, Any]]:
+    """A row for each of `sizes`: a lease of 128 steps and a submit of 16, `turns` and 8 x `turns`
+    times, and a call that does next to nothing: what the connection takes."""
+    pools = {stored: Stepwell("process") for stored in sizes}
+    rows: list[dict[str, Any]] = []
+    times: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in sizes}
+    async with AsyncExitStack() as stack:
+        for stored, pool in pools.items():
+            await pool.start()
+            stack.push_async_callback(pool.stop)
+            rows.append({"stored_steps": stored, **await _fill(pool, stored)})
         settle_heap()
         for turn in range(turns):
             # Another one first in every turn: what follows a large lease is not always the same.
-            for i in range(len(pools)):
-                await _turn(pools[(turn + i) % len(pools)], turn)
-    finally:
-        for pool in started:
-            await pool.system.stop()
-    return pools
+            for i in range(len(sizes)):
+                stored = sizes[(turn + i) % len(sizes)]
+                await _turn(pools[stored].client, turn, times[stored])
+    return [
+        row | {n: 1e3 * statistics.median(t) for n, t in times[row["stored_steps"]].items()}
+        for row in rows
+    ]
 
 
-async def _fill(pool: PoolOfSize) -> None:
-    calls = small_calls(-(-pool.stored // STEPS_PER_GROUP), "stored")
+async def _fill(pool: Stepwell, stored: int) -> dict[str, float]:
+    calls = small_calls(-(-stored // STEPS_PER_GROUP), "stored")
     began = time.perf_counter()
-    await submit_all(pool.system.submit, calls, FILL_STEPS_PER_SUBMIT, FILL_IN_FLIGHT)
-    pool.fill_steps_per_s = pool.stored / (time.perf_counter() - began)
-    (pid,) = await pool.system.pids()
-    pool.rss_bytes = psutil.Process(pid).memory_info().rss
+    await submit_all(pool.submit, calls, FILL_STEPS_PER_SUBMIT, FILL_IN_FLIGHT)
+    took = time.perf_counter() - began
+    (pid,) = await pool.pids()
+    rss = psutil.Process(pid).memory_info().rss
+    return {"fill_steps_per_s": stored / took, "rss_mb": rss / 2**20}
 
 
-async def _turn(pool: PoolOfSize, turn: int) -> None:
-    client = pool.system.client
+async def _turn(client: DataPoolClient, turn: int, times: dict[str, list[float]]) -> None:
+    async def timed(name: str, work: Awaitable[T]) -> T:
+        began = time.perf_counter()
+        result = await work
+        times[name].append(time.perf_counter() - began)
+        return result
+
     steps = [call.step() for call in small_calls(GROUPS_PER_FETCH, f"turn-{turn}")]
-    began = time.perf_counter()
-    await client.describe()
-    pool.call_s.append(time.perf_counter() - began)
-    began = time.perf_counter()
-    lease_id, leased = await lease_128(client)
-    pool.lease_s.append(time.perf_counter() - began)
+    await timed("call_p50_ms", client.describe())
+    lease_id, leased = await timed("lease_128_p50_ms", lease_128(client))
     if len(leased) != STEPS_PER_FETCH:
         raise RuntimeError(f"a lease of {STEPS_PER_FETCH} steps held {len(leased)}")
     await client.ack(lease_id)
     for batch in chunks(steps, STEPS_PER_SUBMIT):
-        began = time.perf_counter()
-        await client.submit_steps(batch)
-        pool.submit_s.append(time.perf_counter() - began)
+        await timed("submit_16_p50_ms", client.submit_steps(batch))
 
 
 async def lease_128(client: DataPoolClient) -> tuple[str, list[Step]]:

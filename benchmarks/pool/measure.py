@@ -74,13 +74,19 @@ async def running(systems: Sequence[System]) -> AsyncIterator[None]:
         yield
 
 
-async def throughput(systems: Sequence[System], *, rounds: int, quick: bool) -> Rates:
-    """Steps/s of every running system in every mode; all are empty before and after."""
+async def throughput(
+    systems: Sequence[System], name: str, *, rounds: int, groups: int | None = None
+) -> Rates:
+    """Steps/s of every running system in every mode; all are empty before and after.
+
+    Args:
+        name: begins the uids of what is stored: a pool takes none twice.
+        groups: of workload A in one measurement; None: the mode's.
+    """
     rates: Rates = {system.name: {mode.name: [] for mode in MODES} for system in systems}
     for turn in range(rounds):
         for mode in MODES:
-            groups = GROUPS_PER_FETCH if quick else mode.groups
-            calls = list(workload_a(groups, f"{mode.name}-{turn}", seed=turn))
+            calls = list(workload_a(groups or mode.groups, f"{name}-{mode.name}-{turn}", seed=turn))
             for system in systems:
                 rates[system.name][mode.name].append(await steps_per_s(system, calls, mode))
     return rates
@@ -124,29 +130,23 @@ def ratio(rates: Rates, of: Timed, to: Timed) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes by which the store's processes grew per step stored."""
+async def memory(system: System, steps: int) -> tuple[float, float]:
+    """Bytes by which the store's processes grow per step stored: resident, and without what is
+    shared with other processes, such as Ray's object store (unique set size).
 
-    rss: float
-    private: float
-    """Unique set size: without what is shared with other processes, such as Ray's object store."""
-
-
-async def memory(system: System, steps: int) -> Memory:
-    """Store `steps` (a multiple of 128) of workload A, then fetch them. `system` runs, is empty and
+    Stores `steps` (a multiple of 128) of workload A, then fetches them. `system` runs, is empty and
     never held more than a batch: memory it had freed would be used again."""
     pids = await system.pids()
-    before = _memory(pids)
+    rss, uss = _memory(pids)
     calls = await _store(system, steps, "stored")
-    after = _memory(pids)
+    rss_then, uss_then = _memory(pids)
     await _fetch_all(system, calls)
-    return Memory((after.rss - before.rss) / steps, (after.private - before.private) / steps)
+    return (rss_then - rss) / steps, (uss_then - uss) / steps
 
 
-def _memory(pids: Sequence[int]) -> Memory:
+def _memory(pids: Sequence[int]) -> tuple[int, int]:
     full = [psutil.Process(pid).memory_full_info() for pid in pids]
-    return Memory(sum(m.rss for m in full), sum(m.uss for m in full))
+    return sum(m.rss for m in full), sum(m.uss for m in full)
 
 
 async def bytes_written_by_acks(system: System, steps: int, settle_s: float) -> float:

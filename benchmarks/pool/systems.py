@@ -13,7 +13,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -184,34 +184,24 @@ class BareActor(System):
 
 
 def _pack(calls: Sequence[Call]) -> Packed:
-    ids: list[npt.NDArray[np.int32]] = []
-    for call in calls:
-        ids.append(np.array(call.prompt_ids, np.int32))
-        ids.append(np.array(call.response_ids, np.int32))
+    ids = [np.array(ids, np.int32) for call in calls for ids in call[:2]]
     return (
         np.concatenate(ids),
         np.concatenate([np.array(call.log_probs, np.float32) for call in calls]),
         np.array([[len(c.prompt_ids), len(c.response_ids)] for c in calls], np.int32),
-        [
-            (c.trajectory_uid, c.prompt_uid, c.step_index, c.parent_index, c.is_last, c.metadata)
-            for c in calls
-        ],
+        [call[3:] for call in calls],
     )
 
 
-def _unpack(packed: Packed) -> list[Call]:
+def _unpack(packed: Packed) -> Iterator[Call]:
     ids, log_probs, lengths, rest = packed
-    calls = []
     start = row = 0
     for (prompt, response), fields in zip(lengths.tolist(), rest, strict=True):
         middle, end = start + prompt, start + prompt + response
-        calls.append(
-            Call(
-                ids[start:middle].tolist(),
-                ids[middle:end].tolist(),
-                log_probs[row : row + response].tolist(),
-                *fields,
-            )
+        yield Call(
+            ids[start:middle].tolist(),
+            ids[middle:end].tolist(),
+            log_probs[row : row + response].tolist(),
+            *fields,
         )
         start, row = end, row + response
-    return calls

@@ -65,10 +65,6 @@ class TransferQueue(System):
 
     def _pack(self, calls: Sequence[Call]) -> Any:
         torch = self._torch
-        rest = [
-            (c.trajectory_uid, c.prompt_uid, c.step_index, c.parent_index, c.is_last, c.metadata)
-            for c in calls
-        ]
         return self._tensordict.TensorDict(
             {
                 "prompt_ids": torch.nested.as_nested_tensor(
@@ -78,7 +74,7 @@ class TransferQueue(System):
                 # Responses of this workload are equally long, the form it is fastest with.
                 "response_ids": torch.tensor([c.response_ids for c in calls], dtype=torch.int32),
                 "log_probs": torch.tensor([c.log_probs for c in calls], dtype=torch.float32),
-                "rest": self._tensordict.NonTensorStack.from_list(rest),
+                "rest": self._tensordict.NonTensorStack.from_list([call[3:] for call in calls]),
             },
             batch_size=len(calls),
         )

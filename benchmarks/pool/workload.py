@@ -15,9 +15,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,8 +34,7 @@ STEPS_PER_FETCH = GROUPS_PER_FETCH * STEPS_PER_GROUP
 VOCABULARY = 32_000
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """One LLM call. Log-probs are float32 values, so that a store can give them back exactly."""
 
     prompt_ids: list[int]

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checks import BenchResult, Check, chosen_sections
+from benchmarks.checks import BenchResult, chosen_sections
 from benchmarks.trainer.memory import Peak, peak_memory
 from benchmarks.trainer.workload import (
     FULL,
@@ -101,7 +101,7 @@ def _equality(folder: Path, report: BenchResult) -> None:
         for budget in (1, 200, 100_000)
         for got, want in zip(gradient(form, budget), expected, strict=True)
     )
-    report.checks["gradient_difference_max"] = Check(worst, GRADIENT_ERROR)
+    report.at_most("gradient_difference_max", worst, GRADIENT_ERROR)
 
 
 def _speed(model: ModelName, folder: Path, shape: Shape, report: BenchResult) -> None:
@@ -142,13 +142,9 @@ def _speed(model: ModelName, folder: Path, shape: Shape, report: BenchResult) ->
         for form in forms
     ]
     for name in OURS:
-        report.checks[f"{model}_{name}_over_plain"] = Check(
-            over(name, Plain.name), REACH[name], upper=False
-        )
-        if RIVAL[name] in seconds:
-            report.checks[f"{model}_{name}_over_{RIVAL[name]}"] = Check(
-                over(name, RIVAL[name]), 1.0, upper=False
-            )
+        report.at_least(f"{model}_{name}_over_plain", over(name, Plain.name), REACH[name])
+        if (rival := RIVAL[name]) in seconds:
+            report.at_least(f"{model}_{name}_over_{rival}", over(name, rival), 1.0)
 
 
 def _memory(folder: Path, shape: Shape, report: BenchResult) -> None:
@@ -167,6 +163,5 @@ def _memory(folder: Path, shape: Shape, report: BenchResult) -> None:
         }
         for name, peak in peaks.items()
     ]
-    report.checks["29M_tree_memory_over_plain"] = Check(
-        peaks["tree"].step_mb / peaks["plain"].step_mb, MEMORY_RATIO
-    )
+    ratio = peaks["tree"].step_mb / peaks["plain"].step_mb
+    report.at_most("29M_tree_memory_over_plain", ratio, MEMORY_RATIO)

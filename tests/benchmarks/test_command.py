@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 import pytest
 
 from benchmarks import size
-from benchmarks.__main__ import add_options, main
+from benchmarks.__main__ import BENCHES, add_options, main
 from benchmarks.checks import BenchResult, Check
-from benchmarks.registry import BENCHES
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from benchmarks.checks import BenchResult
-from benchmarks.gateway import FULL, QUICK, SECTIONS, WAVES, Direct, run, systems
+from benchmarks.gateway import FULL, QUICK, SECTIONS, Direct, run, systems
 from benchmarks.gateway.client import Conversations, Job
 from benchmarks.gateway.measure import CONNECTIONS, Sample, paired, table
 from benchmarks.gateway.memory import growth
 from benchmarks.gateway.process import Client, Engine
-from benchmarks.gateway.shapes import _arrivals
+from benchmarks.gateway.shapes import WAVES, _arrivals
 from benchmarks.gateway.workload import (
     ANSWER_TOKENS,
     LONG_TURNS,

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import ray
 
-from benchmarks.checks import BenchResult, Check
+from benchmarks.checks import BenchResult
 from benchmarks.pool.cluster import bench_cluster
 from benchmarks.pool.systems import pid_of
 from benchmarks.pool.workload import ROLLOUTS, Call, small_calls
@@ -160,33 +160,30 @@ def _result(
     served, expected = set(state.served), state.expected
     counts = statistics["groups"]
     to_drop = groups - len(expected)
-    checks = {
-        "full_groups_not_served": Check(len(state.full - served), 0),
-        "affected_groups_not_served": Check(len(expected - state.full - served), 0),
-        "groups_not_dropped_by_deadline": Check(
-            to_drop - counts["drop_reasons"].get("deadline", 0), 0
-        ),
-        "groups_served_wrongly": Check(len(served - expected) + len(state.wrong), 0),
-        "groups_served_again": Check(state.served.total() - len(served), 0),
-        "groups_left": Check(counts["open"] + counts["ready"] + counts["leased"], 0),
-    }
+    result = BenchResult()
+    result.zero(
+        full_groups_not_served=len(state.full - served),
+        affected_groups_not_served=len(expected - state.full - served),
+        groups_not_dropped_by_deadline=to_drop - counts["drop_reasons"].get("deadline", 0),
+        groups_served_wrongly=len(served - expected) + len(state.wrong),
+        groups_served_again=state.served.total() - len(served),
+        groups_left=counts["open"] + counts["ready"] + counts["leased"],
+    )
     rss = state.rss
     middle, last = (max(rss[len(rss) * i // 3 : len(rss) * (i + 1) // 3]) for i in (1, 2))
     if not quick:
-        checks["rss_last_third_by_middle_third"] = Check(last / middle, 1.1)
-    return BenchResult(
-        checks,
-        {
-            "groups": groups,
-            "rollouts_hung": sum(map(len, state.hung.values())),
-            "groups_affected": groups - len(state.full),
-            "served_full": len(served & state.full),
-            "served_with_fewer": len(served - state.full),
-            "drop_reasons": dict(counts["drop_reasons"]),
-            "abort_reasons": dict(statistics["trajectories"]["abort_reasons"]),
-            "elapsed_s": elapsed_s,
-            "rss_mb_at_start": rss[0],
-            "rss_mb_middle_third": middle,
-            "rss_mb_last_third": last,
-        },
+        result.at_most("rss_last_third_by_middle_third", last / middle, 1.1)
+    result.figures.update(
+        groups=groups,
+        rollouts_hung=sum(map(len, state.hung.values())),
+        groups_affected=groups - len(state.full),
+        served_full=len(served & state.full),
+        served_with_fewer=len(served - state.full),
+        drop_reasons=dict(counts["drop_reasons"]),
+        abort_reasons=dict(statistics["trajectories"]["abort_reasons"]),
+        elapsed_s=elapsed_s,
+        rss_mb_at_start=rss[0],
+        rss_mb_middle_third=middle,
+        rss_mb_last_third=last,
     )
+    return result
