@@ -424,13 +424,6 @@ class Renew(Change[float], frozen=True, array_like=True):
     lease_s: Seconds | None = None
 
 
-class ReleaseRequest(Change[None], frozen=True, array_like=True):
-    """Nack the lease that the `LeaseBatch` of this id was given, if it was."""
-
-    request_id: str
-    reason: str
-
-
 class ReleaseLeases(Change[int], frozen=True, array_like=True):
     """Nack every lease of the channel; how many. For the only consumer, when it starts over: what
     it was working on is forgotten, and should not wait for its leases to expire."""

@@ -131,11 +131,6 @@ class DataPool:
         self.leases.renew(op.lease_id, expires_at, now)
         return expires_at
 
-    def _release_request(self, op: ops.ReleaseRequest, now: float) -> None:
-        lease = self.leases.answer_to(op.request_id)
-        if lease is not None:
-            self._nack(ops.Nack(lease.lease_id, op.reason), now)
-
     def _release_leases(self, op: ops.ReleaseLeases, now: float) -> int:
         active = self.leases.active(op.channel)
         for lease in active:
@@ -273,7 +268,6 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     ops.Ack: DataPool._ack,
     ops.Nack: DataPool._nack,
     ops.Renew: DataPool._renew,
-    ops.ReleaseRequest: DataPool._release_request,
     ops.ReleaseLeases: DataPool._release_leases,
     ops.Shutdown: DataPool._close,
     asked.GetStatistics: DataPool._statistics,

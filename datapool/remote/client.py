@@ -9,7 +9,7 @@ called without waiting takes effect in the order it was called, as far as it is 
 Not thread-safe: one client per event loop.
 
 What each call does and raises is said where the operation is (`ops.py`, `questions.py`); here is
-what a user types, and which operations all shards have to answer.
+what a user types. Which shards are asked is in `shards.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import (
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Coroutine,
@@ -31,7 +30,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 from stepwell.datapool import ops
 from stepwell.datapool import questions as asked
@@ -41,10 +40,10 @@ from stepwell.datapool.errors import InvalidStepError, JournalFullError
 from stepwell.datapool.inspect.events import Events
 from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
 from stepwell.datapool.ops import Op, R, SubmitOutcome, TrajectoryOutcome
-from stepwell.datapool.remote.credit import CreditLines
 from stepwell.datapool.remote.link import LocalPort, Port
 from stepwell.datapool.remote.outbox import Outbox
 from stepwell.datapool.remote.service import PoolService
+from stepwell.datapool.remote.shards import Shards
 from stepwell.datapool.selection import DryRun, Marks
 from stepwell.datapool.types import TRAIN, Lease, Step
 
@@ -77,7 +76,7 @@ class DataPoolClient:
 
     def __init__(self, ports: Sequence[Port]) -> None:
         self.ports = tuple(ports)
-        self._shards = CreditLines(self.ports)
+        self._shards = Shards(self.ports)
         self._outbox = Outbox(self._shards)
         self._acking: set[asyncio.Future[Any]] = set()
 
@@ -117,17 +116,9 @@ class DataPoolClient:
             DataPoolError: its refusal.
             PoolUnavailableError: the pool is gone, or does not come back in time.
         """
-        return await self._begin(op, timeout_s)
-
-    def _begin(self, op: Op[R], timeout_s: float | None = 0.0) -> Awaitable[R]:
-        """As `call`. A call of one shard, or about a lease, is begun now, whenever it is
-        awaited."""
         if isinstance(op, ops.CompleteTrajectory | ops.AbortTrajectory):
             self._outbox.end(op.trajectory_uid, op.channel)
-        if len(self.ports) == 1:
-            return self.ports[0].call(op, timeout_s)
-        ask = _OF_SEVERAL.get(type(op))
-        return self._shards.call(op, timeout_s) if ask is None else ask(self._shards, op, timeout_s)
+        return await self._shards.call(op, timeout_s)
 
     # -- producers ---------------------------------------------------------------------------
 
@@ -266,7 +257,7 @@ class DataPoolClient:
         lease = await self.lease_batch(n_rollouts, channel, batch_size, timeout_s)
         if lease is None:
             return None
-        acking = asyncio.ensure_future(self._begin(ops.Ack(lease.lease_id)))
+        acking = asyncio.ensure_future(self.call(ops.Ack(lease.lease_id)))
         self._acking.add(acking)
         acking.add_done_callback(self._acked)
         return lease.steps
@@ -325,7 +316,7 @@ class DataPoolClient:
         timeout_s: float = 0,
     ) -> Events:
         """What happened after `cursor` (`questions.GetEvents`), waiting up to `timeout_s` for the
-        first. Of several shards by time; one that is down is left out until it is back."""
+        first. Of several shards by time."""
         named = None if kinds is None else tuple(kinds)
         end = time.monotonic() + timeout_s
         lost = False
@@ -373,37 +364,3 @@ class DataPoolClient:
     get_statistics = _makes(asked.GetStatistics)
     describe = _makes(asked.Describe)
     shutdown = _makes(ops.Shutdown)
-
-
-_Ask = Callable[[CreditLines, Any, float | None], Awaitable[Any]]
-
-
-def _all(answer: Callable[[list[Any]], Any]) -> _Ask:
-    """All shards are asked, and their answers are made one."""
-
-    async def ask(shards: CreditLines, op: Any, timeout_s: float | None) -> Any:
-        return answer(await shards.all(op))
-
-    return ask
-
-
-def _deleted(answers: list[ops.Deleted]) -> ops.Deleted:
-    found = sum(answers, ops.Deleted())
-    return ops.Deleted(found.trajectories, found.leased, any(answer.more for answer in answers))
-
-
-_OF_SEVERAL: Final[Mapping[type, _Ask]] = {
-    ops.OpenGroup: CreditLines.open_group,
-    ops.LeaseBatch: CreditLines.lease,
-    **dict.fromkeys((ops.Ack, ops.Nack, ops.Renew), CreditLines.each_part),
-    ops.ReleaseLeases: _all(sum),
-    ops.AdvanceVersion: _all(lambda answers: None),
-    ops.Shutdown: _all(lambda answers: None),
-    ops.Delete: _all(_deleted),
-    asked.GetStatistics: CreditLines.statistics,
-    asked.Describe: CreditLines.describe,
-    asked.GetEvents: CreditLines.events,
-    asked.DryRunOf: CreditLines.dry_run,
-    **dict.fromkeys(asked.Listing.__subclasses__(), CreditLines.page),
-}
-"""How a pool of several shards is asked; all else is about one of them."""

@@ -22,7 +22,7 @@ from collections.abc import Awaitable
 from typing import Any, Generic, Protocol, TypeVar
 
 from stepwell.datapool.errors import DataPoolError, InvalidRequestError, PoolUnavailableError
-from stepwell.datapool.ops import LEFT, LeaseBatch, Op, ReleaseRequest
+from stepwell.datapool.ops import Op
 from stepwell.datapool.remote.incarnation import Known
 from stepwell.datapool.remote.service import CUT_OFF_S, PoolService
 from stepwell.datapool.remote.wire import Connection, Door, Sent, connect, frame
@@ -203,15 +203,8 @@ class Link(ABC):
                 self._tell(call.op.undone(call.answer.result()))  # it came in the same moment
         elif call.sent is not None and call.sent is self._connection:
             self._connection.send([frame((call.number, None, 0.0))])
-        else:
-            self._forget(call)
-
-    def _forget(self, call: _Call[Any]) -> None:
-        """Its caller left, and the connection broke before the pool could say what it granted."""
-        del self._unanswered[call.number]
-        op = call.op
-        if call.sent is not None and isinstance(op, LeaseBatch) and op.request_id is not None:
-            self._tell(ReleaseRequest(op.request_id, LEFT))
+        else:  # a lease that the connection took with it expires
+            del self._unanswered[call.number]
 
     def _tell(self, op: Op[None] | None) -> None:
         """Make a call whose answer nobody needs."""
@@ -266,10 +259,9 @@ class Link(ABC):
         if connection is not self._connection or self._loop is None:
             return
         self._connection = None
-        for call in list(self._unanswered.values()):
-            if call.answer.done():
-                self._forget(call)
-        self._unsent = list(self._unanswered.values())
+        waited_for = [call for call in self._unanswered.values() if not call.answer.done()]
+        self._unanswered = {call.number: call for call in waited_for}
+        self._unsent = waited_for
         if self._unsent:
             self._reach(self._loop)
 

@@ -2,16 +2,22 @@
 shard that its `prompt_uid` names.
 
     submit, complete, … ──► crc32(prompt_uid) % N ──► shard k
-    statistics, events, pages ◄── merged ◄── all that answer
+    statistics, events, pages ◄── merged ◄── all shards
+    lease    look at all ──enough──► take a part of each ──all there──► Lease("0-17+1-9")
+              ▲  │                     └──short──► give back, pause ──┐
+              │  └──too little──► wait for a shard to have more ──────┤
+              └───────────────────────────────────────────────────────┘
 
-With one shard the client asks that one, and nothing of this is used. Every question to several is
-asked by `ask`, which does not wait for one that is down. A batch out of several is leased by
-`batches.py`, credit for new groups is of the whole pool (`credit.py`). What is of a shard only: the
-order of groups (a batch is the first ones of each), batch filters (each sees its shard's part) and
-`drop_oldest`.
+With one shard nothing of this is used. A pool is away while one of its shards is: what is asked of
+all waits for that one, what is about one group asks its shard alone.
 
-One `trajectory_uid` under two `prompt_uid`s of different shards is refused where both go through
-one client, and otherwise not noticed.
+A consumer never holds groups while it waits for others: two consumers could wait for each other. So
+consumers are not served first come first. Credit for new groups is of the whole pool: a share per
+shard could be used up in one shard, whose producer then waits while the consumer waits for groups
+that other shards were to have. It is exact for the groups that one client opens; m clients at once
+may go m - 1 groups over. What is of a shard only: the order of groups (a batch is the first ones of
+each) and `drop_oldest`. One `trajectory_uid` under two `prompt_uid`s of different shards is refused
+where both go through one client, and otherwise not noticed.
 """
 
 from __future__ import annotations
@@ -20,35 +26,47 @@ import asyncio
 import dataclasses
 import heapq
 import math
+import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from itertools import islice
-from typing import Any, Final, TypeVar
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from itertools import count, islice
+from typing import Any, Final, TypeVar, cast
 from zlib import crc32
 
 from msgspec.structs import replace
 
+from stepwell.datapool import ops
+from stepwell.datapool import questions as asked
+from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.core.channel import N_OLDEST_OPEN
 from stepwell.datapool.errors import (
     DataPoolError,
     InvalidRequestError,
+    PoolFullError,
     TrajectoryConflictError,
+    UnknownLeaseError,
     UnknownTrajectoryError,
 )
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.inspect.rows import ExportedPage, Page
-from stepwell.datapool.ops import Op, R, Resumed
-from stepwell.datapool.questions import Describe, DryRunOf, GetEvents, GetStatistics, Listing
+from stepwell.datapool.ops import Op, R
 from stepwell.datapool.remote.link import Port
 from stepwell.datapool.selection import DryRun
 
 T = TypeVar("T")
-P = TypeVar("P", bound=Page[Any] | ExportedPage)
 
-ANSWER_S: Final = 2.0
-"""How long a shard that does not answer is waited for by those who can do without."""
 MAX_HOMES: Final = 50_000
 """Trajectories whose shard a client remembers; for others it asks."""
+PAUSE_S: Final = 0.01
+"""After a batch that somebody else was faster to take; twice as long after each other."""
+MAX_PAUSE_S: Final = 1.0
+TRIES: Final = 3
+"""Of a lease that does not wait."""
+IN_LINE_S: Final = 2.0
+"""How long a group that does not wait for credit may stand behind others that are being opened."""
+INCOMPLETE: Final = "incomplete_batch"
+"""Why a part of a batch went back."""
 
 
 def shard_of(prompt_uid: object, n_shards: int) -> int:
@@ -70,25 +88,47 @@ class Shards:
         self.n = len(self.ports)
         self._homes: dict[tuple[str, str], int] = {}
         """(channel, trajectory_uid) -> its shard"""
-        self._statistics: dict[tuple[int, str | None], dict[str, Any]] = {}
-        self._silent: set[int] = set()
-        """Shards that owe an answer."""
+        self._turn = random.randrange(self.n)
+        self._opening: dict[tuple[str, asyncio.AbstractEventLoop], asyncio.Lock] = {}
+        """Those who open groups in a channel, one after the other."""
+        self._unlimited: set[str] = set()
+        """Channels where no group waits for credit."""
         self._background: set[asyncio.Future[Any]] = set()
 
-    # -- one shard ---------------------------------------------------------------------------
-
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
-        """The answer of the shard of the group, or else of the trajectory, that `op` is about."""
+        """As `DataPoolClient.call`."""
+        return cast(R, await self._call(op, timeout_s))
+
+    async def _call(self, op: Op[Any], timeout_s: float | None) -> Any:
+        if self.n == 1:
+            return await self.ports[0].call(op, timeout_s)
+        if (merge := _MERGE.get(type(op))) is not None:
+            return merge(op, await self._all(op))
+        match op:
+            case ops.OpenGroup():
+                return await self._open_group(op, timeout_s)
+            case ops.LeaseBatch():
+                return await self._lease(op, timeout_s)
+            case ops.Ack() | ops.Nack() | ops.Renew():
+                return await self._each_part(op)
+            case asked.GetEvents():
+                return await self._events(op, timeout_s)
+            case asked.Listing():
+                return await self._page(op)
         uid: str | None = getattr(op, "trajectory_uid", None)
         prompt_uid: str | None = getattr(op, "prompt_uid", None)
         channel: str = getattr(op, "channel", "")
-        if uid is not None and prompt_uid is None:
+        if uid is None:
+            return await self.ports[shard_of(prompt_uid, self.n)].call(op, timeout_s)
+        if prompt_uid is None:
             return await self._at_home(op, uid, channel)
-        home = shard_of(prompt_uid, self.n) if uid is None else self.home(uid, prompt_uid, channel)
+        home = self.home(uid, prompt_uid, channel)
         answer = await self.ports[home].call(op, timeout_s)
-        if isinstance(answer, Resumed) and uid is not None:
+        if isinstance(answer, ops.Resumed):
             self._homes[answer.channel, uid] = home
         return answer
+
+    # -- one shard ---------------------------------------------------------------------------
 
     def home(self, trajectory_uid: str, prompt_uid: object, channel: str) -> int:
         """The shard of a trajectory, which is remembered.
@@ -114,80 +154,38 @@ class Shards:
         home = self._homes.get((channel, trajectory_uid))
         if home is not None:
             try:
-                found: R = await self.ports[home].call(op)
-                return found
+                return await self.ports[home].call(op)
             except UnknownTrajectoryError:
-                self._homes.pop((channel, trajectory_uid), None)
-        error: DataPoolError = UnknownTrajectoryError(f"trajectory {trajectory_uid!r} is unknown")
-        for answer in asyncio.as_completed([self.later(port.call(op)) for port in self.ports]):
-            try:
-                return await answer
-            except DataPoolError as e:
-                # One that is gone may be the one that has it.
-                if not isinstance(e, UnknownTrajectoryError) or type(error) is type(e):
-                    error = e
-        raise error
+                del self._homes[channel, trajectory_uid]
+        answers = await self._gather(port.call(op) for port in self.ports)
+        known = [a for a in answers if not isinstance(a, UnknownTrajectoryError)]
+        return _values(known or answers)[0]
 
-    # -- all, or those that answer -----------------------------------------------------------
+    # -- all, or the first that answers ------------------------------------------------------
 
-    async def all(self, op: Op[R]) -> list[R]:
-        """The answers of all shards, however long one is down; an error once all have answered."""
-        return values(
-            await asyncio.gather(*(port.call(op) for port in self.ports), return_exceptions=True)
-        )
+    async def _gather(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
+        return await asyncio.gather(*calls, return_exceptions=True)
 
-    async def ask(
-        self,
-        ops: Mapping[int, Op[R]],
-        timeout_s: float | None = 0.0,
-        enough: Callable[[R], bool] = lambda answer: False,
-        grace_s: float | None = None,
-    ) -> dict[int, R]:
-        """The answers of these shards, or those there are once one is `enough`. A shard that is
-        silent for `grace_s` (None: `ANSWER_S`) longer counts as down: it is left out, here and
-        where nobody waits, until it has answered.
+    async def _all(self, op: Op[R]) -> list[R]:
+        """The answers of all shards; an error once all have answered."""
+        calls: list[Awaitable[R]] = [port.call(op) for port in self.ports]
+        return _values(await self._gather(calls))
 
-        Raises:
-            PoolUnavailableError: a shard is gone for good.
-        """
-        grace_s = ANSWER_S if grace_s is None else grace_s
+    async def _first(self, ops: Mapping[int, Op[R]], timeout_s: float | None) -> dict[int, R]:
+        """The answers of the shards that are first, within their time; the others are left."""
 
         async def call(k: int, op: Op[R]) -> R:  # not begun where its task is cancelled before
             return await self.ports[k].call(op, timeout_s)
 
-        tasks = {
-            k: self.later(call(k, op))
-            for k, op in ops.items()
-            if timeout_s != 0 or k not in self._silent
-        }
-        end = time.monotonic() + (math.inf if timeout_s is None else timeout_s + grace_s)
-        pending = set(tasks.values())
+        tasks = {k: asyncio.create_task(call(k, op)) for k, op in ops.items()}
         try:
-            while pending:
-                left = None if end == math.inf else end - time.monotonic()
-                done, pending = await asyncio.wait(
-                    pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
-                    self._note_silent(k for k, task in tasks.items() if not task.done())
-                if not done or any(enough(task.result()) for task in done):
-                    break
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
             return {k: task.result() for k, task in tasks.items() if task.done()}
-        except BaseException:  # also a cancellation: nobody hears of what was granted
-            for k, task in tasks.items():
-                if task.done() and task.exception() is None:
-                    self.take_back(k, ops[k], task.result())
-            raise
         finally:
-            for task in pending:
+            for task in tasks.values():
                 task.cancel()
 
-    def take_back(self, k: int, op: Op[Any], answer: Any) -> None:
-        """Undo what shard `k` granted."""
-        if (undo := op.undone(answer)) is not None:
-            self.later(self.ports[k].call(undo))
-
-    def later(self, work: Awaitable[T]) -> asyncio.Future[T]:
+    def _later(self, work: Awaitable[T]) -> asyncio.Future[T]:
         """Let it run to its end, also if nobody waits for it any more."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
@@ -195,15 +193,126 @@ class Shards:
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
-    def _note_silent(self, shards: Iterable[int]) -> None:
-        for k in set(shards) - self._silent:
-            self._silent.add(k)
-            heard = self.later(self.ports[k].call(Describe()))
-            heard.add_done_callback(lambda _, k=k: self._silent.discard(k))  # type: ignore[misc]
+    # -- batches -----------------------------------------------------------------------------
 
-    # -- news, pages, statistics -------------------------------------------------------------
+    async def _lease(
+        self, op: ops.LeaseBatch, timeout_s: float | None
+    ) -> PackedLease | ops.Unserved:
+        """A whole batch, or nothing."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        look = asked.WaitAvailable(op.n_rollouts, op.channel)
+        for tries in count(1):
+            found = await self._all(look)
+            while sum(each.n_groups for each in found) < op.batch_size:
+                more = {
+                    k: replace(look, more_than=each.n_groups)
+                    for k, each in enumerate(found)
+                    if not each.shut_down
+                }
+                if not more:
+                    return "shut_down"
+                if (left := end - time.monotonic()) <= 0:
+                    return "nothing_yet"
+                first = await self._first(more, None if left == math.inf else left)
+                found = [first.get(k, each) for k, each in enumerate(found)]
+            taking = self._later(self._take(op, {k: a.n_groups for k, a in enumerate(found)}))
+            try:
+                lease = await asyncio.shield(taking)
+            except asyncio.CancelledError:
+                taking.add_done_callback(self._give_back)
+                raise
+            if lease is not None:
+                return lease
+            if tries >= TRIES and time.monotonic() >= end:
+                break
+            # Somebody else was faster, or some groups had become too old. At random, so that two
+            # consumers do not take from each other for ever.
+            await asyncio.sleep(random.random() * min(MAX_PAUSE_S, PAUSE_S * 2**tries))
+        return "nothing_yet"
 
-    async def events(self, op: GetEvents, timeout_s: float | None = 0.0) -> Events:
+    async def _take(self, op: ops.LeaseBatch, available: Mapping[int, int]) -> PackedLease | None:
+        """The whole batch, or nothing."""
+        self._turn += 1
+        answers = await self._gather(
+            self.ports[k].call(replace(op, batch_size=n, request_id=uuid.uuid4().hex))
+            for k, n in parts(available, op.batch_size, self._turn).items()
+        )
+        leases = [lease for lease in answers if isinstance(lease, PackedLease)]
+        if len(leases) == len(answers):
+            return _whole(leases)
+        for lease in leases:
+            self._later(self._each_part(ops.Nack(lease.lease_id, INCOMPLETE)))
+        _values(answers)
+        return None
+
+    def _give_back(self, taking: asyncio.Future[PackedLease | None]) -> None:
+        """Its consumer left."""
+        if not taking.cancelled() and taking.exception() is None and taking.result() is not None:
+            lease = cast(PackedLease, taking.result())
+            self._later(self._each_part(ops.Nack(lease.lease_id, ops.LEFT)))
+
+    async def _each_part(self, op: ops.Ack | ops.Nack | ops.Renew) -> float | None:
+        """Ask every shard that the lease is from, whatever becomes of the others."""
+        calls: list[tuple[int, Op[Any]]] = []
+        for part in str(op.lease_id).split("+"):
+            number = part.partition("-")[0].partition(".")[0]
+            if not (number.isascii() and number.isdigit() and int(number) < self.n):
+                raise UnknownLeaseError(
+                    f"lease {op.lease_id!r} is unknown; it is not from this pool of {self.n} "
+                    "shards: lease again"
+                )
+            calls.append((int(number), replace(op, lease_id=part)))
+        answers = await self._gather(self.ports[k].call(each) for k, each in calls)
+        refused = [a for a in answers if isinstance(a, DataPoolError)]
+        if refused and len(answers) > 1:
+            raise type(refused[0])(
+                f"{refused[0]} ({len(refused)} of {len(answers)} parts of lease {op.lease_id!r} "
+                f"refuse {type(op).__name__}; the others are done)"
+            )
+        found = _values(answers)
+        return min(found) if isinstance(op, ops.Renew) else None
+
+    # -- credit for new groups ---------------------------------------------------------------
+
+    async def _open_group(self, op: ops.OpenGroup, timeout_s: float | None) -> ops.SubmitOutcome:
+        """Open it once the whole pool has credit for one more."""
+        port = self.ports[shard_of(op.prompt_uid, self.n)]
+        look = asked.WaitCredit(op.prompt_uid, op.channel)
+        if op.channel in self._unlimited or (await port.call(look)).is_known:
+            return await port.call(op, timeout_s)
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        line = op.channel, asyncio.get_running_loop()
+        lock = self._opening.setdefault(line, asyncio.Lock())
+        try:
+            async with asyncio.timeout(None if timeout_s is None else max(timeout_s, IN_LINE_S)):
+                await lock.acquire()
+        except TimeoutError:
+            raise PoolFullError(
+                f"channel {op.channel!r} has no credit; group {op.prompt_uid!r} waits behind "
+                "others: raise the limit or timeout_s"
+            ) from None
+        try:
+            while True:
+                credits = await self._all(look)
+                if not any(credit.used for credit in credits):
+                    self._unlimited.add(op.channel)
+                full = _no_credit(credits)
+                left = None if end == math.inf else max(0.0, end - time.monotonic())
+                if full is None or any(credit.shut_down for credit in credits):
+                    return await port.call(op, left)
+                if left == 0:
+                    raise PoolFullError(
+                        f"channel {op.channel!r} {full}; group {op.prompt_uid!r} waits until one "
+                        "is leased: raise the limit or timeout_s"
+                    )
+                freer = {k: replace(look, before=c.used) for k, c in enumerate(credits)}
+                await self._first(freer, left)
+        finally:
+            lock.release()
+
+    # -- news and pages ----------------------------------------------------------------------
+
+    async def _events(self, op: asked.GetEvents, timeout_s: float | None) -> Events:
         """Events of all shards, by time; each numbers its own."""
         cursors = [""] * self.n if op.cursor is None else op.cursor.split(",")
         if len(cursors) != self.n:
@@ -211,11 +320,11 @@ class Shards:
                 f"cursor is {op.cursor!r:.80}; pass one that get_events of this pool of {self.n} "
                 "shards returned, or None"
             )
-        pages = await self.ask(
-            {k: replace(op, cursor=cursor or None) for k, cursor in enumerate(cursors)},
-            timeout_s,
-            enough=lambda page: bool(timeout_s and page.events),
-        )
+        each = {k: replace(op, cursor=cursor or None) for k, cursor in enumerate(cursors)}
+        calls = (self.ports[k].call(mine) for k, mine in each.items())
+        pages = dict(enumerate(_values(await self._gather(calls))))
+        if timeout_s != 0 and not any(page.events for page in pages.values()):
+            pages |= await self._first(each, timeout_s)
         in_order = heapq.merge(
             *([(event.time, k, event) for event in page.events] for k, page in pages.items()),
             key=lambda item: item[0],
@@ -226,7 +335,7 @@ class Shards:
         lost = any(page.lost for page in pages.values())
         return Events(tuple(e for *_, e in first), ",".join(cursors), lost)
 
-    async def page(self, op: Listing[P], timeout_s: float | None = 0.0) -> P:
+    async def _page(self, op: asked.Listing[Any]) -> Any:
         """A page of a listing, shard by shard."""
         one = op.filters.get("prompt_uid")
         k, at = 0 if one is None else shard_of(one, self.n), ""
@@ -247,36 +356,8 @@ class Shards:
             if page.items:
                 return dataclasses.replace(page, cursor=f"{k}/")
 
-    async def statistics(self, op: GetStatistics, timeout_s: float | None = 0.0) -> dict[str, Any]:
-        """Of the whole pool. Of a shard that is down, what it answered last."""
-        found = await self.ask(dict.fromkeys(range(self.n), op))
-        down = sorted(set(range(self.n)) - found.keys())
-        for k in down:
-            before = self._statistics.get((k, op.channel))
-            found[k] = before if before is not None else await self.ports[k].call(op)
-        self._statistics |= {(k, op.channel): stats for k, stats in found.items()}
-        shards = {"total": self.n, "down": down}
-        if op.channel is not None:
-            return _merged(list(found.values())) | {"shards": shards}
-        names = dict.fromkeys(name for stats in found.values() for name in stats)
-        return {
-            name: _merged([stats[name] for stats in found.values() if name in stats])
-            | {"shards": shards}
-            for name in names
-        }
 
-    async def describe(self, op: Describe, timeout_s: float | None = 0.0) -> dict[str, Any]:
-        found = await self.ask(dict.fromkeys(range(self.n), op))
-        down = [{"shard": k, "down": True} for k in range(self.n)]
-        return {"n_shards": self.n, "shards": [found.get(k, down[k]) for k in range(self.n)]}
-
-    async def dry_run(self, op: DryRunOf, timeout_s: float | None = 0.0) -> DryRun:
-        """Of one shard after the other: a fetch gets its part of the first ones of each."""
-        runs = await self.all(op)
-        return DryRun(op.batch_size, tuple(d for run in runs for d in run.decisions))
-
-
-def values(answers: Iterable[T | BaseException]) -> list[T]:
+def _values(answers: Iterable[T | BaseException]) -> list[T]:
     """The answers; the first error among them is raised."""
     found: list[T] = []
     for answer in answers:
@@ -284,6 +365,37 @@ def values(answers: Iterable[T | BaseException]) -> list[T]:
             raise answer
         found.append(answer)
     return found
+
+
+def parts(available: Mapping[int, int], n_groups: int, turn: int) -> dict[int, int]:
+    """How many of `n_groups` each shard gives: as even as they have them, and what remains from
+    those whose turn it is."""
+    order = sorted(available)
+    order = order[turn % len(order) :] + order[: turn % len(order)] if order else []
+    given: Counter[int] = Counter()
+    while n_groups and (having := [k for k in order if given[k] < available[k]]):
+        given.update(having[:n_groups])
+        n_groups -= min(n_groups, len(having))
+    return dict(given)
+
+
+def _whole(leases: Sequence[PackedLease]) -> PackedLease:
+    return replace(
+        leases[0],
+        lease_id="+".join(lease.lease_id for lease in leases),
+        groups=[group for lease in leases for group in lease.groups],
+        expires_at=min(lease.expires_at for lease in leases),
+    )
+
+
+def _no_credit(credits: Collection[asked.Credit]) -> str | None:
+    """Why a group has to wait; None if it would be admitted by all limits together."""
+    for name in dict.fromkeys(name for credit in credits for name in credit.used):
+        pairs = [credit.used[name] for credit in credits if name in credit.used]
+        used, limit = sum(used for used, _ in pairs), max(limit for _, limit in pairs)
+        if used >= limit:
+            return f"has used {used} of {limit} ({name}) in {len(pairs)} shards"
+    return None
 
 
 def _cursor(page: Events, served: Sequence[int]) -> str:
@@ -295,13 +407,23 @@ def _cursor(page: Events, served: Sequence[int]) -> str:
     return f"{page.cursor.rpartition(':')[0]}:{last}"
 
 
+# -- answers of all, as one --------------------------------------------------------------------
+
+
+def _statistics(op: asked.GetStatistics, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if op.channel is not None:
+        return _merged(found)
+    names = dict.fromkeys(name for stats in found for name in stats)
+    return {name: _merged([stats[name] for stats in found if name in stats]) for name in names}
+
+
 def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Statistics of one channel: counts are added, of the rest `_MERGE` says what."""
+    """Statistics of one channel: counts are added, of the rest `_STATISTICS` says what."""
     result: dict[str, Any] = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part[key] for part in parts if key in part]
-        if key in _MERGE:
-            result[key] = _MERGE[key](values)
+        if key in _STATISTICS:
+            result[key] = _STATISTICS[key](values)
         elif isinstance(values[0], Mapping):
             result[key] = _merged(values)
         else:
@@ -309,7 +431,7 @@ def _merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return result
 
 
-_MERGE: Final[dict[str, Callable[[list[Any]], Any]]] = {
+_STATISTICS: Final[dict[str, Callable[[list[Any]], Any]]] = {
     "policy_version": max,
     "oldest_policy_version_ready": lambda found: min(
         (v for v in found if v is not None), default=None
@@ -322,3 +444,23 @@ _MERGE: Final[dict[str, Callable[[list[Any]], Any]]] = {
     # A consumer waits at every shard.
     "waiting": lambda counts: {k: max(c[k] for c in counts) for k in counts[0]},
 }
+
+
+def _deleted(op: ops.Delete, found: Sequence[ops.Deleted]) -> ops.Deleted:
+    both = sum(found, ops.Deleted())
+    return ops.Deleted(both.trajectories, both.leased, any(each.more for each in found))
+
+
+_MERGE: Final[Mapping[type, Callable[[Any, Any], Any]]] = {
+    ops.ReleaseLeases: lambda op, found: sum(found),
+    ops.AdvanceVersion: lambda op, found: None,
+    ops.Shutdown: lambda op, found: None,
+    ops.Delete: _deleted,
+    asked.GetStatistics: _statistics,
+    asked.Describe: lambda op, found: {"n_shards": len(found), "shards": found},
+    # Of one shard after the other: a fetch gets its part of the first ones of each.
+    asked.DryRunOf: lambda op, runs: DryRun(
+        op.batch_size, tuple(d for run in runs for d in run.decisions)
+    ),
+}
+"""What all shards are asked, and how their answers are made one."""

@@ -333,34 +333,16 @@ async def test_a_lease_that_came_in_the_moment_its_consumer_left_goes_back(pool,
     await until(lambda: all_back(pool))
 
 
-async def test_a_lease_of_a_consumer_that_left_while_the_line_was_down_goes_back(pool, make_step):
+async def test_a_lease_of_a_consumer_that_left_while_the_line_was_down_expires(pool, make_step):
     await finish(pool.near, make_step, "t")
     await pool.get_statistics()
     pool.line.open.clear()
-    leaving = asyncio.create_task(pool.lease_batch(timeout_s=60))
-    await until(lambda: is_n(groups_of(pool.near, "leased"), [1]))
-    link = pool.ports[0]
-    door, link.door = link.door, None
-    pool.line.break_()
-    await until(lambda: is_n(is_up(link), False))
-    await cancelled(leaving)
-    link.door = door
-    pool.line.open.set()
-    await until(lambda: is_n(groups_of(pool.near, "leased"), [0]))
-
-
-async def test_a_lease_of_a_consumer_that_left_just_before_the_line_broke_goes_back(
-    pool, make_step
-):
-    await finish(pool.near, make_step, "t")
-    await pool.get_statistics()
-    pool.line.open.clear()
-    leaving = asyncio.create_task(pool.lease_batch(timeout_s=60))
+    leaving = asyncio.create_task(pool.lease_batch(timeout_s=60, lease_s=0.5))
     await until(lambda: is_n(groups_of(pool.near, "leased"), [1]))
     await cancelled(leaving)
     pool.line.break_()
     pool.line.open.set()
-    await until(lambda: is_n(groups_of(pool.near, "leased"), [0]))
+    assert (await pool.lease_batch(timeout_s=60)).groups[0].delivery == 2
 
 
 @pytest.mark.parametrize("n_turns", range(12))
