@@ -33,6 +33,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_128, xxh3_128_digest
 
 from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.errors import DataPoolError, InvalidStepError
@@ -265,17 +266,28 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
         self.payload = _HEADER.pack(*header) + _PLACE.pack(*place)
 
 
-class Tokens(NamedTuple):
-    """What a step may be packed relative to."""
+class Base(NamedTuple):
+    """A step that others may be packed relative to. A digest says whether a prompt begins with its
+    tokens: the tokens themselves, kept of every turn, were four times what a trajectory holds."""
 
     step_index: int
-    prompt: bytes
-    response: bytes
+    n_bytes: int
+    """Of its prompt and response."""
+    digest: bytes
     crc: int
-    """Of both together."""
+
+    @classmethod
+    def of(cls, step: Step, crc: int) -> Base:
+        digest = xxh3_128(as_bytes(step.prompt_ids))
+        digest.update(as_bytes(step.response_ids))
+        return cls(step.step_index, 4 * step.n_tokens, digest.digest(), crc)
+
+    def begins(self, prompt: bytes) -> bool:
+        n = self.n_bytes
+        return len(prompt) >= n and xxh3_128_digest(memoryview(prompt)[:n]) == self.digest
 
 
-def pack(step: Step, base: Tokens | None = None) -> PackedStep:
+def pack(step: Step, base: Base | None = None) -> PackedStep:
     """`step` as bytes; relative to `base` if its prompt really begins with those tokens.
 
     Raises:
@@ -284,12 +296,10 @@ def pack(step: Step, base: Tokens | None = None) -> PackedStep:
     prompt = as_bytes(step.prompt_ids)
     response = as_bytes(step.response_ids)
     new, base_crc = b"", 0
+    if base is not None and not base.begins(prompt):
+        base = None
     if base is not None:
-        middle = len(base.prompt)
-        if prompt.startswith(base.response, middle) and prompt.startswith(base.prompt):
-            new, base_crc = prompt[middle + len(base.response) :], base.crc
-        else:
-            base = None
+        new, base_crc = prompt[base.n_bytes :], base.crc
     crc = crc32(response, crc32(prompt) if base is None else crc32(new, base_crc))
     log_probs = step.rollout_log_probs
     more = step.version_spans or step.multi_modal_data is not None

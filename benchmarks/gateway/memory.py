@@ -27,7 +27,8 @@ AFTER_S = 15.0
 async def live_trajectories(bench: Bench) -> None:
     """What 8 open trajectories a prompt hold, on average.
 
-    As many were open and closed before: what they leave is caches and a heap of that size.
+    As many were open and closed before: what they leave is caches. Free memory is given back before
+    either reading: what lay free at the first one would hide as much of what the second one finds.
     """
     ours, report, n = bench.ours, bench.report, bench.size.live_prompts * ROLLOUTS
     before, grown, held = 0, 0, list[tuple[int, int, int]]()
@@ -40,10 +41,13 @@ async def live_trajectories(bench: Bench) -> None:
             turns=bench.size.live_turns,
             complete_path=None,
         )
+        if measured:
+            await asyncio.sleep(AFTER_S)
         before = resident_bytes(ours.pids[0])
         await bench.client.run(job)
         if measured:
             held = await ours.actors[0].held.remote()
+            await asyncio.sleep(AFTER_S)
         grown = resident_bytes(ours.pids[0]) - before
         await ours.settle(job)
     if len(held) != n:

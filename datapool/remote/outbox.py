@@ -17,14 +17,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
-from stepwell.datapool.codec import PackedStep, Tokens, as_bytes, in_trajectories, pack
+from stepwell.datapool.codec import Base, PackedStep, in_trajectories, pack
 from stepwell.datapool.errors import DataPoolError, InvalidStepError, TrajectoryConflictError
 from stepwell.datapool.ops import OpenTrajectory, Refusal, SubmitOutcome, SubmitSteps
 from stepwell.datapool.remote.shards import Shards
 from stepwell.datapool.types import Step
 
-TIP_BYTES = 64 << 20
-"""Tokens of recent steps that are kept; the trajectories that were added to longest ago go
+MAX_TIPS = 200_000
+"""Recent steps that are remembered, some 300 bytes each; the trajectories added to longest ago go
 first."""
 Results: TypeAlias = list[SubmitOutcome | Refusal]
 
@@ -100,32 +100,31 @@ class Outbox:
 
 
 class Tips:
-    """Tokens of recent steps by trajectory."""
+    """Recent steps by trajectory."""
 
-    def __init__(self) -> None:
-        self._tokens: OrderedDict[tuple[str, str], dict[int, Tokens]] = OrderedDict()
-        """(channel, trajectory_uid) -> step_index -> tokens"""
-        self._n_bytes = 0
+    def __init__(self, limit: int = MAX_TIPS) -> None:
+        self._limit = limit
+        self._steps: OrderedDict[tuple[str, str], dict[int, Base]] = OrderedDict()
+        """(channel, trajectory_uid) -> step_index -> step"""
+        self._n = 0
+
+    def __len__(self) -> int:
+        return self._n
 
     def pack(self, step: Step, channel: str) -> PackedStep:
         key = channel, step.trajectory_uid
-        known = self._tokens.get(key, {})
+        known = self._steps.get(key, {})
         base = step.step_index - 1 if step.parent_index is None else step.parent_index
         packed = pack(step, known.get(base))
         if step.is_last:
             self._end(key)
             return packed
-        tokens = Tokens(
-            step.step_index,
-            as_bytes(step.prompt_ids),
-            as_bytes(step.response_ids),
-            packed.header.crc,
-        )
-        self._n_bytes += _size(tokens) - _size(known.get(step.step_index))
-        self._tokens.setdefault(key, known)[step.step_index] = tokens
-        self._tokens.move_to_end(key)
-        while self._n_bytes > TIP_BYTES and len(self._tokens) > 1:
-            self._end(next(iter(self._tokens)))
+        self._n += step.step_index not in known
+        known[step.step_index] = Base.of(step, packed.header.crc)
+        self._steps[key] = known
+        self._steps.move_to_end(key)
+        while self._n > self._limit and len(self._steps) > 1:
+            self._end(next(iter(self._steps)))
         return packed
 
     def end(self, trajectory_uid: str, channel: str) -> None:
@@ -133,15 +132,11 @@ class Tips:
         self._end((channel, trajectory_uid))
 
     def clear(self) -> None:
-        self._tokens.clear()
-        self._n_bytes = 0
+        self._steps.clear()
+        self._n = 0
 
     def _end(self, key: tuple[str, str]) -> None:
-        self._n_bytes -= sum(map(_size, self._tokens.pop(key, {}).values()))
-
-
-def _size(tokens: Tokens | None) -> int:
-    return 0 if tokens is None else len(tokens.prompt) + len(tokens.response)
+        self._n -= len(self._steps.pop(key, ()))
 
 
 def _is(result: object, kind: str) -> bool:

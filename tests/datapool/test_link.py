@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 
 import pytest
@@ -19,7 +20,7 @@ from stepwell.datapool import (
 )
 from stepwell.datapool.remote import link as link_module
 from stepwell.datapool.remote.link import LocalPort
-from stepwell.datapool.remote.outbox import TIP_BYTES, Tips
+from stepwell.datapool.remote.outbox import Tips
 from tests.datapool.pools import (
     DoorLink,
     Proxy,
@@ -608,15 +609,35 @@ def test_nothing_is_kept_of_a_trajectory_that_ended(long_step):
     assert tips.pack(long_step("b", 3), "train").header.base == 2
     for uid in ("a", "a", "b"):
         tips.end(uid, "train")
-    assert (tips._n_bytes, len(tips._tokens)) == (0, 0)
+    assert len(tips) == 0
 
 
 def test_the_longest_unused_go_first_when_there_are_too_many(long_step):
-    tips = Tips()
+    tips = Tips(limit=4)
     for uid in "abc":
-        tips.pack(long_step(uid, 0, TIP_BYTES // 4 // 3), "train")
-    assert tips._n_bytes <= TIP_BYTES
-    assert list(tips._tokens) == [("train", "b"), ("train", "c")]
+        for index in range(2):
+            tips.pack(long_step(uid, index), "train")
+    assert len(tips) == 4
+    bases = [tips.pack(long_step(uid, 2), "train").header.base for uid in "ba"]
+    assert bases == [1, None]
+
+
+def test_what_is_remembered_of_a_step_does_not_grow_with_its_tokens(long_step):
+    tips = Tips()
+    for n in (4, 400_000):
+        tips.pack(long_step(f"t{n}", 0, n), "train")
+    short, long = (tips._steps["train", f"t{n}"][0] for n in (4, 400_000))
+    assert sum(map(sys.getsizeof, long)) <= sum(map(sys.getsizeof, short)) + 8
+    assert tips.pack(long_step("t400000", 1, 400_000), "train").header.base == 0
+
+
+def test_a_prompt_that_goes_on_otherwise_is_sent_whole(long_step, make_step):
+    tips = Tips()
+    tips.pack(make_step("a", prompt_ids=[1, 2], response_ids=[3, 4]), "train")
+    other = make_step("a", index=1, prompt_ids=[1, 2, 3, 5, 6], response_ids=[7, 8])
+    shorter = make_step("a", index=1, prompt_ids=[1, 2, 3], response_ids=[7, 8])
+    assert tips.pack(other, "train").header.base is None
+    assert tips.pack(shorter, "train").header.base is None
 
 
 async def test_a_client_keeps_nothing_of_what_it_completed_or_aborted(pool, long_step):
@@ -624,7 +645,7 @@ async def test_a_client_keeps_nothing_of_what_it_completed_or_aborted(pool, long
         await pool.submit_steps([long_step(uid, index) for index in range(3)])
     await pool.complete_trajectory("a")
     await pool.abort_trajectory("b", "test")
-    assert len(pool._outbox._tips._tokens) == 0
+    assert len(pool._outbox._tips) == 0
 
 
 async def test_a_step_relative_to_one_that_the_pool_lost_goes_once_more_whole(tmp_path, make_step):

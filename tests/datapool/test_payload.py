@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from stepwell.datapool import InvalidStepError, Lease, Step, VersionSpan
 from stepwell.datapool.codec import (
+    Base,
     PackedGroup,
     PackedLease,
     PackedStep,
     PackedTrajectory,
-    Tokens,
     decoder,
     encoder,
     pack,
@@ -99,9 +99,8 @@ def ids(values: Sequence[int]) -> TokenIds:
     return np.array(values, np.int32)
 
 
-def tokens_of(step: Step) -> Tokens:
-    ids = step.prompt_ids.tobytes(), step.response_ids.tobytes()
-    return Tokens(step.step_index, *ids, pack(step).header.crc)
+def base_of(step: Step) -> Base:
+    return Base.of(step, pack(step).header.crc)
 
 
 def pack_all(steps: Sequence[Step], whole: bool) -> list[PackedStep]:
@@ -109,7 +108,7 @@ def pack_all(steps: Sequence[Step], whole: bool) -> list[PackedStep]:
     packed = []
     for step in steps:
         base = step.step_index - 1 if step.parent_index is None else step.parent_index
-        packed.append(pack(step) if whole or base < 0 else pack(step, tokens_of(steps[base])))
+        packed.append(pack(step) if whole or base < 0 else pack(step, base_of(steps[base])))
     return packed
 
 
@@ -273,7 +272,7 @@ def test_a_parent_that_is_none_is_packed_whole() -> None:
         step_index=1,
         parent_index=0,
     )
-    packed = pack(liar, tokens_of(first))
+    packed = pack(liar, base_of(first))
     assert (packed.header.base, packed.prompt) == (None, liar.prompt_ids.tobytes())
     assert unpacked([pack(first), packed])[1] == liar
 

@@ -28,7 +28,7 @@ from stepwell.datapool import (
     client_of,
     start_data_pool,
 )
-from stepwell.datapool.codec import PackedLease, Tokens, decoder, encoder, pack
+from stepwell.datapool.codec import Base, PackedLease, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.core import steps as steps_module
 from stepwell.datapool.errors import JournalCorruptError, JournalFullError, ReplayError
@@ -428,10 +428,7 @@ def rollout(make_step: MakeStep, uid: str, prompt_uid: str, n_steps: int = 3) ->
 
 def relative(steps: list[Step]) -> list[Any]:
     whole = [pack(s).header.crc for s in steps]
-    tokens = [
-        Tokens(i, s.prompt_ids.tobytes(), s.response_ids.tobytes(), whole[i])
-        for i, s in enumerate(steps)
-    ]
+    tokens = [Base.of(s, whole[i]) for i, s in enumerate(steps)]
     return [
         (s.trajectory_uid, s.prompt_uid, pack(s, tokens[i - 1]) if i else pack(s))
         for i, s in enumerate(steps)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from stepwell.datapool import ChannelConfig, DataPool, DataPoolError, PoolConfig, Step
-from stepwell.datapool.codec import PackedLease, Tokens, decoder, encoder, pack
+from stepwell.datapool.codec import Base, PackedLease, decoder, encoder, pack
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.ops import Deleted
 from stepwell.datapool.store.replay import restore
@@ -260,7 +260,7 @@ class Model:
             self.touch(self.prompts[p])
         return "duplicate" if known else "accepted"
 
-    def submit(self, step: Step, base: Tokens | None, now: float) -> str:
+    def submit(self, step: Step, base: Base | None, now: float) -> str:
         answer = self.try_submit(step, base, now)
         if answer in ("accepted", "duplicate", "late"):
             self.seen[answer] += 1
@@ -268,13 +268,13 @@ class Model:
             self.seen["conflict" if answer == "StepConflictError" else "rejected"] += 1
         return answer
 
-    def try_submit(self, step: Step, base: Tokens | None, now: float) -> str:
+    def try_submit(self, step: Step, base: Base | None, now: float) -> str:
         i = step.step_index
         r = self.find(step.trajectory_uid, step.prompt_uid, now, base)
         if isinstance(r, str):
             return r
         knows_base = base is None or (
-            base.step_index in r.steps and tokens_of(r.steps[base.step_index]) == base
+            base.step_index in r.steps and base_of(r.steps[base.step_index]) == base
         )
         if i in r.steps:
             if not knows_base:
@@ -648,7 +648,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         self.leases: dict[str, Held] = {}
         self.calls: list[tuple[str, tuple[Any, ...], float, Any]] = []
         self.tickets = 0
-        self.tips: dict[tuple[str, str, int], Tokens] = {}
+        self.tips: dict[tuple[str, str, int], Base] = {}
         # So that most of what follows meets something.
         for p, ends in zip(PROMPTS, begun, strict=False):
             self.run_rollouts("train", p, ends, 2)
@@ -708,10 +708,10 @@ class DataPoolMachine(RuleBasedStateMachine):
             if answer not in ("accepted", "duplicate", "late"):
                 self.tips.pop((channel, step.trajectory_uid, step.step_index), None)
 
-    def base(self, step: Step, channel: str) -> Tokens | None:
+    def base(self, step: Step, channel: str) -> Base | None:
         """As a client has it: what it sent before, until that is refused."""
         tip = self.tips.get((channel, step.trajectory_uid, step.step_index - 1))
-        self.tips[channel, step.trajectory_uid, step.step_index] = tokens_of(step)
+        self.tips[channel, step.trajectory_uid, step.step_index] = base_of(step)
         return tip
 
     @rule(
@@ -1028,9 +1028,8 @@ class DataPoolMachine(RuleBasedStateMachine):
             assert rest[0] == rest[1]
 
 
-def tokens_of(step: Step) -> Tokens:
-    ids = step.prompt_ids.tobytes(), step.response_ids.tobytes()
-    return Tokens(step.step_index, *ids, pack(step).header.crc)
+def base_of(step: Step) -> Base:
+    return Base.of(step, pack(step).header.crc)
 
 
 def build_step(p: str, k: int, index: int, token: int, is_last: bool, is_stray: bool) -> Step:

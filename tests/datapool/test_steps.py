@@ -13,7 +13,7 @@ from stepwell.datapool import (
     TrajectoryConflictError,
     UnknownBaseError,
 )
-from stepwell.datapool.codec import Tokens, pack
+from stepwell.datapool.codec import Base, pack
 from stepwell.datapool.core import steps as steps_module
 
 
@@ -103,7 +103,8 @@ def test_apply_steps_tells_each_step_its_own_answer(pool, make_step):
 
 def test_a_step_without_its_bytes_is_refused(pool, make_step):
     sent = pack(make_step("t"))
-    based = pack(make_step("t"), Tokens(0, np.int32([1]).tobytes(), np.int32([2]).tobytes(), 0))
+    beginning = make_step("t", prompt_ids=[1], response_ids=[2], rollout_log_probs=None)
+    based = pack(make_step("t"), Base.of(beginning, 0))
     assert based.header.base == 0
     for broken in (
         replace(sent, payload=b""),
@@ -126,9 +127,8 @@ def test_a_step_that_is_too_large_is_refused(pool, make_step, monkeypatch):
 
 def test_a_step_relative_to_other_tokens_than_the_stored_ones_is_asked_for_whole(pool, make_step):
     pool.submit_step(make_step("t"))
-    prompt = make_step("t").prompt_ids.tobytes()
     other = make_step("t", response_ids=[4, 6])
-    base = Tokens(0, prompt, other.response_ids.tobytes(), pack(other).header.crc)
+    base = Base.of(other, pack(other).header.crc)
     (answer,) = pool.apply_steps(
         [("t", "p", pack(make_step("t", index=1, prompt_ids=[1, 2, 3, 4, 6]), base))]
     )
