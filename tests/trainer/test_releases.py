@@ -7,6 +7,7 @@ import random
 import shutil
 import uuid
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,10 +104,11 @@ async def test_without_traffic_a_version_stays_and_the_next_is_published(tmp_pat
 
 
 async def asked_after(run: SmallRun, steps: int, to: int | None) -> Answer:
-    """What the trainer answers while it waits for groups, after so many steps or some more."""
+    """What the trainer answers while it waits for groups, after so many steps."""
+    held, begun = asyncio.Event(), count()
+    enough = steps * run.config.trainer.train_batch_size
+    run.rollouts.hold = lambda task, channel: held if next(begun) >= enough else None
     await run.trained(steps)
-    held = asyncio.Event()
-    run.rollouts.hold = lambda task, channel: held
     with RollBackFile(run.config.run.dir).asked(to) as answer:
         found = await asyncio.to_thread(wait_for, answer, lambda: True)
     run.rollouts.hold = lambda task, channel: None

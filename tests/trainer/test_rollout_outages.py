@@ -24,6 +24,7 @@ from stepwell.datapool.types import TRAIN
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.listening import bind
+from stepwell.gateway.server import http_protocol
 from stepwell.gateway.wiring import Wiring
 from stepwell.trainer.config import JsonlSource, RolloutConfig
 from stepwell.trainer.data import PromptSource
@@ -88,7 +89,9 @@ class Gateway:
         app = create_app(config, Wiring((self.engine.url,)), self.pool, make_tokenizer("chatml"))
         listening = bind("127.0.0.1", self.port)
         self.port = listening.getsockname()[1]
-        settings = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0)
+        settings = uvicorn.Config(
+            app, http=http_protocol(config), log_level="critical", timeout_graceful_shutdown=0
+        )
         settings.load()
         server = uvicorn.Server(settings)
         server.lifespan = settings.lifespan_class(settings)
