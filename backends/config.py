@@ -201,7 +201,7 @@ class TorchBackendConfig(Section):
     started from, which under LoRA costs nothing: the model with its adapters off."""
     ranks: int = Field(default=1, ge=1)
     """Processes that shard weights, gradients and optimizer state (FSDP2) and share the
-    micro-batches: Ray actors with a GPU each, or those of `torchrun` if it started us."""
+    micro-batches: Ray actors with a GPU each."""
     num_threads: int | None = Field(default=None, ge=1)
     """torch's threads in this process; null leaves them as they are."""
     seed: int = Field(default=0, ge=0)

@@ -35,8 +35,7 @@ from stepwell.backends.tree import is_enabled
 class Critic:
     """Values of states, and the model that learns them. Not thread-safe: one caller at a time.
 
-    With `backend.ranks` it is sharded as the policy is: over the same processes under torchrun,
-    over as many Ray actors of its own (and their GPUs) otherwise.
+    With `backend.ranks` it is sharded as the policy is, over as many Ray actors of its own.
 
     Args:
         backend: how it computes; the policy's section.

@@ -3,11 +3,7 @@
     RankedBackend ──call(method, args)──► rank 0 … rank n-1: a TorchBackend each (`fsdp.py`)
         (the trainer's process)  ◄── rank 0's answer
 
-Two ways to get ranks, one protocol:
-
-- `RayRanks`: actors, a GPU each; Ray places them, on one machine or many.
-- `TorchrunRanks`: the processes that `torchrun` started. Rank 0 runs the trainer and is a rank
-  itself; the others are in `follow`, which waits for its calls until it says to stop.
+The ranks are actors, a GPU each; Ray places them, on one machine or many.
 
 A batch is sent once, when it is converted; later calls send its columns. An error that every rank
 raises (a bad batch) is raised as it is, and the ranks go on. One that only some raise leaves the
@@ -18,13 +14,6 @@ Does not own: the model, the sharding, who computes what (`torch_backend.py`, `f
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import functools
-import os
-import pickle
-import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +22,6 @@ from typing import Any, TypeAlias
 import ray
 import torch
 import torch.distributed as dist
-from ray import cloudpickle
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
@@ -46,7 +34,6 @@ _GRACE_S = 10.0
 """After one rank's error, how long the others may take to raise theirs."""
 PLACED_S = 300.0
 """For Ray to start the ranks. One that waits longer waits for a GPU that is not there."""
-_FOR_EVER = datetime.timedelta(days=365)
 
 
 Build: TypeAlias = Callable[[TorchBackendConfig, Path], TrainingBackend]
@@ -76,22 +63,6 @@ class Rank:
         return getattr(self._backend, method)(*args)
 
 
-class RankGroup(ABC):
-    """The ranks, however they were started."""
-
-    @abstractmethod
-    def call(self, method: str, *args: Any) -> Any:
-        """`Rank.call` on every rank; rank 0's answer.
-
-        Raises:
-            RankError: a rank died, or failed alone; all are stopped.
-        """
-
-    @abstractmethod
-    def stop(self) -> None:
-        """End the ranks. Idempotent."""
-
-
 @dataclass(eq=False, slots=True)
 class RankedBatch(TokenBatch):
     """A `TokenBatch` that the ranks know by its number."""
@@ -102,7 +73,7 @@ class RankedBatch(TokenBatch):
 class RankedBackend(TrainingBackend):
     """The ranks as one backend; see the module's docstring."""
 
-    def __init__(self, ranks: RankGroup) -> None:
+    def __init__(self, ranks: RayRanks) -> None:
         self._ranks = ranks
         self._batches = 0
         self._sent: int | None = None
@@ -206,7 +177,7 @@ class _RankActor:
         return answer if self._rank == 0 else None
 
 
-class RayRanks(RankGroup):
+class RayRanks:
     """`config.ranks` actors, one GPU each on CUDA. Ray must have been initialised.
 
     Args:
@@ -246,12 +217,18 @@ class RayRanks(RankGroup):
         self._wait(starting, "start")
 
     def call(self, method: str, *args: Any) -> Any:
+        """`Rank.call` on every rank; rank 0's answer.
+
+        Raises:
+            RankError: a rank died, or failed alone; all are stopped.
+        """
         if not self._actors:
             raise RankError(f"{method} was called on ranks that were stopped; start the run again")
         shared = ray.put(args)  # once, not once a rank
         return self._wait([a.call.remote(method, shared) for a in self._actors], method)
 
     def stop(self) -> None:
+        """End the ranks. Idempotent."""
         for actor in self._actors:
             ray.kill(actor)
         self._actors = []
@@ -286,91 +263,6 @@ class RayRanks(RankGroup):
         ) from error
 
 
-# --- ranks that torchrun started
-
-
-class TorchrunRanks(RankGroup):
-    """This process and the other ones of `torchrun`; this is rank 0."""
-
-    def __init__(self, build: Build, config: TorchBackendConfig, model_path: Path) -> None:
-        _join_torchrun(config)
-        self._id = uuid.uuid4().hex
-        _broadcast((self._id, "", (build, config, model_path)))
-        self._inner: Rank | None = Rank(build, config, model_path)
-
-    def call(self, method: str, *args: Any) -> Any:
-        if self._inner is None:
-            raise RankError(f"{method} was called on ranks that were stopped; start the run again")
-        _broadcast((self._id, method, args))
-        return self._inner.call(method, *args)
-
-    def stop(self) -> None:
-        if self._inner is not None:
-            self._inner = None
-            with contextlib.suppress(RuntimeError):  # the others may be gone
-                _broadcast((self._id, None, ()))
-
-
-def torchrun_rank() -> int | None:
-    """This process's rank if `torchrun` started it among several."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ["WORLD_SIZE"]) == 1:
-        return None
-    return int(os.environ["RANK"])
-
-
-def follow(config: TorchBackendConfig) -> None:
-    """Do as rank 0 says, until it ends; what every other process of `torchrun` is for."""
-    _join_torchrun(config)
-    ranks: dict[str, Rank] = {}
-    while (message := _broadcast(None)) is not None:
-        backend, method, args = message
-        # Rank 0 raises the same and decides; any other error ends this process, and torchrun
-        # ends the rest.
-        with contextlib.suppress(BackendError):
-            if method is None:
-                ranks.pop(backend, None)
-            elif not method:
-                ranks[backend] = Rank(*args)
-            else:
-                ranks[backend].call(method, *args)
-    dist.destroy_process_group()
-
-
-def release(config: TorchBackendConfig) -> None:
-    """Let the others end; what rank 0 of `torchrun` does last. Elsewhere nothing happens."""
-    if torchrun_rank() == 0:
-        _join_torchrun(config)  # a run that was complete already has not met them yet
-        _broadcast(None)
-        dist.destroy_process_group()
-
-
-def _join_torchrun(config: TorchBackendConfig) -> None:
-    if dist.is_initialized():
-        return
-    if _wants_gpu(config):
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(_collectives(config))
-    _calls()
-
-
-@functools.cache
-def _calls() -> dist.ProcessGroup:
-    """A group for calls alone: between two of them any time may pass (rollouts, an evaluation)."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_FOR_EVER)
-    return group
-
-
-def _broadcast(message: Any) -> Any:
-    """Rank 0's `message`, on every rank. By cloudpickle: a loss function may be a closure."""
-    if dist.get_rank() == 0:
-        packed = cloudpickle.dumps(message)  # type: ignore[no-untyped-call]  # theirs
-        dist.broadcast_object_list([packed], src=0, group=_calls())
-        return message
-    box: list[Any] = [None]
-    dist.broadcast_object_list(box, src=0, group=_calls())
-    return pickle.loads(box[0])
-
-
 def _collectives(config: TorchBackendConfig) -> str:
     # Objects and metrics travel from CPU to CPU, weights and gradients from GPU to GPU.
     return "cpu:gloo,cuda:nccl" if _wants_gpu(config) else "gloo"
@@ -392,14 +284,10 @@ def start(
         options: Ray's actor options by rank.
 
     Raises:
-        BackendConfigError: neither torchrun nor Ray is there to give us ranks.
+        BackendConfigError: Ray is not running.
     """
-    path = model_path.absolute()
-    if torchrun_rank() is not None:
-        return RankedBackend(TorchrunRanks(build, config, path))
     if not ray.is_initialized():
         raise BackendConfigError(
-            f"backend.ranks is {config.ranks}, but Ray is not running and torchrun did not start "
-            "us; call ray.init() first, or use torchrun"
+            f"backend.ranks is {config.ranks}, but Ray is not running; call ray.init() first"
         )
-    return RankedBackend(RayRanks(build, config, path, options))
+    return RankedBackend(RayRanks(build, config, model_path.absolute(), options))

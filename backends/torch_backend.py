@@ -139,7 +139,7 @@ class TorchBackend(TrainingBackend):
         cls, config: TorchBackendConfig, model_path: str | Path, **kwargs: Any
     ) -> TrainingBackend:
         """A backend in this process, or `config.ranks` of them behind one (`ranks.start`)."""
-        if config.ranks == 1 and ranks.torchrun_rank() is None:
+        if config.ranks == 1:
             return cls(config, model_path)
         return ranks.start(cls, config, Path(model_path), **kwargs)
 

@@ -28,17 +28,14 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from stepwell.trainer.errors import INTERRUPTED, ConfigError, TrainerError
 from stepwell.version import __version__
-
-if TYPE_CHECKING:
-    from stepwell.config import RunConfig
 
 T = TypeVar("T")
 
@@ -166,13 +163,11 @@ def _train(args: argparse.Namespace) -> int:
         )
     config = load_config(args.config, args.overrides)
 
-    def work() -> Coroutine[Any, Any, object]:
-        checked = check_run(config)
-        from stepwell.run import train
+    checked = check_run(config)
+    from stepwell.run import train  # torch and Ray, only now: a mistake costs no seconds
 
-        return train(config, checked)
-
-    return _train_by(config, work)
+    asyncio.run(interruptible(train(config, checked)))
+    return 0
 
 
 def _attach(args: argparse.Namespace) -> int:
@@ -190,30 +185,10 @@ def _attach(args: argparse.Namespace) -> int:
         sys.path.insert(0, str(run.folder))
     config = attached_config(folder, run.config, args.config, args.overrides)
 
-    def work() -> Coroutine[Any, Any, object]:
-        checked = check_attached(config)
-        from stepwell.run import attach
+    checked = check_attached(config)
+    from stepwell.run import attach
 
-        return attach(config, run, checked)
-
-    return _train_by(config, work)
-
-
-def _train_by(config: RunConfig, work: Callable[[], Coroutine[Any, Any, object]]) -> int:
-    """As the first rank, or as one that computes what the first asks for.
-
-    Args:
-        work: checks first, and imports torch and Ray only then: a mistake costs no seconds.
-    """
-    follows = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0"
-    begun = None if follows else work()
-    from stepwell.backends import ranks
-
-    if begun is None:
-        ranks.follow(config.backend)
-        return 0
-    asyncio.run(interruptible(begun))
-    ranks.release(config.backend)
+    asyncio.run(interruptible(attach(config, run, checked)))
     return 0
 
 

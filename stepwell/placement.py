@@ -6,9 +6,6 @@
 
 The critic of GAE has as many ranks as the trainer, and its rank i shares the GPU of the trainer's.
 
-An engine with more GPUs than a node has is spread over the fewest nodes that hold them in equal
-parts, a bundle each (`backends/engines/nodes.py`).
-
 `plan` is pure and says what would be done; `place` does it. Ray numbers the bundles of a group as
 it likes, so every bundle is asked where it is and they are sorted by node address, node id and GPU
 id: rank 0 is on the lowest GPU of the lowest node, neighbours are neighbours, in every start.
@@ -76,8 +73,6 @@ class Plan:
     critic: tuple[Seat, ...] = ()
     """Of the critic's ranks, where there is one and it is not in the driver's own process."""
     engines: tuple[Seat, ...] = ()
-    """`nodes_per_engine` seats in a row for each."""
-    nodes_per_engine: int = 1
 
 
 def wanted_gpus(config: RunConfig) -> tuple[int, int]:
@@ -133,31 +128,18 @@ def plan(
             tuple(Seat(i, share) for i in range(critics)),
             tuple(Seat(i, share) for i in range(engines)),
         )
-    spread = _nodes_of_an_engine(size, nodes) if engines else 1
-    part = size // spread
+    if engines and size > max(node.gpus for node in nodes):
+        raise ConfigError(
+            f"cluster.gpus_per_engine is {size}, but no node has so many GPUs; lower it, or start "
+            "the engine over several nodes yourself and name it: engine.kind=attach, engine.urls"
+        )
     share = 1 / (1 + bool(critics))
     return Plan(
         mode,
-        (1,) * ranks + (part,) * (engines * spread),
+        (1,) * ranks + (size,) * engines,
         tuple(Seat(i, share) for i in range(ranks)),
         tuple(Seat(i, share) for i in range(critics)),
-        tuple(Seat(ranks + i, part) for i in range(engines * spread)),
-        spread,
-    )
-
-
-def _nodes_of_an_engine(size: int, nodes: Sequence[Node]) -> int:
-    """The fewest nodes that hold `size` GPUs in equal parts.
-
-    Raises:
-        ConfigError: none do.
-    """
-    for n in range(1, size + 1):
-        if size % n == 0 and sum(node.gpus >= size // n for node in nodes) >= n:
-            return n
-    raise ConfigError(
-        f"cluster.gpus_per_engine is {size}, which no number of nodes holds in equal parts; they "
-        f"have {', '.join(str(node.gpus) for node in nodes)} GPUs"
+        tuple(Seat(ranks + i, size) for i in range(engines)),
     )
 
 
@@ -207,19 +189,12 @@ class Placement:
             ),
         }
 
-    def engine_options(self, number: int) -> list[dict[str, Any]]:
-        """Of each of the engine's nodes; mostly it has one."""
-        if not self.plan.engines:
-            return [{}]
-        spread = self.plan.nodes_per_engine
-        seats = self.plan.engines[number * spread : (number + 1) * spread]
-        return [self.options(seat) for seat in seats]
+    def engine_options(self, number: int) -> dict[str, Any]:
+        return self.options(self.plan.engines[number]) if self.plan.engines else {}
 
     def engine_ip(self, number: int) -> str | None:
-        """The node of an engine's (first) seat; None: it has no seat."""
-        if not self.plan.engines:
-            return None
-        return self.bundles[self.plan.engines[number * self.plan.nodes_per_engine].bundle].ip
+        """The node of an engine's seat; None: it has no seat."""
+        return self.bundles[self.plan.engines[number].bundle].ip if self.plan.engines else None
 
     def backend_options(self) -> dict[str, Any]:
         """What `build_backend` is given: options by rank; nothing for a rank in this process."""

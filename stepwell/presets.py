@@ -342,7 +342,8 @@ def _read_overrides(overrides: Sequence[str]) -> tuple[Raw, list[str]]:
         tidy = ".".join(re.findall(r"[^.\s]+", key.lstrip("-").partition("[")[0]))
         if not sep or key != tidy or not key:
             right = f"{tidy or 'KEY'}={value.strip() or 'VALUE'}"
-            lines.append(f"override {override!r} is malformed; write {right}, a list as a whole")
+            whole = ", the list as a whole" if "[" in key else ""
+            lines.append(f"override {override!r} is malformed; write {right}{whole}")
             continue
         if key == "extends":
             lines.append(

@@ -100,7 +100,7 @@ class EngineServer:
 
 
 async def started(server: Any) -> list[str]:
-    """Urls of the engine of a new `EngineServer` or `EngineGroupServer`, which is kept there.
+    """Urls of the engine of a new `EngineServer`, which is kept there.
 
     Raises:
         EngineStartError: it did not come up.

@@ -287,7 +287,7 @@ class Supervisor:
         current = self._committed()
         try:
             served = str(self._ask(EngineClient.model_info, 30.0)["weight_version"])
-        except EngineError:  # it died again, or is a later node of a server: only the first answers
+        except EngineError:  # it died again
             return self._is_running()
         names = (str(current.version), "default" if current.version == 0 else "")
         if served not in names and not self._load(current):
@@ -358,7 +358,7 @@ class Supervisor:
         process = self._process
         if process is None:
             return
-        # A later node of a server has no such endpoint: its first node speaks for all.
+        # An engine of a plug-in may have no such endpoint.
         limit_s = min(PROBE_TIMEOUT_S, self.config.hang_timeout_s)
         answers = self._status("/model_info", limit_s) not in NOT_THERE
         silent_s = ailing_s = 0.0

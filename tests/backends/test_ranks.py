@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +15,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stepwell.backends import fsdp, ranks
+from stepwell.backends import fsdp, ranks, torch_backend
 from stepwell.backends.base import LossOutput, Mean, TrainingBackend, build_backend
 from stepwell.backends.config import TorchBackendConfig
-from stepwell.backends.errors import BackendConfigError, BatchError, RankError
+from stepwell.backends.errors import BackendConfigError, RankError
 from stepwell.backends.fsdp import Ranks
-from stepwell.backends.ranks import RankedBackend, RayRanks
+from stepwell.backends.ranks import RayRanks
 from stepwell.backends.rows import build_rows, computed_tokens
 from stepwell.datapool.types import Step
 from tests.backends.models import VOCAB, qwen3, save_model, step
@@ -89,123 +86,25 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(qwen3(), tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
-@pytest.mark.usefixtures("cluster")
-def test_two_ray_ranks_train_as_one_process_does_and_resume_in_either_number(
-    model_path: Path, tmp_path: Path
-) -> None:
-    alone = build_backend("torch", config_of(), model_path)
-    expected = train(alone, [0, 1])
-    alone.save_weights(tmp_path / "alone")
-
-    two = build_backend("torch", config_of(ranks=2), model_path)
-    assert isinstance(two, RankedBackend)
-    assert_same_updates(train(two, [0, 1]), expected)
-    two.save_weights(tmp_path / "two")
-    assert_same_weights(tmp_path / "two", tmp_path / "alone")
-
-    batch = two.convert(steps_of(7))
-    for method in ("compute_log_probs", "compute_ref_log_probs"):
-        got = getattr(two, method)(batch)
-        want = getattr(alone, method)(alone.convert(steps_of(7)))
-        torch.testing.assert_close(got, want, atol=2e-4, rtol=0)
-
-    # An error that all ranks raise leaves them usable.
-    with pytest.raises(BatchError, match="token id 41"):
-        two.convert([step([1, VOCAB + 1], [2])])
-
-    # The checkpoint knows no ranks: one process goes on from it as two do.
-    torch.save(two.state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    resumed = build_backend("torch", config_of(), model_path)
-    resumed.load_state_dict(state)
-    expected = train(two, [2])
-    assert_same_updates(train(resumed, [2]), expected)
-    two.load_state_dict(state)
-    again = train(two, [2])
-    assert [m["loss"] for m in again] == [m["loss"] for m in expected]
-    assert [m["grad_norm"] for m in again] == [m["grad_norm"] for m in expected]
-
-    # One that fails alone leaves the others in a collective: all are stopped, and it is named.
-    batch = two.convert(steps_of(3))
-    batch.columns |= {"coef": torch.ones(batch.n_tokens), "advantages": torch.ones(batch.n_tokens)}
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed in train_step: .*only"):
-        two.train_step(batch, bad_on_one_rank)
-    with pytest.raises(RankError, match="were stopped"):
-        two.convert(steps_of(3))
-    two.close()
+def with_a_chunked_head(config: TorchBackendConfig, path: Path) -> TrainingBackend:
+    torch_backend.chunk_tokens = lambda limit_mb, vocab: 5
+    return torch_backend.TorchBackend(config, path)
 
 
 @pytest.mark.usefixtures("cluster")
-def test_ranks_for_which_there_is_no_gpu_are_an_error_and_no_wait_for_ever(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "PLACED_S", 1.0)
-    options = {"options": [{"num_gpus": 1}, {"num_gpus": 1}]}
-    with pytest.raises(BackendConfigError, match=r"ranks is 2, .* 0 of the cluster's 0 GPUs"):
-        build_backend("torch", config_of(ranks=2), model_path, **options)
-
-
-@pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
-@pytest.mark.long
-def test_in_bfloat16_two_ranks_have_the_policy_of_one_process(
-    model_path: Path, lora: dict[str, Any] | None
-) -> None:
-    policies = []
-    for n in (1, 2):
-        backend = build_backend(
-            "torch", config_of(ranks=n, dtype="bfloat16", lora=lora), model_path
-        )
-        train(backend, [0])
-        policies.append(backend.compute_log_probs(backend.convert(steps_of(7))))
-        backend.close()
-    torch.testing.assert_close(*policies, atol=1e-6, rtol=0)
-
-
 @pytest.mark.timeout(600)  # two more processes import torch, on a machine that may be busy
 @pytest.mark.long
-def test_two_torchrun_ranks_with_every_saving_on_train_as_one_plain_process(
+def test_two_ranks_with_every_saving_on_train_as_one_plain_process(
     model_path: Path, tmp_path: Path
 ) -> None:
     """LoRA, gradient checkpointing, tree rows and a chunked head, all at once."""
     options = {"lora": {"rank": 4}, "rows": "tree", "gradient_checkpointing": True}
-    program = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-import torch
-import test_ranks as t
-from stepwell.backends import ranks, torch_backend
-from stepwell.backends.base import build_backend
-torch_backend.chunk_tokens = lambda limit_mb, vocab: 5
-config = t.config_of(ranks=2, **{options!r})
-path, out = Path({str(model_path)!r}), Path({str(tmp_path)!r})
-if ranks.torchrun_rank():
-    ranks.follow(config)
-else:
-    backend = build_backend("torch", config, path)
-    metrics = t.train(backend, [0, 1])
-    reference = backend.compute_ref_log_probs(backend.convert(t.steps_of(7)))
-    backend.save_weights(out / "two")
-    backend.save_adapters(out / "adapters")
-    torch.save((metrics, reference), out / "metrics.pt")
-    backend.close()
-    ranks.release(config)
-"""
-    (tmp_path / "program.py").write_text(program)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", str(tmp_path / "program.py")],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    got, reference = torch.load(tmp_path / "metrics.pt", weights_only=True)
+    two = ranks.start(with_a_chunked_head, config_of(ranks=2, **options), model_path)
+    got = train(two, [0, 1])
+    reference = two.compute_ref_log_probs(two.convert(steps_of(7)))
+    two.save_weights(tmp_path / "two")
+    two.save_adapters(tmp_path / "adapters")
+    two.close()
     alone = build_backend("torch", config_of(lora={"rank": 4}), model_path)
     assert_same_updates(got, train(alone, [0, 1]))
     alone.save_weights(tmp_path / "alone")
@@ -243,9 +142,7 @@ def test_more_ranks_than_processes_are_refused_with_the_remedy(model_path: Path)
         TorchBackend(config_of(ranks=2), model_path)
 
 
-def test_ranks_without_ray_or_torchrun_are_refused(
-    model_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_without_ray_are_refused(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(BackendConfigError, match=r"ranks is 2, but Ray is not running"):
         build_backend("torch", config_of(ranks=2), model_path)

@@ -39,7 +39,7 @@ def test_an_option_of_another_framework_is_told_to_be_an_override(
 ) -> None:
     if option == ["--seed=1"]:  # a whole KEY=VALUE: the configuration answers
         assert main(["config", "--config", "quickstart", *option]) == 2
-        assert "begins with dashes; write seed=1" in capsys.readouterr().err
+        assert "is malformed; write seed=1" in capsys.readouterr().err
     else:
         told = _refused(capsys, "train", "--config", "quickstart", *option)
         assert f"unrecognized arguments: {option[0]}" in told

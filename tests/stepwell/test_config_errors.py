@@ -30,7 +30,7 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
         ("run.name='x", "close what is open"),
         ("--trainer.lr=1", "write trainer.lr=1"),
         ("--run.name", "write run.name=VALUE"),
-        ("engine.urls[0]=x", "write engine.urls=x, a list as a whole"),
+        ("engine.urls[0]=x", "write engine.urls=x, the list as a whole"),
         ("run.name = x", "write run.name=x"),
         ("model.path=${run.name", "close what is open"),
     ],

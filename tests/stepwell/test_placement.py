@@ -105,15 +105,10 @@ def test_an_engine_that_fits_a_node_is_on_one() -> None:
     assert planned.engines == ((2, 2.0),)
 
 
-def test_an_engine_larger_than_a_node_is_spread_in_equal_parts() -> None:
+def test_an_engine_larger_than_a_node_is_refused_with_the_way_to_have_one() -> None:
     nodes = [Node(f"10.0.0.{i}", f"{i}" * 40, 8, is_driver=i == 1) for i in range(1, 5)]
-    planned = plan(config("cluster.gpus_per_engine=12", "cluster.engines=2"), nodes)
-    assert planned.nodes_per_engine == 2
-    assert planned.bundles == (1, 1, 6, 6, 6, 6)
-    assert planned.engines == ((2, 6), (3, 6), (4, 6), (5, 6))
-    two = [DRIVER._replace(gpus=4), OTHER._replace(gpus=4)]
-    with pytest.raises(ConfigError, match=r"gpus_per_engine is 5, which no number .* 4, 4 GPUs"):
-        plan(config("cluster.gpus_per_engine=5"), two)
+    with pytest.raises(ConfigError, match=r"gpus_per_engine is 12, but no node .* engine\.urls"):
+        plan(config("cluster.gpus_per_engine=12", "cluster.engines=2"), nodes)
 
 
 BUNDLES = [
@@ -161,7 +156,7 @@ def test_actors_sit_where_the_plan_says_in_every_start(gpus: None) -> None:
     for _ in range(2):
         placement = place(config("cluster.engines=2"))
         options = [*placement.backend_options()["options"]]
-        options += [option for i in range(2) for option in placement.engine_options(i)]
+        options += [placement.engine_options(i) for i in range(2)]
         parts = [ray.remote(Part).options(num_cpus=0, **o).remote() for o in options]
         seen.append(ray.get([part.where.remote() for part in parts]))
         for part in parts:
