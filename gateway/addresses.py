@@ -32,7 +32,8 @@ class Addresses:
         self._public_url = public_url
         self._connections = ConnectionPool()
         self._turns = itertools.count(self.index)
-        self._looks = [_Look() for _ in self.urls]
+        self._looks = [(float("-inf"), True)] * len(self.urls)
+        """When each was last looked at, and whether it answered."""
 
     async def place(self, trajectory_uid: str | None = None) -> int | None:
         """The replica that is to serve a new trajectory; None: there is only this one.
@@ -60,8 +61,8 @@ class Addresses:
         return {
             "replica": self.index,
             "replicas": [
-                {"url": url, "up": i == self.index or look.is_up}
-                for i, (url, look) in enumerate(zip(self.urls, self._looks, strict=True))
+                {"url": url, "up": is_up}
+                for url, (_, is_up) in zip(self.urls, self._looks, strict=True)
             ],
         }
 
@@ -69,14 +70,13 @@ class Addresses:
         self._connections.close()
 
     async def _is_up(self, replica: int) -> bool:
-        if replica == self.index:
-            return True
-        look = self._looks[replica]
-        async with look.lock:
-            if time.monotonic() - look.at > CHECK_S:
-                look.is_up = await self._answers(self.urls[replica])
-                look.at = time.monotonic()
-        return look.is_up
+        looked_at, is_up = self._looks[replica]
+        now = time.monotonic()
+        if replica != self.index and now - looked_at > CHECK_S:
+            self._looks[replica] = now, is_up  # others take that meanwhile
+            is_up = await self._answers(self.urls[replica])
+            self._looks[replica] = now, is_up
+        return is_up
 
     async def _answers(self, url: str) -> bool:
         try:
@@ -87,11 +87,3 @@ class Addresses:
                 return answer.status == 200
         except (ConnectionError, TimeoutError):
             return False
-
-
-class _Look:
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.at = float("-inf")
-        """`time.monotonic()`"""
-        self.is_up = True

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -35,9 +33,6 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.params import refusal
 from stepwell.gateway.dialects.registry import error_response
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
-from stepwell.gateway.functions import load_function
-from stepwell.gateway.hosts import Hosts
-from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.openapi import install_openapi
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.routes import ROUTES
@@ -45,26 +40,19 @@ from stepwell.gateway.serve import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HE
 from stepwell.gateway.services import Services
 from stepwell.gateway.slime_buffer.router import router as rollout_router
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
-from stepwell.gateway.tokens.turn_messages import TurnMessages
 from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
-
-RENDER_THREADS = 2
 
 
 class _App(FastAPI):
     """FastAPI with the layers that it has for telemetry, uploads and debugging left out: they cost
     a call as much as all else that is done before it."""
 
-    def __init__(self, layers: Sequence[Middleware], **settings: Any) -> None:
-        super().__init__(**settings)
-        self._layers = layers
-
     def build_middleware_stack(self) -> ASGIApp:
         stack: ASGIApp = AsyncExitStackMiddleware(self.router)
         stack = ExceptionMiddleware(stack, handlers=self.exception_handlers)
-        for layer in self._layers:
+        for layer in reversed(self.user_middleware):
             stack = layer.cls(stack, *layer.args, **layer.kwargs)
         return stack
 
@@ -91,24 +79,12 @@ def create_app(
     """
     # Texts come one at a time: a pool of threads costs each two switches and gains it nothing.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    keys, hosts = KeyRing(config), Hosts(config, wiring.replica_urls)
-    make_services = partial(
-        Services,
-        config=config,
-        wiring=wiring,
-        pool=pool,
-        tokenizer=tokenizer or ChatTokenizer.load(config.tokenizer_path),
-        turn_messages=TurnMessages(config),
-        keys=keys,
-        hosts=hosts,
-        reward=load_function(config, "reward_fn"),
-        generator=load_function(config, "rollout_generator"),
-    )
+    tokenizer = tokenizer or ChatTokenizer.load(config.tokenizer_path)
+    services = Services(config, wiring, pool, tokenizer)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with ThreadPoolExecutor(RENDER_THREADS, "gateway-render") as threads:
-            app.state.services = services = make_services(threads)
+        with services.threads:
             await services.start()
             try:
                 yield
@@ -116,13 +92,11 @@ def create_app(
                 await services.close()
 
     handlers: dict[Any, Any] = {
-        GatewayError: _gateway_error,
-        DataPoolError: _pool_error,
-        RequestValidationError: _validation_error,
+        **dict.fromkeys((GatewayError, DataPoolError, RequestValidationError), _refused),
         HTTPException: _http_error,
         Exception: _bug,
     }
-    layers = [Middleware(Protection, keys=keys, hosts=hosts, config=config)]
+    layers = [Middleware(Protection, services=services)]
     if config.allowed_origins:
         # Browsers ask before they send JSON, and need leave to read the answer.
         cors = Middleware(
@@ -132,9 +106,9 @@ def create_app(
             allow_headers=["*"],
             expose_headers=[IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER],
         )
-        layers.append(cors)
+        layers.insert(0, cors)
     app = _App(
-        layers,
+        middleware=layers,
         title="Stepwell gateway",
         routes=[*ROUTES],
         lifespan=lifespan,
@@ -142,23 +116,21 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.state.services = services
     app.include_router(lifecycle.router)
     install_openapi(app)
     app.include_router(rollout_router)
     return app
 
 
-def _gateway_error(request: Request, e: GatewayError) -> Response:
+def _refused(
+    request: Request, e: GatewayError | DataPoolError | RequestValidationError
+) -> Response:
+    if isinstance(e, RequestValidationError):
+        e = refusal(e.errors())
+    elif isinstance(e, DataPoolError):  # the pool refused what a client sent
+        e = RequestError(str(e), None)
     return error_response(request.url.path, e)
-
-
-def _pool_error(request: Request, e: DataPoolError) -> Response:
-    """The pool refused what a client sent."""
-    return error_response(request.url.path, RequestError(str(e), None))
-
-
-def _validation_error(request: Request, e: RequestValidationError) -> Response:
-    return error_response(request.url.path, refusal(e.errors()))
 
 
 def _http_error(request: Request, e: HTTPException) -> Response:

@@ -118,8 +118,8 @@ class KeyRing:
             for each in config.agent_keys.values()
         ]
         secrets = [(key.get_secret_value().encode(), holder) for key, holder in keys]
-        # Of equal length: a comparison tells not even that of a key.
-        self._known = [(hashlib.sha256(secret).digest(), holder) for secret, holder in secrets]
+        # By digest: how long it takes to find one tells nothing about a key.
+        self._known = {hashlib.sha256(secret).digest(): holder for secret, holder in secrets}
         self._signing = [
             hmac.digest(secret, b"stepwell trajectory key", "sha256") for secret, _ in secrets
         ]
@@ -142,11 +142,10 @@ class KeyRing:
         if needed == "open":
             return Principal("open")
         sent = presented(headers)
-        holder = Principal("open" if self.required else "admin")
-        for key in sent if self.required else ():
-            known = self._holder_of(key)
-            if _RANK[known.access] > _RANK[holder.access]:
-                holder = known
+        digests = (hashlib.sha256(key.encode()).digest() for key in sent)
+        known = [self._known[digest] for digest in digests if digest in self._known]
+        nobody = Principal("open" if self.required else "admin")
+        holder = max(known, key=lambda each: _RANK[each.access], default=nobody)
         trajectory = next((named for key in sent if (named := self.read(key)) is not None), None)
         # What allows the call is the trajectory key, or nothing was asked for and it is a claim.
         if trajectory is not None and (holder.access == "open" or not self.required):
@@ -199,15 +198,6 @@ class KeyRing:
         # Base64 has many spellings of the same; only ours counts. No id is empty.
         is_ours = _name(uid, prompt_uid) == name and uid and prompt_uid
         return (uid, prompt_uid) if is_ours else None
-
-    def _holder_of(self, key: str) -> Principal:
-        """Takes equally long whichever key it is, and if it is none."""
-        digest = hashlib.sha256(key.encode()).digest()
-        holder = Principal("open")
-        for known, who in self._known:
-            if hmac.compare_digest(digest, known):
-                holder = who
-        return holder
 
 
 def _name(trajectory_uid: str, prompt_uid: str) -> str:

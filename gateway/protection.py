@@ -19,7 +19,6 @@ from functools import lru_cache
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.registry import error_response
 from stepwell.gateway.errors import (
     BodyTimeoutError,
@@ -27,33 +26,31 @@ from stepwell.gateway.errors import (
     GatewayError,
     MediaTypeError,
 )
-from stepwell.gateway.hosts import Hosts
-from stepwell.gateway.keys import KeyRing, needed_by
+from stepwell.gateway.keys import needed_by
 from stepwell.gateway.paths import routing_path
+from stepwell.gateway.services import Services
 from stepwell.gateway.web import connection_of
 
 
 class Protection:
     """ASGI middleware. Handlers find the caller in `request.state.principal`."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, hosts: Hosts, config: GatewayConfig) -> None:
+    def __init__(self, app: ASGIApp, services: Services) -> None:
         self._app = app
-        self._hosts = hosts
-        self._keys = keys
-        self._config = config
+        self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
         if scope["method"] == "POST":
-            await scope["app"].state.services.engine.pace.enter()  # before any work is done for it
+            await self._services.engine.pace.enter()  # before any work is done for it
         scope["path"] = path = routing_path(scope)
         headers = dict(scope["headers"])
         needed, url = needed_by(scope["method"], path)
         try:
-            self._hosts.check(scope, headers.get(b"host"), headers.get(b"origin"))
-            principal = self._keys.authorize(Headers(scope=scope), needed, url)
+            self._services.hosts.check(scope, headers.get(b"host"), headers.get(b"origin"))
+            principal = self._services.keys.authorize(Headers(scope=scope), needed, url)
             if needed != "open":
                 connection_of(scope).authenticated()
             if b"content-length" in headers or b"transfer-encoding" in headers:
@@ -75,7 +72,8 @@ class Protection:
         """
         pieces: list[bytes] = []
         size, has_more = 0, True
-        timeout_s, most = self._config.body_timeout_s, self._config.max_body_bytes
+        config = self._services.config
+        timeout_s, most = config.body_timeout_s, config.max_body_bytes
         try:
             async with asyncio.timeout(timeout_s):
                 while has_more:

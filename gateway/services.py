@@ -1,7 +1,7 @@
 """This module puts the parts of a gateway together, so that a route knows the parts it uses and not
 how they were made.
 
-    create_app ── lifespan ──► Services ──► routes.py, lifecycle.py, serve.py, slime_buffer/
+    create_app ──► Services ──► routes.py, lifecycle.py, serve.py, slime_buffer/
 
 One per running application, in `app.state.services`; there are no globals, and no part is told
 later of another one. Does not own: paths and bodies (the routes), layers before them (`app.py`).
@@ -25,7 +25,7 @@ from stepwell.gateway.dialects.openai_responses import OpenAIResponses
 from stepwell.gateway.dialects.registry import make_dialects
 from stepwell.gateway.engine import EngineClient
 from stepwell.gateway.errors import GatewayError
-from stepwell.gateway.functions import Function
+from stepwell.gateway.functions import load_function
 from stepwell.gateway.hosts import Hosts
 from stepwell.gateway.keys import KeyRing
 from stepwell.gateway.limits import CallLimits
@@ -44,6 +44,7 @@ from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
+RENDER_THREADS = 2
 PROMPT_CACHE_TOKENS = 4_000_000
 """Tokens of whole prompts kept, so that the rollouts of one prompt tokenise it once."""
 
@@ -52,22 +53,16 @@ class Services:
     """The parts of one gateway, for as long as the application runs."""
 
     def __init__(
-        self,
-        threads: ThreadPoolExecutor,
-        *,
-        config: GatewayConfig,
-        wiring: Wiring,
-        pool: DataPoolClient,
-        tokenizer: ChatTokenizer,
-        turn_messages: TurnMessages,
-        keys: KeyRing,
-        hosts: Hosts,
-        reward: Function | None,
-        generator: Function | None,
+        self, config: GatewayConfig, wiring: Wiring, pool: DataPoolClient, tokenizer: ChatTokenizer
     ) -> None:
-        self.started_at = time.monotonic()
+        """
+        Raises:
+            GatewayConfigError: a function that the configuration names cannot be loaded.
+        """
         self.config, self.pool, self.tokenizer = config, pool, tokenizer
-        self.keys, self.hosts, self.reward = keys, hosts, reward
+        self.keys, self.hosts = KeyRing(config), Hosts(config, wiring.replica_urls)
+        self.reward = load_function(config, "reward_fn")
+        self.threads = ThreadPoolExecutor(RENDER_THREADS, "gateway-render")
         self.addresses = Addresses(wiring, config.public_url)
         self.engine = EngineClient(config, wiring, tokenizer.vocabulary)
         self.recording = Recording(pool, config)
@@ -95,10 +90,10 @@ class Services:
             )
         self.calls = CallService(
             engine=self.engine,
-            prompts=Prompts(config, renderer, threads),
+            prompts=Prompts(config, renderer, self.threads),
             format=ReplyFormat(tokenizer, config),
             limits=CallLimits(config),
-            turn_messages=turn_messages,
+            turn_messages=TurnMessages(config),
             thinking=config.thinking,
             channel_sampling=wiring.sampling,
             replicas=config.replicas,
@@ -106,7 +101,7 @@ class Services:
         )
         self.outcomes = Outcomes(config, self.recording, self.trajectories)
         self.identities = Identities(
-            *(self.trajectories, conversations, self.groups, keys.read),
+            *(self.trajectories, conversations, self.groups, self.keys.read),
             idle_s=config.conversation_idle_s,
         )
         template = tokenizer.template_text
@@ -115,10 +110,12 @@ class Services:
         self.dialects = make_dialects(template, self.responses)
         """By path below `/v1/`."""
         self.rollout_buffer = RolloutBuffer(
-            *(config, wiring.engine_urls, pool, tokenizer, self.outcomes), generator
+            *(config, wiring.engine_urls, pool, tokenizer, self.outcomes),
+            load_function(config, "rollout_generator"),
         )
 
     async def start(self) -> None:
+        self.started_at = time.monotonic()
         await self.engine.start()
         self.identities.start()
 
