@@ -2,9 +2,8 @@
 
     deltas ──► BlockWriter ──► content_block_* events ──► `whole`: the blocks of a `Message`
 
-Thinking is shown to those who asked for it. Its signature is nothing secret: with `display:
-omitted` it is the text itself, so that it can be sent back. Does not own: the request, and the
-message around the blocks (`anthropic_messages.py`).
+Thinking is shown to those who asked for it, and none is needed back: a turn is found by its text
+and calls. Does not own: the request, and the message around the blocks (`anthropic_messages.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from stepwell.gateway.reply.parser import Delta, ReasoningDelta
 
 Event: TypeAlias = dict[str, Any]
 Thinking: TypeAlias = Literal["hidden", "shown", "omitted"]
-_OMITTED = "stepwell:"
-"""Begins the signature that holds the text of its omitted thinking."""
 
 
 class BlockWriter:
@@ -65,7 +62,7 @@ class BlockWriter:
     def finish(self) -> Iterator[Event]:
         """End the open block, if one is."""
         if self._open and self._kind == "thinking":
-            signature = _signature("".join(self._thought), omitted=self._thinking == "omitted")
+            signature = _signature("".join(self._thought))
             yield self._delta(type="signature_delta", signature=signature)
         if self._open:
             yield self._stop()
@@ -128,18 +125,6 @@ def whole(events: Iterable[Event]) -> list[dict[str, Any]]:
     return blocks
 
 
-def _signature(thought: str, *, omitted: bool) -> str:
+def _signature(thought: str) -> str:
     data = thought.encode(errors="replace")
-    if omitted:
-        return _OMITTED + base64.b64encode(data).decode()
     return base64.b64encode(hashlib.blake2b(data, digest_size=24).digest()).decode()
-
-
-def omitted_thought(signature: Any) -> str:
-    """The thinking that a signature of ours holds; nothing for any other."""
-    if not isinstance(signature, str) or not signature.startswith(_OMITTED):
-        return ""
-    try:
-        return base64.b64decode(signature.removeprefix(_OMITTED), validate=True).decode()
-    except ValueError:  # changed on the way; thoughts sent back are no input
-        return ""

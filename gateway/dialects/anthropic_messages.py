@@ -27,7 +27,6 @@ from stepwell.gateway.dialects.anthropic_answer import (
     BlockWriter,
     Event,
     Thinking,
-    omitted_thought,
     whole,
 )
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
@@ -192,7 +191,7 @@ class AnthropicMessages(Dialect):
             # With "none" the tools stay in the prompt, so that it goes on from the turns before.
             parse_tools=bool(tools) and choice.type != "none",
         )
-        options = Options(thinking, prefill, body.get("context_management") is not None)
+        options = Options(thinking, prefill, params.context_management is not None)
         return Parsed(call, options, ignored=(*builtin, *ignored), builtin_tools=builtin)
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -418,8 +417,7 @@ def _add(message: Message, content: Any, where: str) -> None:
         if kind == "tool_use":
             message.setdefault("tool_calls", []).append(_tool_use(block, at))
         elif kind == "thinking":
-            thought = need(block, "thinking", str, at) or omitted_thought(block.get("signature"))
-            if thought:
+            if thought := need(block, "thinking", str, at):
                 message["reasoning_content"] = message.get("reasoning_content", "") + thought
         elif kind != "redacted_thinking":
             message["content"] += _block_text(block, at, "text, thinking and tool_use")

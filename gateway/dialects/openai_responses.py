@@ -37,12 +37,7 @@ from stepwell.gateway.dialects.params import (
     wrong,
 )
 from stepwell.gateway.dialects.response_answer import Answer, Event, Options
-from stepwell.gateway.dialects.response_items import (
-    Conversation,
-    Item,
-    Toolbox,
-    additional_tools,
-)
+from stepwell.gateway.dialects.response_items import Conversation, Item, Toolbox
 from stepwell.gateway.errors import (
     ContextLengthError,
     GatewayError,
@@ -189,8 +184,6 @@ class OpenAIResponses(Dialect):
         previous = self._previous(params.previous_response_id, reader)
         toolbox = Toolbox()
         toolbox.add(params.tools or (), "tools")
-        for where, tools in additional_tools(items):
-            toolbox.add(tools, where)
         known = previous.messages if previous is not None else ()
         conversation = Conversation(known, toolbox, partial(self.store.item, reader=reader))
         for i, item in enumerate(items):

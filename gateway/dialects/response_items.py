@@ -28,15 +28,6 @@ _ROLES = {"user": "user", "system": "system", "developer": "system"}
 
 # -- tools -----------------------------------------------------------------------------------
 
-_HOSTED = frozenset(
-    (
-        *("apply_patch", "code_interpreter", "computer", "computer_use", "computer_use_preview"),
-        *("file_search", "image_generation", "local_shell", "mcp", "programmatic_tool_calling"),
-        *("shell", "tool_search", "web_search", "web_search_2025_08_26", "web_search_preview"),
-        *("web_search_preview_2025_03_11",),
-    )
-)
-"""Tools that OpenAI runs, or trained its models to use: this model cannot call them."""
 _FREEFORM: Mapping[str, Any] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -64,14 +55,14 @@ class Toolbox:
     """By flat name."""
     echo: list[dict[str, Any]] = field(default_factory=list)
     hosted: list[str] = field(default_factory=list)
-    """Tools left out, as `path=type`."""
+    """Tools left out, as `path=type`: OpenAI runs them, or trained its models to use them."""
     ignored: list[str] = field(default_factory=list)
     """What else was left aside of them."""
 
     def add(self, tools: Sequence[Any], where: str) -> None:
         """
         Raises:
-            RequestError: a tool is malformed, of an unknown type, or named as another one.
+            RequestError: a tool is malformed, or named as another one.
         """
         for i, tool in enumerate(tools):
             at = f"{where}[{i}]"
@@ -80,7 +71,7 @@ class Toolbox:
                     self.echo.append(self._callable(tool, at))
                 case {"type": "namespace"}:
                     self.echo.append(self._namespace(tool, at))
-                case {"type": str(kind)} if kind in _HOSTED:
+                case {"type": str(kind)} if kind.isascii() and kind.isidentifier():
                     self.hosted.append(f"{at}={kind}")
                 case _:
                     other = tool.get("type") if isinstance(tool, dict) else tool
@@ -255,8 +246,6 @@ class Conversation:
                 self._append({"role": "tool", "content": text, "tool_call_id": call_id})
             case "item_reference":
                 self._reference(item.get("id"), where)
-            case "additional_tools":
-                pass  # read before the conversation
             case _:
                 remedy = (
                     "this gateway supports message, reasoning, function_call, custom_tool_call, "
@@ -308,15 +297,6 @@ class Conversation:
     def _append(self, message: Message) -> None:
         self._assistant = None
         self._messages.append(message)
-
-
-def additional_tools(items: Sequence[Any]) -> list[tuple[str, list[Any]]]:
-    """Tools that come as items of the input, each list with its path."""
-    return [
-        (f"input[{i}].tools", need(item, "tools", list, f"input[{i}]", "send a list"))
-        for i, item in enumerate(items)
-        if isinstance(item, dict) and item.get("type") == "additional_tools"
-    ]
 
 
 def _in_call_order(messages: list[Message]) -> list[Message]:

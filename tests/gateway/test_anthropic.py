@@ -323,22 +323,19 @@ async def test_system_messages_may_come_anywhere(wire: Wire) -> None:
     wire.world.check_exact()
 
 
-async def test_omitted_thinking_comes_back_out_of_its_signature(wires: Any) -> None:
+async def test_omitted_thinking_needs_not_come_back_where_its_turn_is_known(wires: Any) -> None:
     wire = await wires(family="qwen3")
     wire.world.say("<think>\na secret plan\n</think>\n\n" + call_text(expression="1"))
     reply = await wire.ask(tools=[CALC], thinking={"type": "adaptive", "display": "omitted"})
     thinking, call = reply["content"]
     assert thinking["thinking"] == ""
-    # Under other tools the turn is rendered anew, with the thought.
-    changed = [*HI, assistant([thinking, call]), user(result(call["id"]))]
-    await wire.ask(messages=changed)
-    assert "a secret plan" in sent_prompt(wire.world)
-    for broken in ("stepwell:%%%", "stepwell:/w==", "from elsewhere", None):
-        foreign = {**thinking, "signature": broken}
-        redacted = {"type": "redacted_thinking", "data": "x"}
-        hello = user(text(f"hello {broken}"))
-        await wire.ask(messages=[hello, assistant([foreign, redacted, call]), *changed[2:]])
-        assert "a secret plan" not in sent_prompt(wire.world)
+    redacted = {"type": "redacted_thinking", "data": "x"}
+    for thought in ([thinking], [redacted], []):
+        turn = assistant([*thought, call])
+        await wire.ask(messages=[*HI, turn, user(result(call["id"]))], tools=[CALC])
+        assert "a secret plan" in sent_prompt(wire.world)
+    assert [s.parent_index for s in wire.world.stored()] == [None, 0, 0, 0]
+    wire.world.check_exact()
 
 
 # -- prefill ---------------------------------------------------------------------------------
