@@ -35,8 +35,12 @@ from stepwell.gateway.dialects.registry import error_response
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
 from stepwell.gateway.openapi import install_openapi
 from stepwell.gateway.protection import Protection
-from stepwell.gateway.routes import ROUTES
-from stepwell.gateway.serve import IGNORED_HEADER, TRAJECTORY_HEADER, VERSION_HEADER
+from stepwell.gateway.routes import (
+    IGNORED_HEADER,
+    ROUTES,
+    TRAJECTORY_HEADER,
+    VERSION_HEADER,
+)
 from stepwell.gateway.services import Services
 from stepwell.gateway.slime_buffer.router import router as rollout_router
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer

@@ -19,8 +19,7 @@ pickling (they cross Ray) and subclass the matching built-in::
     │   ├── HostError                                 403   the request is for another host
     │   └── OriginError                               403   it comes from another site's page
     ├── PathError(LookupError)                        404   (or 405)
-    ├── BodyTimeoutError(TimeoutError)                408   the request's body did not arrive
-    ├── HeaderTimeoutError(TimeoutError)              408   nor did its headers
+    ├── ClientTimeoutError(TimeoutError)              408   headers or body did not arrive
     ├── TooManyConnectionsError(RuntimeError)         503   of this peer, without a key
     ├── TrajectoryConflictError(RuntimeError)         409   the trajectory is registered otherwise
     ├── TrajectoryClosedError(RuntimeError)           410   complete, aborted, or dropped
@@ -168,21 +167,15 @@ class PathError(GatewayError, LookupError, status=404, kind="invalid_request_err
     """No such path, or not with this method."""
 
 
-class BodyTimeoutError(
+class ClientTimeoutError(
     GatewayError,
     TimeoutError,
     status=408,
     kind="invalid_request_error",
     code="request_timeout",
-    headers={"connection": "close"},  # what still comes of the body is not read
+    headers={"connection": "close"},  # what still comes of the request is not read
 ):
-    """The request's body did not arrive within `gateway.body_timeout_s`."""
-
-
-class HeaderTimeoutError(
-    GatewayError, TimeoutError, status=408, kind="invalid_request_error", code="request_timeout"
-):
-    """The request's headers did not arrive within `gateway.header_timeout_s`."""
+    """The request's headers or its body did not arrive in time."""
 
 
 class TooManyConnectionsError(

@@ -28,8 +28,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.errors import (
+    ClientTimeoutError,
     GatewayError,
-    HeaderTimeoutError,
     HeaderTooLargeError,
     TooManyConnectionsError,
 )
@@ -189,7 +189,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._raw.close()  # nothing was asked
             return
         self._refuse(
-            HeaderTimeoutError(
+            ClientTimeoutError(
                 "the request's headers did not arrive within "
                 f"{self._limits.header_timeout_s:g} s (gateway.header_timeout_s)"
             )
@@ -221,12 +221,17 @@ class HttpProtocol(HttpToolsProtocol):
 
 def _answer(e: GatewayError) -> bytes:
     body = orjson.dumps(error_body(e))
-    head = (
-        f"HTTP/1.1 {e.status} {http.HTTPStatus(e.status).phrase}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-    )
-    more = "".join(f"{name}: {value}\r\n" for name, value in e.headers().items())
-    return f"{head}{more}\r\n".encode() + body
+    headers = {
+        "content-type": "application/json",
+        "content-length": len(body),
+        "connection": "close",
+        **e.headers(),
+    }
+    lines = [
+        f"HTTP/1.1 {e.status} {http.HTTPStatus(e.status).phrase}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 class _OneWrite:

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stepwell.gateway.dialects.registry import error_response
 from stepwell.gateway.errors import (
-    BodyTimeoutError,
     BodyTooLargeError,
+    ClientTimeoutError,
     GatewayError,
     MediaTypeError,
 )
@@ -67,7 +67,7 @@ class Protection:
         """`receive` with the whole body as its first message, which it does not keep.
 
         Raises:
-            BodyTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read.
+            ClientTimeoutError, BodyTooLargeError, MediaTypeError: the rest of the body is not read.
             ConnectionResetError: the client left in the middle of it.
         """
         pieces: list[bytes] = []
@@ -95,7 +95,7 @@ class Protection:
                             None,
                         )
         except TimeoutError as e:
-            raise BodyTimeoutError(
+            raise ClientTimeoutError(
                 f"the request's body did not arrive within {timeout_s:g} s (gateway.body_timeout_s)"
             ) from e
         whole = [b"".join(pieces)]

@@ -1,12 +1,19 @@
 """The gateway's hot routes: the dialects, white-box calls, completing a trajectory; and health.
 
-Each takes the bare request and answers bytes, without FastAPI's dependencies: those cost a call a
-tenth of its time in the gateway. What is spoken below a trajectory's URL is spoken without one,
-too. Does not own: the other routes (`lifecycle.py`), one call from bytes to answer (`serve.py`).
+A dialect's call, from bytes to answer (`serve`)::
+
+    read ──► parse ──► identify ──► start n calls ──► JSON, or events as they come
+               │ dialect   │ trajectory/identity.py   │ call.py      │ dialect
+
+Each route takes the bare request and answers bytes, without FastAPI's dependencies: those cost a
+call a tenth of its time in the gateway. What is spoken below a trajectory's URL is spoken without
+one, too. Does not own: the other routes (`lifecycle.py`), wire formats (`dialects/`), who may call
+(`keys.py`).
 """
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,20 +31,23 @@ from stepwell.datapool.errors import StepConflictError, StepIndexError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
+from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import refusal, wrong
 from stepwell.gateway.dialects.registry import PATHS
-from stepwell.gateway.errors import RequestError, TrajectoryConflictError
-from stepwell.gateway.keys import Named
+from stepwell.gateway.errors import RequestError, TrajectoryClosedError, TrajectoryConflictError
+from stepwell.gateway.keys import Named, Principal
 from stepwell.gateway.lifecycle import CompleteTrajectory
-from stepwell.gateway.paths import UNDER, uid_of
+from stepwell.gateway.paths import UNDER, quoted, uid_of
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.rewards import compute_reward
-from stepwell.gateway.serve import refuse_builtin_tools, say_origin, serve
-from stepwell.gateway.services import services_of
+from stepwell.gateway.services import Services, services_of
+from stepwell.gateway.trajectory.identity import Origin
 from stepwell.gateway.trajectory.recording import ask
+from stepwell.gateway.trajectory.trajectory import LiveTrajectory
 from stepwell.gateway.web import (
+    EventStream,
     OrjsonResponse,
     aborts_on_disconnect,
     field,
@@ -48,6 +58,12 @@ from stepwell.gateway.web import (
 
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
+IGNORED_HEADER = "x-stepwell-ignored"
+TRAJECTORY_HEADER = "x-stepwell-trajectory"
+VERSION_HEADER = "x-stepwell-version"
+MAX_TOLD = 32
+MAX_BEGINNINGS = 4
+"""Trajectories that a conversation may find closed as it begins, one after the other."""
 _STEP_FIELDS = frozenset(f.name for f in fields(Step))
 _COMPLETE: TypeAdapter[CompleteTrajectory | None] = TypeAdapter(CompleteTrajectory | None)
 
@@ -60,14 +76,111 @@ def _named(request: Request) -> Named | None:
     return uid_of(params["trajectory_uid"]), uid_of(params["prompt_uid"])
 
 
-def _speak(path: str) -> Handler:
-    """A dialect's calls."""
+# -- a dialect's calls -----------------------------------------------------------------------
 
+
+def _speak(path: str) -> Handler:
     async def call(request: Request) -> Response:
         services = services_of(request)
         return await serve(services, services.dialects[path], request, _named(request))
 
     return call
+
+
+async def serve(
+    services: Services, dialect: Dialect, request: Request, url: Named | None
+) -> Response:
+    """Answer one LLM call.
+
+    Raises:
+        GatewayError: answered by the application in the dialect's shape.
+    """
+    config = services.config
+    body = await read_body(request)
+    began_at = time.perf_counter()
+    retry = retry_key(request.headers, body, dialect.name)
+    principal: Principal = request.state.principal
+    reader = principal.trajectory[0] if principal.trajectory is not None else None
+    parsed = dialect.parse(parse_object(body), reader)
+    del body  # as large as all that is parsed of it, and the call may take minutes
+    refuse_builtin_tools(services, parsed)
+    call = services.calls.prompts.normalised(parsed.call)
+    call.began_at = began_at
+    origin = Origin(request.headers, url, request.scope["client"], principal.channel)
+    for attempt in range(MAX_BEGINNINGS):
+        trajectory = services.identities.identify(origin, call, retry, parsed.trajectory_uid)
+        try:
+            listeners = await services.calls.start(trajectory, call, retry, dialect.name, parsed.n)
+            break
+        except (TrajectoryClosedError, TrajectoryConflictError):
+            # A conversation has no address that its agent could be told is over.
+            if not trajectory.is_conversation or attempt == MAX_BEGINNINGS - 1:
+                raise
+            services.identities.let_go(trajectory)
+    exchange = Exchange(
+        parsed,
+        trajectory,
+        listeners,
+        model=config.served_model_name,
+        tokenizer=services.tokenizer,
+        keepalive_s=config.keepalive_s,
+    )
+    if call.stream:
+        try:
+            with aborts_on_disconnect(request.scope, exchange):
+                await exchange.begin()
+        except BaseException:  # nobody reads what the other samples say
+            exchange.close()
+            raise
+        return _told(EventStream(dialect.frames(exchange), exchange), services, exchange)
+    try:
+        with aborts_on_disconnect(request.scope, exchange):
+            replies = await exchange.results()
+        await services.engine.pace.keep()  # the pool answers for many at once
+        answer = OrjsonResponse(dialect.answer(exchange, replies))
+        exchange.delivered()
+    finally:
+        exchange.close()
+    return _told(answer, services, exchange)
+
+
+def refuse_builtin_tools(services: Services, parsed: Parsed) -> None:
+    """
+    Raises:
+        RequestError: there are some, and `gateway.ignore_builtin_tools` is false.
+    """
+    if parsed.builtin_tools and not services.config.ignore_builtin_tools:
+        name, _, kind = parsed.builtin_tools[0].partition("=")
+        raise RequestError(
+            f"{name}.type is {kind!r:.80}, a built-in tool that this gateway cannot run; define a "
+            "function tool instead",
+            name,
+        )
+
+
+def _told(answer: Response, services: Services, exchange: Exchange) -> Response:
+    """`answer` with headers that say what sampled it, and what was left aside of the request."""
+    say_origin(answer, services, exchange.trajectory, exchange.version)
+    if ignored := exchange.parsed.ignored:
+        services.calls.counts["ignored_fields"] += len(ignored)
+        shown, more = ignored[:MAX_TOLD], len(ignored) - MAX_TOLD
+        answer.headers[IGNORED_HEADER] = ", ".join(shown) + (f", {more} more" * (more > 0))
+    return answer
+
+
+def say_origin(
+    answer: Response, services: Services, trajectory: LiveTrajectory, version: int | None
+) -> None:
+    """Say in headers whose call it is and which policy version answers it. Of a stream that has no
+    token yet, that is the newest one that an engine has."""
+    version = services.engine.version if version is None else version
+    if version is not None:
+        answer.headers[VERSION_HEADER] = str(version)
+    if not trajectory.is_for_one_request:
+        answer.headers[TRAJECTORY_HEADER] = quoted(trajectory.uid)
+
+
+# -- what belongs to them ---------------------------------------------------------------------
 
 
 async def complete_trajectory(request: Request) -> Response:

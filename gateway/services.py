@@ -1,7 +1,7 @@
 """This module puts the parts of a gateway together, so that a route knows the parts it uses and not
 how they were made.
 
-    create_app ──► Services ──► routes.py, lifecycle.py, serve.py, slime_buffer/
+    create_app ──► Services ──► routes.py, lifecycle.py, slime_buffer/
 
 One per running application, in `app.state.services`; there are no globals, and no part is told
 later of another one. Does not own: paths and bodies (the routes), layers before them (`app.py`).

@@ -61,6 +61,12 @@ Includable = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
+_ECHOED = (
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
+    *("previous_response_id", "reasoning", "store", "temperature", "text", "tool_choice", "tools"),
+    *("top_logprobs", "top_p", "prompt_cache_key", "safety_identifier", "user"),
+)
+"""Fields of a request that its answer repeats, in OpenAI's order."""
 Summary = Literal["auto", "concise", "detailed"]
 STORED_CHARS = 2**28
 """Default of `gateway.stored_response_chars`."""
@@ -219,28 +225,15 @@ class OpenAIResponses(Dialect):
             parse_tools=parse_tools,
         )
         summary = params.reasoning.summary or params.reasoning.generate_summary
-        text = body.get("text") or {}
-        echo = {
-            "instructions": instructions,
-            "max_output_tokens": params.max_output_tokens,
+        form = (body.get("text") or {}).get("format") or {"type": "text"}
+        changed = {
             "metadata": params.metadata or {},
-            "parallel_tool_calls": params.parallel_tool_calls,
-            "previous_response_id": params.previous_response_id,
             "reasoning": {"effort": effort, "summary": summary},
-            "store": params.store,
-            "temperature": params.temperature,
-            "text": {
-                "verbosity": params.text.verbosity,
-                "format": text.get("format") or {"type": "text"},
-            },
+            "text": {"verbosity": params.text.verbosity, "format": form},
             "tool_choice": params.tool_choice or "auto",
             "tools": toolbox.echo,
-            "top_logprobs": 0,
-            "top_p": params.top_p,
-            "prompt_cache_key": params.prompt_cache_key,
-            "safety_identifier": params.safety_identifier,
-            "user": params.user,
         }
+        echo = {name: changed.get(name, getattr(params, name)) for name in _ECHOED}
         options = Options(
             echo,
             toolbox,
