@@ -15,8 +15,8 @@ from pathlib import Path
 
 from stepwell.datapool.config import PoolConfig
 from stepwell.datapool.core.pool import DataPool
-from stepwell.datapool.files.export import format_of_content, read, write
-from stepwell.datapool.files.rows import ExportedTrajectory
+from stepwell.datapool.files.export import read_rows, write_rows
+from stepwell.datapool.files.rows import Row, loads
 from stepwell.datapool.ops import Delete, Deleted, Nack
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
@@ -72,20 +72,14 @@ def delete_from_export(
         OSError: it cannot be read or written.
     """
 
-    def is_meant(exported: ExportedTrajectory) -> bool:
+    def is_meant(row: Row) -> bool:
         if tag is None:
-            return exported.trajectory.trajectory_uid == trajectory_uid
-        marks = (exported.marks or {}, exported.group_marks or {})
+            return bool(row["trajectory_uid"] == trajectory_uid)
+        marks = (loads(row[name]) or {} for name in ("marks", "group_marks"))
         return any(tag in each.get("tags", ()) for each in marks)
 
-    gone: list[str] = []
-    source = ""
-    for exported in read(path):
-        source = source if exported.provenance is None else exported.provenance.source
-        if is_meant(exported):
-            gone.append(exported.trajectory.trajectory_uid)
-
+    gone = dict.fromkeys(row["trajectory_uid"] for _, row in read_rows(path) if is_meant(row))
     if gone:
-        kept = (exported for exported in read(path) if not is_meant(exported))
-        write(path, kept, format_of_content(path), source=source, overwrite=True)
-    return gone
+        kept = (row for _, row in read_rows(path) if not is_meant(row))
+        write_rows(path, kept, overwrite=True)
+    return list(gone)

@@ -25,7 +25,6 @@ from stepwell.datapool.codec import PackedTrajectory, read_extra, unpack
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
-from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.inspect import rows
 from stepwell.datapool.ops import NATURAL, TEXT, Check
 from stepwell.datapool.selection import UNMARKED, Marks
@@ -405,7 +404,7 @@ def _frozen(column: Any) -> Any:
 
 def _exported(
     channel: Channel, pager: Pager, _: Any
-) -> Iterator[tuple[ExportedTrajectory, PackedTrajectory]]:
+) -> Iterator[tuple[rows.ExportedTrajectory, PackedTrajectory]]:
     """Complete ones as a consumer would get them. Of open ones the steps so far, with the rewards
     that were set since; one for the whole trajectory stands in `outcome`. Of aborted ones only the
     head, because the pool released their steps."""
@@ -422,7 +421,7 @@ def _exported(
         if n_bytes >= PAGE_BYTES:
             pager.left = 0
         uids = record.trajectory_uid, record.prompt_uid
-        head = ExportedTrajectory(
+        head = rows.ExportedTrajectory(
             trajectory=Trajectory(*uids, (), dict(record.metadata), record.attempt),
             channel=channel.name,
             state=found.state,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from stepwell.datapool.codec import PackedTrajectory
-from stepwell.datapool.files.rows import ExportedTrajectory
 from stepwell.datapool.selection import Marks
-from stepwell.datapool.types import FinishReason, LogProbs, TokenIds, VersionSpan
+from stepwell.datapool.types import TRAIN, FinishReason, LogProbs, TokenIds, Trajectory, VersionSpan
 
 T = TypeVar("T")
 
@@ -108,6 +107,29 @@ class StepRow:
     """Tokens and log-probs only with `include_tokens`."""
     response_ids: TokenIds | None = None
     rollout_log_probs: LogProbs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedTrajectory:
+    """A whole trajectory with its tokens, as it goes into a file and comes out of one."""
+
+    trajectory: Trajectory
+    channel: str = TRAIN
+    state: str = "complete"
+    """`complete`; `open` (its steps so far); or `aborted`, which has no steps, hence no row."""
+    reason: str | None = None
+    """Why it was aborted."""
+    group_state: str | None = None
+    """`open`, `ready`, `held` or `leased` at that moment; None if it is not from a pool."""
+    outcome: float | None = None
+    """Outcome reward of an open trajectory, which no step has yet; that of a complete one is in
+    the reward of its last step."""
+    n_rollouts: int | None = None
+    """What its group was declared with; None if it was not."""
+    marks: dict[str, Any] | None = None
+    """Curation marks (`selection.Marks.as_dict`); None: nobody has marked it."""
+    group_metadata: dict[str, Any] = field(default_factory=dict)
+    group_marks: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
