@@ -254,7 +254,7 @@ async def test_no_prompt_is_drawn_while_there_is_no_engine(tmp_path: Path) -> No
         ):
             await asyncio.sleep(3)
             issued = (await rig.groups())["dropped"] + len(producer.in_flight)
-    assert issued <= 6
+    assert issued <= 10, "a few until the engine is known to be away"
 
 
 async def test_a_group_that_closes_before_a_rollout_begins_does_not_end_the_run(rig: Rig) -> None:
