@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -68,3 +69,57 @@ def test_every_page_is_in_the_list_of_pages() -> None:
     listed = {file.resolve() for file, _ in links(ROOT / "docs" / "README.md")}
     pages = set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "README.md"}
     assert pages <= listed
+
+
+# -- one step -------------------------------------------------------------------------------------
+
+ONE_STEP = ROOT / "docs/design/one-step.md"
+
+
+def defined(path: Path) -> set[str]:
+    """Names that a module defines: functions, classes, and of those their methods and fields."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        for inner in node.body if isinstance(node, ast.ClassDef) else ():
+            match inner:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found |= {f"{node.name}.{name}", name}
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    found |= {f"{node.name}.{name}", name}
+    return found
+
+
+def rows_of(page: Path) -> Iterator[tuple[Path, list[str]]]:
+    """File and names of each row of the page's tables."""
+    for row in re.findall(r"^\| .*`[\w/]+\.py` \|.*$", page.read_text(), re.M):
+        file, *_ = re.findall(r"`([\w/]+\.py)`", row)
+        cells = row.strip("| ").split(" | ")
+        cell = cells[0] if cells[0].startswith("`") else cells[-1]
+        yield ROOT / file, re.findall(r"`([\w.]+)`", cell)
+
+
+def test_one_step_walks_through_at_most_twenty_files_and_five_shapes() -> None:
+    rows = [*rows_of(ONE_STEP)]
+    shapes = [names for _, names in rows[:5]]
+    walked = [path for path, _ in rows[5:]]
+    assert len(shapes) == 5
+    assert len(walked) == len(set(walked)) == 20
+    assert {path for path, _ in rows[:5]} <= set(walked)
+
+
+def test_every_file_and_name_of_one_step_exists() -> None:
+    text = ONE_STEP.read_text()
+    for file in re.findall(r"`([\w/]+\.py|[\w/]+/)`", text):
+        assert (ROOT / file).exists(), file
+    for path, names in rows_of(ONE_STEP):
+        assert names, path
+        assert set(names) <= defined(path), path
+    files = {ROOT / file for file in re.findall(r"`([\w/]+\.py)`", text)}
+    files |= set((ROOT / "gateway/dialects").glob("*.py")) | {ROOT / "gateway/errors.py"}
+    known = set().union(*map(defined, files))
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+    words = {"unstored", "prox_log_probs"}  # a state and a column: no definitions
+    for name in set(re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", prose)) - words:
+        assert name in known, name
