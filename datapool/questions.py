@@ -13,7 +13,7 @@ import msgspec
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect.events import KINDS, Events
-from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, TrajectoryRow
 from stepwell.datapool.ops import Op, Positive, Text
 from stepwell.datapool.selection import DryRun
 from stepwell.datapool.types import TRAIN
@@ -83,12 +83,6 @@ class ListTrajectories(Listing[Page[TrajectoryRow]], frozen=True, array_like=Tru
     """Trajectories of live groups; filters and errors: `inspect/listing.py`."""
 
 
-class ListSteps(Listing[Page[StepRow]], frozen=True, array_like=True):
-    """Stored steps; filters and errors: `inspect/listing.py`."""
-
-    include_tokens: bool = False
-
-
 class ReadTrajectories(Listing[ExportedPage], frozen=True, array_like=True):
     """Whole trajectories with their tokens; filters and errors: `inspect/listing.py`."""
 
@@ -149,6 +143,6 @@ class WaitCredit(Op[Credit], frozen=True, array_like=True):
 
 
 QUESTIONS: tuple[type[Op[Any]], ...] = (
-    *(GetStatistics, Describe, DryRunOf, ListGroups, ListTrajectories, ListSteps),
+    *(GetStatistics, Describe, DryRunOf, ListGroups, ListTrajectories),
     *(ReadTrajectories, GetEvents, WaitAvailable, WaitCredit),
 )

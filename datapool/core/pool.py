@@ -274,7 +274,6 @@ _ANSWERS: Final[Mapping[type, Callable[[DataPool, Any, float], Any]]] = {
     asked.GetEvents: DataPool._events,
     asked.ListGroups: DataPool._list,
     asked.ListTrajectories: DataPool._list,
-    asked.ListSteps: DataPool._list,
     asked.ReadTrajectories: DataPool._list,
 }
 """What answers an operation or question that is not about one channel alone (`METHODS`)."""

@@ -1,6 +1,6 @@
 """What is in a channel, page by page: rows for people to read, whole trajectories for an export.
 
-    cursor ──► group 17, its 3rd trajectory, step 5 ──► looks_at, admits … ──► next cursor
+    cursor ──► group 17, its 3rd trajectory ──► looks_at, admits … ──► next cursor
 
 A page walks the channel's live groups in the order they were opened in, from its cursor, and looks
 at a bounded number of them, whatever the filters are. So a page may be empty and still have a
@@ -9,8 +9,8 @@ they name. What stays in the pool while somebody pages is seen exactly once, als
 what comes or goes meanwhile may be seen or not. Groups that were acked or dropped are gone from
 here (`get_events`, `get_statistics` tell of them).
 
-A page costs what it looks at, and what lies before its cursor inside one group or trajectory.
-Changes nothing, and makes no channel. Does not own the rows (`rows.py`).
+A page costs what it looks at, and what lies before its cursor inside one group. Changes nothing,
+and makes no channel. Does not own the rows (`rows.py`).
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ from difflib import get_close_matches
 from typing import Any, Final, NamedTuple, TypeAlias, cast, get_args
 
 from stepwell.datapool import questions
-from stepwell.datapool.codec import PackedTrajectory, read_extra, unpack
+from stepwell.datapool.codec import PackedTrajectory
 from stepwell.datapool.core.channel import Channel
 from stepwell.datapool.core.records import GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import InvalidRequestError
 from stepwell.datapool.inspect import rows
 from stepwell.datapool.ops import NATURAL, TEXT, Check
 from stepwell.datapool.selection import UNMARKED, Marks
-from stepwell.datapool.types import FinishReason, Trajectory
+from stepwell.datapool.types import Trajectory
 
 MAX_LIMIT: Final = 1000
 LOOKS_PER_ITEM: Final = 10
 MIN_LOOKS: Final = 1000
 STEPS_PER_LOOK: Final = 16
 """Steps summed up for a row that cost as much as looking at one more item."""
-BYTES_PER_LOOK: Final = 1 << 14
-"""The same for payload bytes, which may have to be read from the disk."""
-
 _SEVERAL: Final = (list, tuple, set, frozenset)
 PAGE_BYTES: Final = 8 << 20
 """Payload bytes of an export's page."""
@@ -53,7 +50,7 @@ def listed(channel: Channel, epoch: str, asked: questions.Listing[Any]) -> Any:
     kind, filters, walk = _LISTINGS[type(asked)]
     pager = Pager(kind, filters, epoch, asked.cursor, asked.limit, asked.filters)
     items = []
-    for item in walk(channel, pager, asked):
+    for item in walk(channel, pager):
         items.append(item)
         pager.left -= 1
     if not isinstance(asked, questions.ReadTrajectories):
@@ -83,7 +80,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not (isinstance(value, bool) or math.isnan(value))
 
 
-FLAG: Final = Check(lambda value: isinstance(value, bool), "True or False")
 NUMBER: Final = Check(_is_number, "a number")
 
 
@@ -123,8 +119,6 @@ class Place(NamedTuple):
     """`GroupRecord.number`"""
     position: int = 0
     """of the trajectory in its group"""
-    step: int = 0
-    """`step_index`"""
 
 
 class Pager:
@@ -162,8 +156,8 @@ class Pager:
         self._looks: float = max(MIN_LOOKS, LOOKS_PER_ITEM * limit)
 
     def _parse(self, cursor: str) -> Place:
-        name, *numbers = cursor.rsplit(":", 3) if isinstance(cursor, str) else [""]
-        if len(numbers) != 3 or not all(n.isascii() and n.isdigit() for n in numbers):
+        name, *numbers = cursor.rsplit(":", 2) if isinstance(cursor, str) else [""]
+        if len(numbers) != 2 or not all(n.isascii() and n.isdigit() for n in numbers):
             raise InvalidRequestError(
                 f"cursor is {cursor!r:.80}; pass one that the page before came with, or None"
             )
@@ -188,24 +182,17 @@ class Pager:
         self._next = Place(*place)
         return False
 
-    def spend(self, items: int = 0, steps: int = 0, n_bytes: int = 0) -> None:
+    def spend(self, items: int = 0, steps: int = 0) -> None:
         """A look cost more than one."""
-        self._looks -= items + steps / STEPS_PER_LOOK + n_bytes / BYTES_PER_LOOK
+        self._looks -= items + steps / STEPS_PER_LOOK
 
     def admits(self, **found: Any) -> bool:
         """Whether the filters let an item pass that has these values."""
         return all(passes(found[name]) for name, passes in self._checks if name in found)
 
-    def admits_marks(self, *marks: Marks) -> bool:
-        """Those of an item and of what it belongs to."""
-        if self.wanted.keys().isdisjoint(("tag", "trainable")):
-            return True
-        tags = frozenset(tag for m in marks for tag in m.tags)
-        return self.admits(tag=tags, trainable=all(m.trainable is not False for m in marks))
-
     def admits_sums(self, reward: float | None, oldest: int | None, newest: int | None) -> bool:
         """Both versions must lie in the range."""
-        passes = self.admits(reward=reward, scored=reward is not None, version=oldest)
+        passes = self.admits(reward=reward, version=oldest)
         return passes and self.admits(version=newest)
 
 
@@ -228,9 +215,7 @@ def _groups(channel: Channel, pager: Pager) -> Iterator[tuple[GroupRecord, rows.
         position = pager.start.position if group.number == pager.start.group else 0
         if not pager.looks_at(group.number, position):
             return
-        state = cast(rows.GroupState, channel.state(group)[0])
-        if pager.admits(group_state=state):
-            yield group, state
+        yield group, cast(rows.GroupState, channel.state(group)[0])
 
 
 def _live_groups(channel: Channel, pager: Pager) -> Iterator[GroupRecord]:
@@ -259,23 +244,9 @@ def _trajectories(channel: Channel, pager: Pager) -> Iterator[_Found]:
                 return
             state: rows.TrajectoryState = "complete" if record.is_complete else "aborted"
             state = "open" if record.closing is None else state
-            passes = pager.admits(state=state, reason=_reason(record))
-            if passes and pager.admits_marks(record.marks, group.marks):
+            tags = record.marks.tags | group.marks.tags
+            if pager.admits(state=state, reason=_reason(record), tag=tags):
                 yield _Found(group, group_state, record, state, position)
-
-
-def _steps(channel: Channel, pager: Pager) -> Iterator[tuple[_Found, int]]:
-    """By `step_index`."""
-    only = pager.wanted.get("step_index")
-    for found in _trajectories(channel, pager):
-        here, stored = (found.group.number, found.position), found.record.steps
-        first = pager.start.step if pager.start[:2] == here else 0
-        for index in [step.step_index for step in stored]:
-            if index < first or only not in (None, index):
-                continue
-            if not pager.looks_at(*here, index):
-                return
-            yield found, index
 
 
 # -- rows --------------------------------------------------------------------------------------
@@ -285,10 +256,10 @@ def _reason(record: TrajectoryRecord) -> str | None:
     return None if record.closing is None else record.closing.aborted
 
 
-def _group_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[rows.GroupRow]:
+def _group_rows(channel: Channel, pager: Pager) -> Iterator[rows.GroupRow]:
     for group, state in _groups(channel, pager):
         age_s = channel.now - group.opened_at
-        if not (pager.admits(state=state, age_s=age_s) and pager.admits_marks(group.marks)):
+        if not pager.admits(state=state, age_s=age_s, tag=group.marks.tags):
             continue
         info = channel.info(group)
         steps = [step for record in group.trajectories for step in record.steps]
@@ -317,7 +288,7 @@ def _group_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[rows.GroupRo
         )
 
 
-def _trajectory_rows(channel: Channel, pager: Pager, _: Any) -> Iterator[rows.TrajectoryRow]:
+def _trajectory_rows(channel: Channel, pager: Pager) -> Iterator[rows.TrajectoryRow]:
     for found in _trajectories(channel, pager):
         if _passes(found, pager):
             yield _trajectory_row(found)
@@ -353,57 +324,8 @@ def _trajectory_row(found: _Found) -> rows.TrajectoryRow:
     )
 
 
-def _step_rows(
-    channel: Channel, pager: Pager, asked: questions.ListSteps
-) -> Iterator[rows.StepRow]:
-    for found, index in _steps(channel, pager):
-        record = found.record
-        chain, is_last = record.chain(index), index == record.max_index
-        reward = record.last_reward() if is_last else record.step_reward(index)
-        version, _ = chain[0].score
-        if not pager.admits_sums(reward, version, version):
-            continue
-        packed = channel.payloads.read(chain if asked.include_tokens else chain[:1])
-        pager.spend(n_bytes=sum(len(step.payload) for step in packed))
-        header = packed[0].header
-        if not pager.admits(finish_reason=header.finish_reason):
-            continue
-        extra = read_extra(packed[0], header)
-        columns: dict[str, Any] = {}
-        if asked.include_tokens:
-            step, *_ = unpack(PackedTrajectory(record.trajectory_uid, record.prompt_uid, packed))
-            for name in ("prompt_ids", "response_ids", "rollout_log_probs"):
-                columns[name] = _frozen(getattr(step, name))
-        yield rows.StepRow(
-            trajectory_uid=record.trajectory_uid,
-            prompt_uid=record.prompt_uid,
-            step_index=index,
-            state=found.state,
-            group_state=found.group_state,
-            policy_version=version,
-            version_spans=extra.version_spans,
-            reward=reward,
-            is_last=header.is_last or (record.is_complete and is_last),
-            parent_index=header.parent_index,
-            n_prompt=header.n_prompt,
-            n_response=header.n_response,
-            has_log_probs=header.has_log_probs,
-            finish_reason=header.finish_reason,
-            metadata=extra.metadata,
-            **columns,
-        )
-
-
-def _frozen(column: Any) -> Any:
-    """A copy: a view would keep all of its buffer."""
-    if column is not None:
-        column = column.copy()
-        column.flags.writeable = False
-    return column
-
-
 def _exported(
-    channel: Channel, pager: Pager, _: Any
+    channel: Channel, pager: Pager
 ) -> Iterator[tuple[rows.ExportedTrajectory, PackedTrajectory]]:
     """Complete ones as a consumer would get them. Of open ones the steps so far, with the rewards
     that were set since; one for the whole trajectory stands in `outcome`. Of aborted ones only the
@@ -443,36 +365,29 @@ def _plain(marks: Marks) -> dict[str, Any] | None:
 # -- the listings ------------------------------------------------------------------------------
 
 _EVERYWHERE: Final[Filters] = {
-    "tag": TEXT,  # of a group's own marks; of a trajectory or step, also of its group's
-    "trainable": FLAG,  # False: marked so, in the same places; True: not
-    "min_reward": NUMBER,  # a group's mean, a trajectory's sum, a step's own as served
+    "prompt_uid": TEXT,
+    "tag": TEXT,  # of its own marks; of a trajectory, also of its group's
+    "min_reward": NUMBER,  # a group's mean, a trajectory's sum
     "max_reward": NUMBER,
-    "min_version": NATURAL,  # all of an item's steps lie in the range; a group's complete ones
+    "min_version": NATURAL,  # all of its steps lie in the range; a group's complete ones
     "max_version": NATURAL,
 }
-_OF_TRAJECTORIES: Final[Filters] = {
-    "state": some_of(rows.TrajectoryState),  # of a step: that of its trajectory
-    "group_state": some_of(rows.GroupState),
-    "prompt_uid": TEXT,
-    "trajectory_uid": TEXT,
-    "scored": FLAG,
+_OF_GROUPS: Final[Filters] = {
+    "state": some_of(rows.GroupState),
+    "min_age_s": NUMBER,
     **_EVERYWHERE,
 }
-_Walk: TypeAlias = Callable[[Channel, Pager, Any], Iterator[Any]]
-_TRAJECTORY_FILTERS: Final[Filters] = {**_OF_TRAJECTORIES, "reason": TEXT}  # of an abort
+_OF_TRAJECTORIES: Final[Filters] = {
+    "state": some_of(rows.TrajectoryState),
+    "trajectory_uid": TEXT,
+    "reason": TEXT,  # of an abort
+    **_EVERYWHERE,
+}
+_Walk: TypeAlias = Callable[[Channel, Pager], Iterator[Any]]
 _LISTINGS: Final[Mapping[type, tuple[str, Filters, _Walk]]] = {
-    questions.ListGroups: (
-        "groups",
-        {"state": some_of(rows.GroupState), "prompt_uid": TEXT, "min_age_s": NUMBER, **_EVERYWHERE},
-        _group_rows,
-    ),
-    questions.ListTrajectories: ("trajectories", _TRAJECTORY_FILTERS, _trajectory_rows),
-    questions.ReadTrajectories: ("export", _TRAJECTORY_FILTERS, _exported),
-    questions.ListSteps: (
-        "steps",
-        {**_OF_TRAJECTORIES, "step_index": NATURAL, "finish_reason": some_of(FinishReason)},
-        _step_rows,
-    ),
+    questions.ListGroups: ("groups", _OF_GROUPS, _group_rows),
+    questions.ListTrajectories: ("trajectories", _OF_TRAJECTORIES, _trajectory_rows),
+    questions.ReadTrajectories: ("export", _OF_TRAJECTORIES, _exported),
 }
 """Name, filters and items of each: those that pass the pager's filters, from its cursor on. Groups
-in the order they were opened in, trajectories group by group, steps by `step_index`."""
+in the order they were opened in, trajectories group by group."""

@@ -1,4 +1,4 @@
-"""What listings show: rows of groups, trajectories and steps, page by page."""
+"""What listings show: rows of groups and trajectories, whole trajectories, page by page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from stepwell.datapool.codec import PackedTrajectory
 from stepwell.datapool.selection import Marks
-from stepwell.datapool.types import TRAIN, FinishReason, LogProbs, TokenIds, Trajectory, VersionSpan
+from stepwell.datapool.types import TRAIN, Trajectory
 
 T = TypeVar("T")
 
@@ -81,32 +81,6 @@ class TrajectoryRow:
     metadata: dict[str, Any]
     marks: Marks
     """Its own; those of its group count for it too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRow:
-    """A stored step. Its reward and `is_last` are what it would be served with now."""
-
-    trajectory_uid: str
-    prompt_uid: str
-    step_index: int
-    state: TrajectoryState
-    """Of its trajectory."""
-    group_state: GroupState
-    policy_version: int
-    version_spans: tuple[VersionSpan, ...]
-    reward: float | None
-    is_last: bool
-    parent_index: int | None
-    n_prompt: int
-    n_response: int
-    has_log_probs: bool
-    finish_reason: FinishReason | None
-    metadata: dict[str, Any]
-    prompt_ids: TokenIds | None = None
-    """Tokens and log-probs only with `include_tokens`."""
-    response_ids: TokenIds | None = None
-    rollout_log_probs: LogProbs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ from stepwell.datapool.codec import PackedLease
 from stepwell.datapool.config import PoolConfig, SelectionConfig
 from stepwell.datapool.errors import InvalidStepError, JournalFullError
 from stepwell.datapool.inspect.events import Events
-from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, StepRow, TrajectoryRow
+from stepwell.datapool.inspect.rows import ExportedPage, GroupRow, Page, TrajectoryRow
 from stepwell.datapool.ops import Op, R, SubmitOutcome, TrajectoryOutcome
 from stepwell.datapool.remote.link import LocalPort, Port
 from stepwell.datapool.remote.outbox import Outbox
@@ -341,17 +341,6 @@ class DataPoolClient:
     ) -> Page[TrajectoryRow]:
         """Trajectories of live groups, as `list_groups`."""
         return await self.call(asked.ListTrajectories(channel, cursor, limit, filters))
-
-    async def list_steps(
-        self,
-        channel: str = TRAIN,
-        cursor: str | None = None,
-        limit: int = 100,
-        include_tokens: bool = False,
-        **filters: Any,
-    ) -> Page[StepRow]:
-        """Stored steps, as `list_groups`."""
-        return await self.call(asked.ListSteps(channel, cursor, limit, filters, include_tokens))
 
     async def read_trajectories(
         self, channel: str = TRAIN, cursor: str | None = None, limit: int = 100, **filters: Any

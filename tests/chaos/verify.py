@@ -34,8 +34,8 @@ from stepwell.datapool.questions import (
     GetStatistics,
     ListGroups,
     Listing,
-    ListSteps,
     ListTrajectories,
+    ReadTrajectories,
 )
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.store.replay import restore
@@ -205,8 +205,16 @@ def _read_live(pool: DataPool, channel: str, books: PoolBooks) -> None:
     for trajectory in pages(ListTrajectories):
         if trajectory.state == "aborted":
             books.aborted[trajectory.trajectory_uid] = trajectory.reason or "aborted"
-    for step in pages(ListSteps):
-        books.stored[step.trajectory_uid][step.metadata["call_id"]] = step.n_response
+    cursor: str | None = None
+    while True:
+        page = pool.apply(ReadTrajectories(channel, cursor), time.time())
+        for exported in page.unpack():
+            stored = books.stored[exported.trajectory.trajectory_uid]
+            stored |= {
+                s.metadata["call_id"]: len(s.response_ids) for s in exported.trajectory.steps
+            }
+        if (cursor := page.cursor) is None:
+            return
 
 
 # -- the comparison ------------------------------------------------------------------------------

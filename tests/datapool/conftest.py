@@ -131,9 +131,6 @@ class SyncPool(DataPool):
     def list_trajectories(self, *args: Any, now: float, **filters: Any) -> Any:
         return self._listed(asked.ListTrajectories, *args, now=now, **filters)
 
-    def list_steps(self, *args: Any, now: float, **filters: Any) -> Any:
-        return self._listed(asked.ListSteps, *args, now=now, **filters)
-
     def read_trajectories(self, *args: Any, now: float, **filters: Any) -> Any:
         return self._listed(asked.ReadTrajectories, *args, now=now, **filters)
 

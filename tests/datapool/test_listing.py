@@ -19,7 +19,6 @@ from stepwell.datapool import (
     InvalidRequestError,
     PoolConfig,
     Step,
-    VersionSpan,
 )
 from stepwell.datapool.inspect.listing import MAX_LIMIT, MIN_LOOKS, PAGE_BYTES
 from stepwell.datapool.store.journal import Journal
@@ -27,7 +26,7 @@ from stepwell.datapool.store.replay import restore
 from tests.datapool.conftest import SyncPool
 
 NOW = 1000.0
-LISTINGS = ("list_groups", "list_trajectories", "list_steps")
+LISTINGS = ("list_groups", "list_trajectories")
 
 
 def build_step(trajectory_uid: str, prompt_uid: str = "p", index: int = 0, **fields: Any) -> Step:
@@ -66,10 +65,7 @@ def listed(pool: DataPool, listing: str, cursor: str | None = None, **arguments:
 def uids(rows: list[Any]) -> list[str]:
     """What the rows are about, shortly."""
     return [
-        row.trajectory_uid + (f"{row.step_index}" if hasattr(row, "step_index") else "")
-        if hasattr(row, "trajectory_uid")
-        else row.prompt_uid
-        for row in rows
+        row.trajectory_uid if hasattr(row, "trajectory_uid") else row.prompt_uid for row in rows
     ]
 
 
@@ -134,56 +130,6 @@ def test_a_trajectory_row_has_its_state_its_groups_and_what_is_missing(varied):
     )
 
 
-def test_a_step_row_is_what_would_be_served_without_its_tokens():
-    pool = build_pool()
-    spans = (VersionSpan(1, 0, 1), VersionSpan(2, 1, 2))
-    pool.submit_steps(
-        [
-            build_step("t", index=0, reward=0.5, finish_reason="length", metadata={"k": [1]}),
-            build_step("t", index=1, policy_version=1, version_spans=spans, parent_index=0),
-            build_step("t", index=2, rollout_log_probs=None, reward=0.25),
-        ],
-        now=NOW,
-    )
-    pool.complete_trajectory("t", 1.0, now=NOW)
-    pool.set_reward("t", -2.0, 0, now=NOW)
-    first, second, last = listed(pool, "list_steps")
-    assert (first.step_index, first.reward, first.is_last) == (0, -2.0, False)
-    assert (first.finish_reason, first.metadata) == ("length", {"k": [1]})
-    assert (first.n_prompt, first.n_response, first.has_log_probs) == (3, 2, True)
-    assert (second.policy_version, second.version_spans, second.parent_index) == (1, spans, 0)
-    assert (second.reward, last.reward, last.is_last, last.has_log_probs) == (
-        None,
-        1.25,
-        True,
-        False,
-    )
-    assert (first.prompt_ids, first.response_ids, first.rollout_log_probs) == (None, None, None)
-    leased = pool.lease_batch(now=NOW)
-    assert [(s.reward, s.is_last) for s in leased.steps] == [
-        (s.reward, s.is_last) for s in (first, second, last)
-    ]
-
-
-def test_tokens_come_if_asked_for_also_from_steps_that_are_stored_relative_to_others():
-    pool = build_pool()
-    steps = [
-        build_step("t", index=0),
-        build_step("t", index=1, prompt_ids=[1, 2, 3, 4, 5, 6], response_ids=[7, 8]),
-        build_step("t", index=2, prompt_ids=[1, 2, 3, 4, 5, 6, 7, 8, 9], response_ids=[1, 1]),
-        build_step("t", index=3, prompt_ids=[9], rollout_log_probs=None),
-    ]
-    pool.submit_steps(steps, now=NOW)
-    rows = listed(pool, "list_steps", include_tokens=True, limit=1)
-    for row, step in zip(rows, steps, strict=True):
-        assert np.array_equal(row.prompt_ids, step.prompt_ids)
-        assert np.array_equal(row.response_ids, step.response_ids)
-        assert (row.rollout_log_probs is None) == (step.rollout_log_probs is None)
-        if step.rollout_log_probs is not None:
-            assert np.array_equal(row.rollout_log_probs, step.rollout_log_probs)
-        assert not row.prompt_ids.flags.writeable
-
-
 def test_rows_and_pages_survive_pickling(varied):
     for listing in LISTINGS:
         page = getattr(varied, listing)(limit=2, now=NOW)
@@ -201,33 +147,22 @@ def test_rows_and_pages_survive_pickling(varied):
         ("list_groups", {"prompt_uid": "open"}, ["open"]),
         ("list_groups", {"prompt_uid": "unknown"}, []),
         ("list_groups", {"tag": "odd"}, ["held"]),
-        ("list_groups", {"trainable": False}, ["held"]),
-        ("list_groups", {"trainable": True, "state": "open"}, ["open", "undeclared"]),
         ("list_groups", {"min_reward": 0.5}, ["leased", "ready"]),
         ("list_groups", {"max_reward": 0.5}, ["ready", "held"]),
         ("list_groups", {"min_age_s": 50}, ["leased"]),
         ("list_groups", {"max_version": 0}, ["leased", "ready", "held"]),
         ("list_trajectories", {"state": "open"}, ["o0", "u0"]),
-        ("list_trajectories", {"group_state": ("held", "leased")}, ["l0", "h0"]),
         ("list_trajectories", {"prompt_uid": "ready", "min_reward": 0.5}, ["r1"]),
         ("list_trajectories", {"trajectory_uid": "r1"}, ["r1"]),
         ("list_trajectories", {"trajectory_uid": "r1", "prompt_uid": "open"}, []),
         ("list_trajectories", {"trajectory_uid": "unknown"}, []),
         ("list_trajectories", {"reason": "crash"}, ["o1"]),
         ("list_trajectories", {"tag": "odd"}, ["h0", "o0"]),
-        ("list_trajectories", {"trainable": False}, ["h0"]),
-        ("list_trajectories", {"scored": False}, ["o1", "u0"]),
+        ("list_trajectories", {"tag": "long"}, ["o0"]),
+        ("list_trajectories", {"max_reward": 0.5}, ["r0", "h0", "o0"]),
+        ("list_trajectories", {"prompt_uid": "ready", "state": None}, ["r0", "r1"]),
         ("list_trajectories", {"min_version": 1}, ["o0"]),
         ("list_trajectories", {"min_version": 4}, []),
-        ("list_steps", {}, ["l00", "r00", "r10", "h00", "o00", "o02", "u00"]),
-        ("list_steps", {"state": "open"}, ["o00", "o02", "u00"]),
-        ("list_steps", {"trajectory_uid": "o0", "step_index": 2}, ["o02"]),
-        ("list_steps", {"min_version": 4, "max_version": 7}, ["o02"]),
-        ("list_steps", {"scored": False}, ["o02", "u00"]),
-        ("list_steps", {"max_reward": 0.5}, ["r00", "h00", "o00"]),
-        ("list_steps", {"group_state": "ready", "state": None}, ["r00", "r10"]),
-        ("list_steps", {"tag": "long"}, ["o00", "o02"]),
-        ("list_steps", {"finish_reason": "stop"}, []),
     ],
 )
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
@@ -235,36 +170,30 @@ def test_a_filter_lists_what_it_says(varied, listing, filters, expected, limit):
     assert uids(listed(varied, listing, limit=limit, **filters)) == expected
 
 
-def test_steps_are_found_by_how_they_ended():
-    pool = build_pool()
-    reasons = ("stop", "length", None, "abort", "length")
-    steps = [build_step("t", index=i, finish_reason=r) for i, r in enumerate(reasons)]
-    pool.submit_steps(steps, now=NOW)
-    assert uids(listed(pool, "list_steps", finish_reason="length", limit=1)) == ["t1", "t4"]
-    assert uids(listed(pool, "list_steps", finish_reason=["stop", "abort"])) == ["t0", "t3"]
-
-
 @pytest.mark.parametrize(
     ("listing", "arguments", "named"),
     [
         ("list_groups", {"rewrd": 1}, "no filter 'rewrd' (did you mean 'min_reward'?)"),
         ("list_groups", {"trajectory_uid": "t"}, "no filter 'trajectory_uid'"),
-        ("list_steps", {"reason": "x"}, "there are state, group_state, prompt_uid, trajectory_uid"),
+        ("list_groups", {"reason": "x"}, "there are state, min_age_s, prompt_uid, tag"),
         (
             "list_groups",
             {"state": "closed"},
             "filter state is 'closed'; pass one or several of open, ready, held, leased",
         ),
-        ("list_steps", {"state": 3}, "filter state is 3"),
-        ("list_steps", {"min_version": 1.5}, "min_version is 1.5; pass an integer >= 0"),
-        ("list_steps", {"min_reward": float("nan")}, "min_reward is nan; pass a number"),
-        ("list_steps", {"scored": "no"}, "scored is 'no'; pass True or False"),
-        ("list_steps", {"prompt_uid": ""}, "prompt_uid is ''; pass a non-empty string"),
-        ("list_steps", {"limit": 0}, f"limit is 0; pass 1 to {MAX_LIMIT}"),
-        ("list_steps", {"limit": MAX_LIMIT + 1}, f"limit is {MAX_LIMIT + 1}"),
-        ("list_steps", {"cursor": "next"}, "cursor is 'next'; pass one that the page before"),
-        ("list_steps", {"cursor": 7}, "cursor is 7"),
-        ("list_steps", {"cursor": "steps:gone:1:0:0"}, "is of another pool"),
+        ("list_trajectories", {"state": 3}, "filter state is 3"),
+        ("list_trajectories", {"min_version": 1.5}, "min_version is 1.5; pass an integer >= 0"),
+        ("list_trajectories", {"min_reward": float("nan")}, "min_reward is nan; pass a number"),
+        ("list_trajectories", {"prompt_uid": ""}, "prompt_uid is ''; pass a non-empty string"),
+        ("list_trajectories", {"limit": 0}, f"limit is 0; pass 1 to {MAX_LIMIT}"),
+        ("list_trajectories", {"limit": MAX_LIMIT + 1}, f"limit is {MAX_LIMIT + 1}"),
+        (
+            "list_trajectories",
+            {"cursor": "next"},
+            "cursor is 'next'; pass one that the page before",
+        ),
+        ("list_trajectories", {"cursor": 7}, "cursor is 7"),
+        ("list_trajectories", {"cursor": "trajectories:gone:1:0"}, "is of another pool"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_an_error_that_names_it(listing, arguments, named):
@@ -277,7 +206,7 @@ def test_a_request_that_makes_no_sense_is_an_error_that_names_it(listing, argume
 def test_a_cursor_of_another_listing_is_refused(varied):
     cursor = varied.list_groups(limit=1, now=NOW).cursor
     with pytest.raises(InvalidRequestError, match="is of another listing"):
-        varied.list_steps(cursor=cursor, now=NOW)
+        varied.list_trajectories(cursor=cursor, now=NOW)
 
 
 def test_asking_about_a_channel_does_not_make_one():
@@ -389,7 +318,7 @@ def test_a_page_looks_at_a_bounded_number_of_things_and_goes_on_from_there(listi
         assert page.items == ()
         if (cursor := page.cursor) is None:
             break
-        groups.append(int(cursor.split(":")[-3]))
+        groups.append(int(cursor.split(":")[-2]))
     advances = np.diff(groups)
     assert len(groups) >= 3
     assert advances.min() > 0
@@ -453,7 +382,7 @@ def test_a_listing_goes_on_across_a_restart(tmp_path, listing):
     close(pool, journal)
 
 
-def test_steps_on_disk_are_listed_with_their_tokens_and_stay_there(tmp_path):
+def test_steps_on_disk_are_read_with_their_tokens_and_stay_there(tmp_path):
     pool, journal = recovered(tmp_path, max_bytes=100, overflow="spill")
     steps = [
         build_step("t", index=0, finish_reason="stop"),
@@ -465,8 +394,6 @@ def test_steps_on_disk_are_listed_with_their_tokens_and_stay_there(tmp_path):
     pool.written()
     in_memory = pool.get_statistics("train", now=NOW)["memory_bytes"]
     assert in_memory <= 100
-    (row,) = pool.list_steps(finish_reason="length", include_tokens=True, now=NOW).items
-    assert row.prompt_ids.tolist() == [1, 2, 3, 4, 5, 6]
     (exported,) = pool.read_trajectories(now=NOW).unpack()
     assert list(exported.trajectory.steps) == steps
     assert pool.get_statistics("train", now=NOW)["memory_bytes"] == in_memory

@@ -114,7 +114,6 @@ async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_ste
             lambda c: c.describe(),
             lambda c: c.list_groups(),
             lambda c: c.list_trajectories(tag="x"),
-            lambda c: c.list_steps(include_tokens=True),
             exported,
             lambda c: c.get_events(),
             lambda c: c.get_events(kinds=["ready", "dropped"], limit=1),

@@ -12,16 +12,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from stepwell.datapool import ChannelConfig, PoolConfig
-from stepwell.datapool.inspect.rows import StepRow
+from stepwell.datapool import ChannelConfig, PoolConfig, Step
 from tests.gateway.conftest import World
 from tests.helpers import full_disk
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 
 
-async def steps(world: World) -> list[StepRow]:
-    return list((await world.pool.list_steps("train")).items)
+async def steps(world: World) -> list[Step]:
+    page = await world.pool.read_trajectories("train")
+    return [step for exported in page.unpack() for step in exported.trajectory.steps]
 
 
 async def ask(world: World, path: str, body: Any, **headers: str) -> tuple[int, Any, Any]:
