@@ -49,7 +49,7 @@ from stepwell.datapool.types import (
 )
 
 _HEADER = Struct("<iiiIqdIIIII")
-_INDEX, _FLAGS_AT, _SCORE = Struct("<i"), 12, Struct("<16xqd")
+_INDEX, _FLAGS_AT, _SCORE, _CRC = Struct("<i"), 12, Struct("<16xqd"), Struct("<44xI")
 _N_TOKENS, _N_OWN = Struct("<32xI4xI"), Struct("<36xII")
 """Parts of a header that are looked at often."""
 _PLACE = Struct("<qII")
@@ -172,11 +172,12 @@ def _check_carried(value: Any) -> None:
     """msgspec knows more types (dates, sets, dataclasses, …), which would come back as others."""
     if type(value) in _PLAIN:
         return
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str | int):
                 raise TypeError(f"a key of type {type(key).__qualname__} is not supported")
-            _check_carried(item)
+            if type(item) not in _PLAIN:
+                _check_carried(item)
     elif isinstance(value, list | tuple):
         for item in value:
             _check_carried(item)
@@ -219,6 +220,11 @@ class PackedStep(msgspec.Struct, array_like=True, gc=False):
     @property
     def is_last(self) -> bool:
         return bool(self.payload[_FLAGS_AT] & _LAST)
+
+    @property
+    def crc(self) -> int:
+        crc: int = _CRC.unpack_from(self.payload)[0]
+        return crc
 
     @property
     def score(self) -> tuple[int, float | None]:

@@ -25,7 +25,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
-from typing import Any, Literal, TypeAlias, TypeGuard, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +36,18 @@ TokenIds: TypeAlias = npt.NDArray[np.int32]
 LogProbs: TypeAlias = npt.NDArray[np.float32]
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 _FINISH_REASONS = (None, *get_args(FinishReason))
-_IDS: np.dtype[Any] = np.dtype(np.int32)
-_LOG_PROBS: np.dtype[Any] = np.dtype(np.float32)
-_PLAIN = {_IDS: (int, "i"), _LOG_PROBS: (float, "f")}
-"""Python's type of such a number, and `struct`'s name of ours."""
+
+
+class _Column(NamedTuple):
+    """What a column is made of: NumPy's type, Python's, and what `struct` calls it."""
+
+    dtype: np.dtype[Any]
+    plain: type
+    code: str
+
+
+_IDS = _Column(np.dtype(np.int32), int, "i")
+_LOG_PROBS = _Column(np.dtype(np.float32), float, "f")
 _MOST = 2**63
 """Integers that the journal and every export can hold are below."""
 
@@ -75,14 +83,14 @@ class VersionSpan:
     end: int
 
 
-def _put_column(step: Step, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The field as a read-only 1-D array of `dtype`, put in its place; whatever the cast would
-    change is refused."""
+def _put_column(step: Step, name: str, column: _Column) -> npt.NDArray[Any]:
+    """The field as a read-only 1-D array, put in its place; whatever the cast would change is
+    refused."""
     value = getattr(step, name)
+    dtype, kind, code = column
     array: npt.NDArray[Any] | None = None
     if type(value) is list and value:
         # Plain numbers, as a gateway has them: twice as fast as NumPy reads a list.
-        kind, code = _PLAIN[dtype]
         try:
             if type(value[0]) is kind:
                 array = np.frombuffer(struct.Struct(f"{len(value)}{code}").pack(*value), dtype)
@@ -90,15 +98,15 @@ def _put_column(step: Step, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]
             array = None  # `_cast` says why
     elif isinstance(value, np.ndarray) and value.dtype == dtype and value.ndim == 1:
         array = value.copy() if value.flags.writeable else value
-    if array is None or (dtype is _IDS and array.size and np.minimum.reduce(array) < 0):
-        array = _cast(value, dtype, f"{step._name}: {name}")
+    if array is None or (column is _IDS and array.size and np.minimum.reduce(array) < 0):
+        array = _cast(value, column, f"{step._name}: {name}")
     if array.flags.writeable:
         array.flags.writeable = False
     object.__setattr__(step, name, array)
     return array
 
 
-def _cast(value: Any, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
+def _cast(value: Any, column: _Column, name: str) -> npt.NDArray[Any]:
     try:
         raw = np.asarray(value if isinstance(value, np.ndarray) else list(value))
     except (TypeError, ValueError) as e:
@@ -106,8 +114,8 @@ def _cast(value: Any, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
     if raw.ndim != 1:
         raise InvalidStepError(f"{name} has shape {raw.shape}; pass one flat sequence")
     if raw.size == 0:
-        raw = raw.astype(dtype)
-    integral = dtype is _IDS
+        raw = raw.astype(column.dtype)
+    integral = column is _IDS
     if raw.dtype.kind not in ("iu" if integral else "iuf"):
         wanted = "integers" if integral else "numbers"
         raise InvalidStepError(f"{name} holds {raw.dtype} values; pass {wanted}")
@@ -115,7 +123,7 @@ def _cast(value: Any, dtype: np.dtype[Any], name: str) -> npt.NDArray[Any]:
         raise InvalidStepError(
             f"{name} spans [{raw.min()}, {raw.max()}]; token ids lie in [0, 2**31)"
         )
-    return raw.astype(dtype)
+    return raw.astype(column.dtype)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -310,8 +318,8 @@ def trusted_step(*values: Any) -> Step:
 
 def _unpickled(*values: Any) -> Step:
     known = list(values)
-    for i, dtype in _COLUMNS.items():
-        known[i] = None if known[i] is None else np.frombuffer(known[i], dtype)
+    for i, column in _COLUMNS.items():
+        known[i] = None if known[i] is None else np.frombuffer(known[i], column.dtype)
     return trusted_step(*known)
 
 

@@ -144,12 +144,10 @@ class Groups:
 
     # -- the log -----------------------------------------------------------------------------
 
-    def _write(
-        self, group: GroupRecord, record: msgspec.Struct, payload: bytes | None = None
-    ) -> int | None:
-        """A change of a live group; its row."""
+    def _write(self, group: GroupRecord, record: msgspec.Struct) -> None:
+        """A change of a live group."""
         self._write_steps()
-        return self._append(group, record, payload)
+        self._append(group, record)
 
     def _write_steps(self) -> None:
         """The steps that were stored since the last row of their group."""
@@ -159,16 +157,14 @@ class Groups:
         group, self._unwritten_bytes = self.prompt_groups[steps[0][0].prompt_uid], 0
         stored = [(record.trajectory_uid, row, len(step.payload)) for record, row, step in steps]
         packed = [step for _, _, step in steps]
-        payload = b"".join([step.payload for step in packed])
-        row = self._append(group, StepsStored(group.prompt_uid, stored), payload)
+        payload = [step.payload for step in packed]
+        row = self._append(group, StepsStored(group.prompt_uid, stored), *payload)
         if row is not None:
             self.payloads.in_row(packed, row)
 
-    def _append(
-        self, group: GroupRecord, record: msgspec.Struct, payload: bytes | None = None
-    ) -> int | None:
+    def _append(self, group: GroupRecord, record: msgspec.Struct, *payload: bytes) -> int | None:
         self.changed = True
-        row = self._writer.write(self.name, record, self.now, group.number, payload)
+        row = self._writer.write(self.name, record, self.now, group.number, *payload)
         if row is not None:
             group.rows.append(row)
         return row

@@ -94,6 +94,8 @@ class TrajectoryRecord(msgspec.Struct, eq=False, gc=False):
     def step(self, index: int) -> PackedStep | None:
         """The step of this index, if it is stored."""
         steps = self.steps
+        if not steps or index > steps[-1].step_index:  # as nearly always
+            return None
         if 0 <= index < len(steps) and steps[index].step_index == index:
             return steps[index]
         at = bisect_left(steps, index, key=_INDEX)

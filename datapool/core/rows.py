@@ -37,8 +37,8 @@ LeaseEnd: TypeAlias = Literal["acked", "nacked", "expired"]
 class Log(Protocol):
     """Where a pool writes down what it did; `store.journal.Journal` is one."""
 
-    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
-        """Write a row; its number."""
+    def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
+        """Write a row, with a payload in pieces; its number."""
 
     def delete(self, rows: Iterable[int]) -> None:
         """Forget rows."""
@@ -69,10 +69,10 @@ class Writer:
         record: msgspec.Struct,
         now: float,
         number: int = 0,
-        payload: bytes | None = None,
+        *payload: bytes,
     ) -> int | None:
         """Append a row; its number."""
-        return None if self.log is None else write(self.log, channel, record, now, number, payload)
+        return None if self.log is None else write(self.log, channel, record, now, number, *payload)
 
     def delete(self, rows: Iterable[int]) -> None:
         if self.log is not None:
@@ -181,11 +181,11 @@ def write(
     record: msgspec.Struct,
     now: float,
     number: int = 0,
-    payload: bytes | None = None,
+    *payload: bytes,
 ) -> int:
     """Append a row; its number."""
     head = encoder.encode((now, number, record))
-    return log.append(channel, type(record).__name__, head, payload)
+    return log.append(channel, type(record).__name__, head, *payload)
 
 
 def read(kind: str, head: bytes) -> tuple[float, int, Any]:

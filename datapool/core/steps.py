@@ -61,7 +61,7 @@ class Steps(Serving):
 
     def _submit(self, uid: str, prompt_uid: str, step: PackedStep) -> ops.SubmitOutcome:
         """Apply one step. Changes nothing if it contradicts another."""
-        if step.is_spilled or ((header := step.header).base is None) is (step.prompt is None):
+        if step.is_spilled or ((header := step.header).base_index < 0) is (step.prompt is None):
             raise errors.InvalidStepError(
                 f"a step of trajectory {uid!r} in channel {self.name!r} is packed without its "
                 f"payload, or with {'no' if step.prompt is None else 'a'} prompt, which its base "
@@ -74,7 +74,7 @@ class Steps(Serving):
             )
         record = self._find(uid, prompt_uid)
         if record is None:
-            if header.base is not None and not self._is_settled(prompt_uid):
+            if header.base_index >= 0 and not self._is_settled(prompt_uid):
                 raise self._unknown_base(uid, header)
             record = self._begin(uid, prompt_uid)
             if record is None:
@@ -165,9 +165,9 @@ class Steps(Serving):
 
     def _check_base(self, record: TrajectoryRecord, step: Header) -> None:
         """The tokens that it is relative to are those that are stored."""
-        if step.base is not None:
-            base = record.step(step.base)
-            if base is None or base.header.crc != step.base_crc:
+        if step.base_index >= 0:
+            base = record.step(step.base_index)
+            if base is None or base.crc != step.base_crc:
                 raise self._unknown_base(record.trajectory_uid, step)
 
     def _check_index(self, record: TrajectoryRecord, step: Header) -> None:

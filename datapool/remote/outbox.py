@@ -120,7 +120,7 @@ class Tips:
             self._end(key)
             return packed
         self._n += step.step_index not in known
-        known[step.step_index] = Base.of(step, packed.header.crc)
+        known[step.step_index] = Base.of(step, packed.crc)
         self._steps[key] = known
         self._steps.move_to_end(key)
         while self._n > self._limit and len(self._steps) > 1:

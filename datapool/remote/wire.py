@@ -129,32 +129,35 @@ class _Frames(asyncio.Protocol):
             _keep_alive(peer)
 
     def data_received(self, data: bytes) -> None:
-        buffer = self._buffer
+        try:
+            self._read(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as e:
+            log.warning("a peer of the DataPool sent what is none of its messages (%s)", e)
+            self._buffer.clear()
+            self.transport.abort()
+        else:
+            self.all_received()
+
+    def _read(self, data: bytes) -> None:
+        buffer, begin = self._buffer, _LENGTH.size
+        one_frame = _LENGTH.pack(max(0, len(data) - begin))
+        if not buffer and len(data) <= self._longest and data.startswith(one_frame):
+            self.received(memoryview(data)[begin:])
+            return
         buffer += data
         at = 0
-        while len(buffer) - at >= _LENGTH.size:
+        while len(buffer) - at >= begin:
             (length,) = _LENGTH.unpack_from(buffer, at)
             if length > self._longest:
-                self._hang_up(f"a frame of {length} bytes")
-                return
-            end = at + _LENGTH.size + length
+                raise msgspec.DecodeError(f"a frame of {length} bytes")
+            end = at + begin + length
             if len(buffer) < end:
                 break
-            try:
-                self.received(bytes(memoryview(buffer)[at + _LENGTH.size : end]))
-            except (msgspec.DecodeError, UnicodeDecodeError) as e:
-                self._hang_up(str(e))
-                return
+            self.received(bytes(memoryview(buffer)[at + begin : end]))
             at = end
         del buffer[:at]
-        self.all_received()
 
-    def _hang_up(self, why: str) -> None:
-        log.warning("a peer of the DataPool sent what is none of its messages (%s)", why)
-        self._buffer.clear()
-        self.transport.abort()
-
-    def received(self, data: bytes) -> None:
+    def received(self, data: bytes | memoryview) -> None:
         raise NotImplementedError
 
     def all_received(self) -> None:
@@ -235,7 +238,7 @@ class _Served(_Frames):
         if not self._is_known:
             self.transport.abort()
 
-    def received(self, data: bytes) -> None:
+    def received(self, data: bytes | memoryview) -> None:
         if not self._is_known:
             self._greet(_proof.decode(data))
             return
@@ -337,7 +340,7 @@ class Connection(_Frames):
         self._answered = answered
         self._lost = lost
 
-    def received(self, data: bytes) -> None:
+    def received(self, data: bytes | memoryview) -> None:
         self._answered(_sent.decode(data))
 
     def send(self, frames: Sequence[bytes]) -> None:

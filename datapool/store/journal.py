@@ -102,16 +102,20 @@ class Journal:
 
     # --- writing ---
 
-    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
-        """Buffers a row and returns its id: larger than every id before, also after a restart."""
+    def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
+        """Buffers a row and returns its id: larger than every id before, also after a restart.
+
+        Args:
+            payload: in pieces.
+        """
         row = self._next_row
-        self.put(Row(row, channel, kind, head, payload))
+        self._buffer.rows[row] = encode_record(row, channel, kind, head, *payload)
         self._next_row = row + 1
         return row
 
     def put(self, row: Row) -> None:
         """Buffers a row of another journal under the id that it had there."""
-        self._buffer.rows[row.row] = encode_record(row)
+        self._buffer.rows[row.row] = encode_record(*row)
 
     def delete(self, rows: Iterable[int]) -> None:
         """Buffers the deletion of these rows; ids that are not stored are passed over."""
@@ -180,8 +184,7 @@ class Journal:
         records = self._buffer.rows
         stored = self._log.payloads([row for row in rows if row not in records])
         return [
-            row_at(records[row], row, 0).payload or b"" if row in records else stored[row]
-            for row in rows
+            row_at(records[row], row, 0).payload if row in records else stored[row] for row in rows
         ]
 
     @property

@@ -300,7 +300,7 @@ class Log:
         """Of stored rows."""
         with self._telling():
             found = self._records(rows)
-            return {row: row_at(record, row, 0).payload or b"" for row, record in found}
+            return {row: row_at(record, row, 0).payload for row, record in found}
 
     def _records(self, rows: Iterable[int]) -> Iterator[tuple[int, bytes]]:
         files: dict[int, int] = {}

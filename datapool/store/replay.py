@@ -98,9 +98,9 @@ def _apply(pool: DataPool, row: Row, prompts: dict[int, bytes]) -> None:
     channel = pool.channels[name]
     channel.now, channel.counts.numbered = now, group_number - 1  # taken if it begins the group
     if kind == _STEPS:
-        channel.adopt(record, prompts, payload or b"", number)
+        channel.adopt(record, prompts, payload, number)
     elif kind == _PROMPT:
-        prompts[number] = payload or b""
+        prompts[number] = payload
         channel.adopt_prompt(record, prompts[number], number)
     elif isinstance(record, kinds.GroupClosed):
         channel.recall(record, number)

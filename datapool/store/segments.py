@@ -48,7 +48,7 @@ class Row(NamedTuple):
     channel: str
     kind: str
     head: bytes
-    payload: bytes | None = None
+    payload: bytes = b""
 
 
 class PayloadDamagedError(ValueError):
@@ -59,14 +59,16 @@ class PayloadDamagedError(ValueError):
         self.row = row
 
 
-def encode_record(row: Row) -> bytes:
-    names = f"{row.channel}\0{row.kind}".encode()
-    payload = b"" if row.payload is None else row.payload
-    n_payload = 0 if row.payload is None else 1 + len(payload)
-    lengths = len(names), len(row.head), n_payload
-    prefix = _RECORD.pack(0, xxh3(payload), row.row, *lengths)[_SUM_BYTES:] + names
-    front = prefix + row.head
-    return b"".join((xxh3(front).to_bytes(_SUM_BYTES, "little"), front, payload))
+def encode_record(row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> bytes:
+    """A row as it is stored; its payload in pieces."""
+    names = f"{channel}\0{kind}".encode()
+    payload_sum = xxh3_64()
+    for piece in payload:
+        payload_sum.update(piece)
+    lengths = len(names), len(head), sum(map(len, payload))
+    prefix = _RECORD.pack(0, payload_sum.intdigest(), row, *lengths)[_SUM_BYTES:] + names
+    front = prefix + head
+    return b"".join((xxh3(front).to_bytes(_SUM_BYTES, "little"), front, *payload))
 
 
 @lru_cache
@@ -97,8 +99,8 @@ def rows_at(segment: Callable[[int], bytes], places: Iterable[tuple[int, int]]) 
         if found != row or checksum != xxh3(data[at + _SUM_BYTES : end]):
             raise ValueError(f"row {row} does not have the content it was written with")
         channel, kind = _names(data[at + prefix_bytes : head_at])
-        payload = data[end : end + n_payload - 1] if n_payload else None
-        if payload_sum != xxh3(payload or b""):
+        payload = data[end : end + n_payload]
+        if payload_sum != xxh3(payload):
             raise PayloadDamagedError(Row(row, channel, kind, data[head_at:end]))
         yield make(Row, (row, channel, kind, data[head_at:end], payload))
 

@@ -98,7 +98,7 @@ def killed_copy(journal: Journal, folder: Path) -> Path:
 def test_rows_and_states_come_back_after_a_restart_as_they_were(open_journal: Open) -> None:
     journal = open_journal()
     first = journal.append("train", "step", b"\x00head", b"payload")
-    second = journal.append("väl", "complete", b"", None)
+    second = journal.append("väl", "complete", b"")
     third = journal.append("train", "step", b"h", b"")
     journal.put_state("counters", b"old")
     journal.put_state("counters", b"new")
@@ -108,7 +108,7 @@ def test_rows_and_states_come_back_after_a_restart_as_they_were(open_journal: Op
 
     assert list(journal.rows()) == [
         Row(first, "train", "step", b"\x00head", b"payload"),
-        Row(second, "väl", "complete", b"", None),
+        Row(second, "väl", "complete", b"", b""),
         Row(third, "train", "step", b"h", b""),
     ]
     assert journal.states() == {"counters": b"new"}
@@ -635,7 +635,7 @@ def test_a_kill_in_the_middle_of_the_cleaning_loses_nothing_and_brings_nothing_b
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path / "live", "process")
-    live: dict[int, bytes | None] = {}
+    live: dict[int, bytes] = {}
     n_copies = 0
     for k in range(160):
         rows = append(journal, 4, payload_bytes=900)
@@ -850,7 +850,7 @@ async def test_erasing_that_a_full_disk_stops_goes_on_when_there_is_space(
 class JournalAgainstDict(RuleBasedStateMachine):
     """Two dicts, one of what is stored and one of what will be once it is flushed."""
 
-    payloads = st.one_of(st.none(), st.binary(max_size=40), st.just(b"large" * 3000))
+    payloads = st.lists(st.one_of(st.binary(max_size=40), st.just(b"large" * 3000)), max_size=3)
 
     @initialize(small=st.booleans())
     def begin(self, small: bool) -> None:
@@ -862,7 +862,7 @@ class JournalAgainstDict(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.n_lives = 0
         self.journal = Journal(self.folder / "0", "process")
-        self.rows: dict[int, tuple[str, str, bytes, bytes | None]] = {}
+        self.rows: dict[int, tuple[str, str, bytes, bytes]] = {}
         self.states: dict[str, bytes] = {}
         self.stored_rows = dict(self.rows)
         self.stored_states = dict(self.states)
@@ -876,11 +876,11 @@ class JournalAgainstDict(RuleBasedStateMachine):
         head=st.binary(max_size=20),
         payload=payloads,
     )
-    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None) -> None:
-        row = self.journal.append(channel, kind, head, payload)
+    def append(self, channel: str, kind: str, head: bytes, payload: list[bytes]) -> None:
+        row = self.journal.append(channel, kind, head, *payload)
         assert row > self.last_id
         self.last_id = row
-        self.rows[row] = (channel, kind, head, payload)
+        self.rows[row] = (channel, kind, head, b"".join(payload))
 
     @rule(data=st.data())
     def delete(self, data: st.DataObject) -> None:
@@ -948,7 +948,7 @@ class JournalAgainstDict(RuleBasedStateMachine):
         assert [tuple(row) for row in self.journal.rows()] == expected
         assert self.journal.states() == self.stored_states
         backwards = sorted(self.rows, reverse=True)
-        assert self.journal.read(backwards) == [self.rows[row][3] or b"" for row in backwards]
+        assert self.journal.read(backwards) == [self.rows[row][3] for row in backwards]
 
     def teardown(self) -> None:
         self.patch.undo()

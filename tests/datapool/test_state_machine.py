@@ -555,9 +555,9 @@ class MemoryLog:
         self._rows: dict[int, Row] = {}
         self.states: dict[str, bytes] = {}
 
-    def append(self, channel: str, kind: str, head: bytes, payload: bytes | None = None) -> int:
+    def append(self, channel: str, kind: str, head: bytes, *payload: bytes) -> int:
         number = next(self._numbers)
-        self._rows[number] = Row(number, channel, kind, head, payload)
+        self._rows[number] = Row(number, channel, kind, head, b"".join(payload))
         return number
 
     def delete(self, rows: Iterable[int]) -> None:
@@ -573,7 +573,7 @@ class MemoryLog:
         return iter(list(self._rows.values()))
 
     def read(self, rows: Sequence[int]) -> list[bytes]:
-        return [self._rows[row].payload or b"" for row in rows]
+        return [self._rows[row].payload for row in rows]
 
 
 @dataclass
