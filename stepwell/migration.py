@@ -1,5 +1,5 @@
-"""This module knows what other frameworks, and earlier versions of this one, call our keys, so that
-an unknown key is answered with ours.
+"""This module knows what other frameworks call our keys, so that an unknown key is answered with
+ours.
 
 The tables of `docs/migration.md` are the one place with the names; the document travels in the
 package. A key is looked up as it stands, then by its last part: `trainer.num_generations` is TRL's
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _DOCUMENT = Path(__file__).resolve().parent / "migration.md"
-_FORMER = "Stepwell until "
-"""Begins the heading of the table of our own former names."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,6 @@ class Row:
     def text(self) -> str:
         keys = " and ".join(self.ours)
         note = f" ({self.note.replace('`', '')})" if self.note else ""
-        if self.source.startswith(_FORMER):
-            return f"it is {keys} now{note}" if keys else f"it is gone{note}"
         if not keys:
             return f"{self.source}'s {self.name} has no counterpart{note}"
         return f"it is {self.source}'s name for {keys}{note}"
@@ -57,11 +53,9 @@ def known_as(key: str) -> str | None:
     """What is known about `key`, a name that is none of ours; None if nothing is."""
     key = key.replace("-", "_")
     last = key.rpartition(".")[2]
-    for row in sorted(rows(), key=lambda row: not row.source.startswith(_FORMER)):
-        if row.name == key:
-            return row.text
-    for row in rows():
-        # a word such as `name` or `type` says nothing without the section around it
-        if last == row.name or ("_" in last and row.name.endswith(f".{last}")):
-            return row.text
-    return None
+    exact = [row for row in rows() if row.name == key]
+    # a word such as `name` or `type` says nothing without the section around it
+    like = (
+        row for row in rows() if last == row.name or ("_" in last and row.name.endswith(f".{last}"))
+    )
+    return next((row.text for row in (*exact, *like)), None)
