@@ -88,10 +88,6 @@ class EngineConfig(Section):
     `backend.lora`; SGLang must be launched for it (`extra_args`: `--enable-lora --max-lora-rank R
     --lora-target-modules …`). Every version is also written to disk: a crashed engine restarts
     from there."""
-    router: str = "none"
-    """What the gateway generates through: `none`, each engine directly, which keeps a trajectory on
-    one; `launch`: an SGLang router that this run starts; or the url of a running one. Weights and
-    pauses go to the engines in any case."""
     release_memory: bool = False
     """Engines give the memory of weights and KV cache up while the trainer computes, so that both
     fit on the same GPUs; nothing is generated meanwhile. A launched SGLang server keeps its weights
@@ -101,13 +97,6 @@ class EngineConfig(Section):
     @classmethod
     def _urls_are_plain(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(_plain_url("urls", url, "write http://host:port") for url in urls)
-
-    @field_validator("router")
-    @classmethod
-    def _router_is_known(cls, router: str) -> str:
-        if router in ("none", "launch"):
-            return router
-        return _plain_url("router", router, "use none, launch or the url http://host:port")
 
     @model_validator(mode="after")
     def _source_fits_kind(self) -> EngineConfig:

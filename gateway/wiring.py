@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stepwell.gateway.errors import GatewayConfigError
-
 
 @dataclass(frozen=True, slots=True)
 class ChannelSampling:
@@ -30,17 +28,10 @@ class ChannelSampling:
 class Wiring:
     """Which engines a gateway generates with and how it samples, and which of several gateways it
     is.
-
-    Raises:
-        GatewayConfigError: calls are to go through a router, and there is not one url.
     """
 
     engine_urls: tuple[str, ...] = ()
     """SGLang servers (or embedded engines); a trajectory stays on one."""
-    via_router: bool = False
-    """`engine_urls` is one SGLang router, which chooses the engine: it must list only engines with
-    current weights. A stream that breaks off then fails, since nobody knows which weights sampled
-    it."""
     lora_path: str | None = None
     """Name of the LoRA adapter that generates; None: the engines' model itself."""
     sampling: Mapping[str, ChannelSampling] = field(default_factory=dict)
@@ -53,9 +44,5 @@ class Wiring:
     """Origins of all of them."""
 
     def __post_init__(self) -> None:
-        if self.via_router and len(self.engine_urls) != 1:
-            raise GatewayConfigError(
-                f"calls go through a router, but engine_urls is {self.engine_urls}; give its url"
-            )
         urls = tuple(dict.fromkeys(url.rstrip("/") for url in self.engine_urls))
         object.__setattr__(self, "engine_urls", urls)

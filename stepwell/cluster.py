@@ -25,7 +25,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from stepwell.backends.config import EngineConfig
 from stepwell.backends.engines.client import EngineClient
-from stepwell.backends.engines.router import start_router, started_router
 from stepwell.backends.engines.server import start_engine, started
 from stepwell.backends.weights.transports import ADAPTER_NAME
 from stepwell.config import RunConfig
@@ -130,11 +129,8 @@ async def start_cluster(config: RunConfig, *, trains: bool = True) -> AsyncItera
         ]
         urls = await _start_engines(config, configs, placement, here, stack)
         engines = [await stack.enter_async_context(EngineClient(url)) for url in urls]
-        router_config = network.engine(engine_config, gateway_config, None)
-        router = await _start_router(config, router_config, urls, here, stack)
         wiring = Wiring(
-            engine_urls=tuple(urls) if router is None else (router,),
-            via_router=router is not None,
+            engine_urls=tuple(urls),
             lora_path=ADAPTER_NAME if engine_config.weight_transport == "lora" else None,
             canary_share=config.publish.canary_share or 0.0,
             sampling=channel_sampling(config.rollout, config.validation, config.gateway.channels),
@@ -181,22 +177,6 @@ async def _start_engines(
         stack.push_async_callback(_stop, server)
     urls = await asyncio.gather(*(started(server) for server in servers))
     return [url for of_server in urls for url in of_server]
-
-
-async def _start_router(
-    config: RunConfig,
-    engine: EngineConfig,
-    urls: list[str],
-    here: dict[str, Any],
-    stack: AsyncExitStack,
-) -> str | None:
-    """The url of the router before the engines; None without one."""
-    if engine.router == "none":
-        return None
-    folder = config.run.dir.absolute()
-    router = start_router(engine, log_dir=folder / LOGS, weights_dir=folder / WEIGHTS, **here)
-    stack.push_async_callback(_stop, router)
-    return await started_router(router, urls)
 
 
 async def _start_gateways(
@@ -252,8 +232,8 @@ class Network:
         one node                  loopback, as configured by default
         several nodes, gateway    the address of the driver's node, where it runs: rollout workers
                                   may be on any. With an admin key: one is made if none is set
-        several nodes, an engine  loopback if it is on the driver's node, as the gateway, the router
-                                  and the trainer are; otherwise its own node's address
+        several nodes, an engine  loopback if it is on the driver's node, as the gateway and the
+                                  trainer are; otherwise its own node's address
 
     A host that is configured and no loopback address stays as it is. Engines know no keys: what
     they listen on beyond loopback must be reached by the run's machines alone.

@@ -232,13 +232,6 @@ class RunConfig(Section):
                 f"publish.guard is set, but trainer.keep_weights is {self.trainer.keep_weights}: a "
                 "version that is rolled back needs the one before; set trainer.keep_weights=2"
             )
-        router, share = self.engine.router, self.publish.canary_share
-        if self.publish.guard is not None and router != "none" and share is not None:
-            raise ValueError(
-                f"publish.guard is set and engine.router is {router!r}, which spreads calls over "
-                "engines whatever their versions: set publish.canary_share=null (all engines get a "
-                "version at once), or engine.router=none"
-            )
         window = self.async_training.trigger_parameter_sync_step * self.trainer.train_batch_size
         rewards = window * self.rollout.n
         if (

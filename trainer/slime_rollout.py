@@ -13,10 +13,10 @@
     (killed; started again)
     load(7) ──────────────────────────────────────────────────────► resume(7) ── all else ► ready
 
-Agents run elsewhere, against the gateway (`stepwell serve`, on slime's Ray cluster, with slime's
-SGLang router as its engine). slime waits for `--rollout-batch-size` groups and gets all rollouts of
-them, `--n-samples-per-prompt` each. Without `--save-interval` slime never saves, and a rollout's
-groups are acked when the next one is asked for.
+Agents run elsewhere, against the gateway (`stepwell serve`, on slime's Ray cluster, attached to the
+engines that slime's router lists at `/workers`). slime waits for `--rollout-batch-size` groups and
+gets all rollouts of them, `--n-samples-per-prompt` each. Without `--save-interval` slime never
+saves, and a rollout's groups are acked when the next one is asked for.
 
 Owns: slime's rollout function. Does not own: the data source (`slime_data.py`), leases
 (`slime_pool.py`), samples (`backends/slime_samples.py`).

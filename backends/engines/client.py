@@ -1,4 +1,4 @@
-"""This module asks one engine (embedded, SGLang) or router over HTTP so that the gateway,
+"""This module asks one engine (embedded, SGLang) over HTTP so that the gateway,
 publications and supervisors ask in the same words: one method per endpoint, typed errors.
 
     EngineClient(url) ── method ──► `connections.py` ──► a 2xx answer, parsed, or an `EngineError`
@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import orjson
 
@@ -71,14 +71,6 @@ class UpdateResult:
 
     success: bool
     message: str
-
-
-class Worker(NamedTuple):
-    """A line of a router's list."""
-
-    id: str
-    url: str
-    is_healthy: bool
 
 
 class EngineClient:
@@ -281,8 +273,7 @@ class EngineClient:
     # -- information --------------------------------------------------------------------------
 
     async def check(self, path: str = "/health") -> None:
-        """Raises unless it is well: `/health`; `/health_generate`, it generates; a router's
-        `/readiness`, one of its workers is well."""
+        """Raises unless it is well: `/health`; `/health_generate`, it generates."""
         await self._ask(path)
 
     async def health(self) -> bool:
@@ -314,26 +305,6 @@ class EngineClient:
         if type(length) is not int or length < 2:
             raise EngineInternalError(f"{self.url}/v1/models names no max_model_len")
         return length
-
-    # -- a router's workers --------------------------------------------------------------------
-
-    async def workers(self) -> list[Worker]:
-        listed = await self._ask("/workers")
-        try:
-            return [
-                Worker(str(w["id"]), str(w["url"]).rstrip("/"), bool(w.get("is_healthy")))
-                for w in listed["workers"]
-            ]
-        except (LookupError, TypeError, AttributeError) as e:
-            raise EngineInternalError(f"{self.url}/workers is no list: {listed!r:.200}") from e
-
-    async def add_worker(self, url: str) -> None:
-        """Ask for a worker; it is in the list once the router has seen that it works."""
-        await self._ask("/workers", {"url": url})
-
-    async def remove_worker(self, worker: Worker) -> None:
-        """Take a worker out; calls that it has go on."""
-        await self._ask(f"/workers/{worker.id}", method="DELETE")
 
     # -- transport ----------------------------------------------------------------------------
 

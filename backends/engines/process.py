@@ -1,7 +1,7 @@
 """This module starts a server's process with a log of its own, so that it ends with the thread that
 started it, and with all its children when it is killed.
 
-It does not own command lines (`commands.py`, `router.py`) or when a process runs (`supervisor.py`).
+It does not own command lines (`commands.py`) or when a process runs (`supervisor.py`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ working folder or the source checkout, which `make install-sglang` builds. SGLan
 and transformers, so an environment of its own is the usual case.
 
 Tested against SGLang 0.5.23 by `make test-sglang`. Owns the flags. Does not own running the process
-(`supervisor.py`) or the router.
+(`supervisor.py`).
 """
 
 from __future__ import annotations

@@ -10,11 +10,6 @@ The first decides whether the engine is there, because a real SGLang generates a
 and so fails it while it is paused. An engine that has no `/model_info` is judged by `/health` alone
 and not held to a version.
 
-With `Wiring.via_router` calls go through an SGLang router. It is then the only engine, well as long
-as one of its workers is, and its list of workers (`/workers`) is the version gate
-(`backends/engines/router.py`). It has no `/model_info`, and forwards no aborts: what only an engine
-knows is asked of the workers.
-
 It owns these tasks, and not what follows from an answer (`fleet.py`).
 """
 
@@ -41,15 +36,12 @@ _AT_ONCE_S = 0.01
 class EngineChecks:
     """The checks of one fleet, over connections of their own. Owned by the client."""
 
-    def __init__(self, config: GatewayConfig, fleet: Fleet, *, via_router: bool) -> None:
+    def __init__(self, config: GatewayConfig, fleet: Fleet) -> None:
         self._connections = ConnectionPool()
         self._config = config
         self._fleet = fleet
-        self._via_router = via_router
         self._watchers: dict[Engine, asyncio.Task[None]] = {}
         self._wake: dict[Engine, asyncio.Event] = {}
-        self._workers: tuple[str, ...] = ()
-        """Of the router that calls go through."""
         self._news = asyncio.Event()
 
     async def start(self) -> None:
@@ -87,10 +79,6 @@ class EngineChecks:
         timeout_s = timeout_s or self._config.engine_health_timeout_s
         return EngineClient(url, timeout_s=timeout_s, connections=self._connections)
 
-    def servers(self) -> tuple[str, ...]:
-        """The engines themselves, those behind a router, too."""
-        return self._workers if self._via_router else tuple(e.url for e in self._fleet)
-
     async def context_length(self) -> int:
         """Tokens that fit in prompt and response, as the first engine says that says it.
 
@@ -98,7 +86,7 @@ class EngineChecks:
             backends.errors.EngineError: none does.
         """
         why: AskingError = NotThereError(self._fleet.why_none())
-        for url in self.servers():
+        for url in (engine.url for engine in self._fleet):
             try:
                 return await self.asking(url).max_model_len()
             except AskingError as e:
@@ -137,7 +125,7 @@ class EngineChecks:
             self._tell()
             why = ""
             try:
-                await client.check("/readiness" if self._via_router else "/health")
+                await client.check()
             except AskingError as e:
                 why = str(e)
             fleet.health(engine, _now(), well=not why, why=why)
@@ -149,9 +137,6 @@ class EngineChecks:
 
     async def _version(self, client: EngineClient) -> tuple[int | None, bool]:
         """And whether it is a canary's."""
-        if self._via_router:
-            self._workers = tuple(worker.url for worker in await client.workers())
-            return None, False  # its workers have versions; it has none
         try:
             version = (await client.model_info())["weight_version"]
             return version_number(version), is_canary(version)

@@ -63,8 +63,6 @@ from stepwell.gateway.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
-_DROPPED_BY_ROUTERS = frozenset({"structural_tag"})
-"""Constraints that sglang-router 0.3.2 leaves out of what it forwards, without a word."""
 _EMPTY_ABORTS = 1000
 """Aborts in a row without one token before an engine counts as broken."""
 _ABORT_TIMEOUT_S = 10.0
@@ -82,7 +80,7 @@ class EngineClient:
         self._vocabulary = vocabulary
         self._fleet = Fleet(wiring.engine_urls, config, canary_share=wiring.canary_share)
         self._connections = ConnectionPool()
-        self._checks = EngineChecks(config, self._fleet, via_router=wiring.via_router)
+        self._checks = EngineChecks(config, self._fleet)
         self.pace = Pace()
         self._context_length = config.context_length
         self._aborts: set[asyncio.Task[None]] = set()
@@ -164,13 +162,6 @@ class EngineClient:
             RequestError: the engine refuses the request (400).
             EngineUnavailableError, EngineTimeoutError, EngineError
         """
-        kind = sampling.constraint[0] if sampling.constraint is not None else ""
-        if self._wiring.via_router and kind in _DROPPED_BY_ROUTERS:
-            raise RequestError(
-                f"a {kind} does not get through the SGLang router that this gateway generates "
-                "through; use a JSON schema, regex or EBNF grammar, or engine.router=none",
-                None,
-            )
         whole = Part()
         resumes = empty = failures = 0
         tried: set[Engine] = set()
@@ -279,9 +270,7 @@ class EngineClient:
             fields["top_logprobs_num"] = sampling.n_top_logprobs
         if self._wiring.lora_path is not None:
             fields["lora_path"] = self._wiring.lora_path
-        # A router's workers may differ: what one of them said last is not known of the next.
-        via_router = self._wiring.via_router
-        part.version = None if via_router else engine.version
+        part.version = engine.version
         # The fleet ends it before, when the engine is gone without a word.
         scope = asyncio.timeout_at(deadline)
         try:
@@ -316,7 +305,7 @@ class EngineClient:
             raise
         finally:
             engine.in_flight.discard(scope)
-        version = part.spans[-1].version if part.spans and not via_router else None
+        version = part.spans[-1].version if part.spans else None
         if version is not None and engine.version is not None and version < engine.version:
             self._checks.look_at(engine)  # it may have restarted between two checks
         self._fleet.succeeded(engine, version, canary=part.canary)
@@ -337,11 +326,9 @@ class EngineClient:
                 await _follow(answer, part, on_tokens)
 
     def _abort(self, url: str, rid: str) -> None:
-        # A router forwards no aborts; its workers know whose id it is.
-        for engine in self._checks.servers() if self._wiring.via_router else (url,):
-            task = asyncio.create_task(self._post_abort(engine, rid))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
+        task = asyncio.create_task(self._post_abort(url, rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
 
     async def _post_abort(self, url: str, rid: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A run whose engine lends its memory at every step, and generates through a router."""
+"""A run whose engine lends its memory at every step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from tests.e2e.conftest import small_config
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
-async def test_a_run_trains_while_its_engine_lends_its_memory_behind_a_router(
-    tmp_path: Path,
-) -> None:
+async def test_a_run_trains_while_its_engine_lends_its_memory(tmp_path: Path) -> None:
     config = small_config(
         tmp_path,
         "engine.release_memory=true",
-        "engine.router=launch",
         "async_training.trigger_parameter_sync_step=1",
         "trainer.total_steps=3",
         "validation.every=0",
@@ -31,4 +28,3 @@ async def test_a_run_trains_while_its_engine_lends_its_memory_behind_a_router(
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["policy_version"] for r in records] == [1, 2, 3]
     assert all(r["time/hand_over_s"] > 0 for r in records)
-    assert (tmp_path / "logs" / "router.log").exists()

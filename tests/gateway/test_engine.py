@@ -48,8 +48,6 @@ class Machine:
     """Every `/generate` breaks off without an answer."""
     tops: int = 0
     incremental: bool = False
-    urls: list[str] | None = None
-    """A router's workers."""
     checks: int = 0
     port: int = 0
     _runner: web.AppRunner | None = None

@@ -141,7 +141,6 @@ def test_a_limit_that_the_run_sets_elsewhere_is_refused_and_not_overwritten(
     ("overrides", "message"),
     [
         (["trainer.keep_weights=1"], "trainer.keep_weights is 1: .* set trainer.keep_weights=2"),
-        (["engine.router=launch"], "which spreads calls .* set publish.canary_share=null"),
         (["async_training.mode=sync", "publish.guard.n=1000"], "publish.guard.n is 1000, but with"),
     ],
 )
