@@ -170,9 +170,6 @@ class GatewayConfig(Section):
     normalize: tuple[NormalizeRule, ...] = ()
     """Applied in order to each message before it is compared and rendered: for text that an agent
     changes on every call, such as a clock in its system prompt."""
-    ignore_builtin_tools: bool = True
-    """Tools that the vendor's own servers would run (web search …) are left out of the prompt and
-    named in the answer's header `x-stepwell-ignored`; false: refused with a 400."""
     conversation_idle_s: float = Field(default=600.0, gt=0)
     """A trajectory that was made for a conversation without one (no URL, key or header names it)
     is completed, unscored, when it has had no call for this long. Any other is then asked about at

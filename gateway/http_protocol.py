@@ -220,7 +220,7 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def _answer(e: GatewayError) -> bytes:
-    body = orjson.dumps(error_body(e))
+    body = orjson.dumps(error_body(e, None))
     headers = {
         "content-type": "application/json",
         "content-length": len(body),

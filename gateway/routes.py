@@ -31,7 +31,7 @@ from stepwell.datapool.errors import StepConflictError, StepIndexError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
 from stepwell.datapool.types import Step, VersionSpan
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
-from stepwell.gateway.dialects.base import Dialect, Exchange, Parsed
+from stepwell.gateway.dialects.base import Dialect, Exchange
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
 from stepwell.gateway.dialects.openai_completions import token_ids
 from stepwell.gateway.dialects.params import refusal, wrong
@@ -103,7 +103,6 @@ async def serve(
     reader = principal.trajectory[0] if principal.trajectory is not None else None
     parsed = dialect.parse(parse_object(body), reader)
     del body  # as large as all that is parsed of it, and the call may take minutes
-    refuse_builtin_tools(services, parsed)
     call = services.calls.prompts.normalised(parsed.call)
     call.began_at = began_at
     origin = Origin(request.headers, url, request.scope["client"], principal.channel)
@@ -142,20 +141,6 @@ async def serve(
     finally:
         exchange.close()
     return _told(answer, services, exchange)
-
-
-def refuse_builtin_tools(services: Services, parsed: Parsed) -> None:
-    """
-    Raises:
-        RequestError: there are some, and `gateway.ignore_builtin_tools` is false.
-    """
-    if parsed.builtin_tools and not services.config.ignore_builtin_tools:
-        name, _, kind = parsed.builtin_tools[0].partition("=")
-        raise RequestError(
-            f"{name}.type is {kind!r:.80}, a built-in tool that this gateway cannot run; define a "
-            "function tool instead",
-            name,
-        )
 
 
 def _told(answer: Response, services: Services, exchange: Exchange) -> Response:
@@ -199,7 +184,6 @@ async def count_tokens(request: Request) -> Response:
     """Tokens of the prompt that this request would have as a call; nothing is stored or opened."""
     services = services_of(request)
     parsed = AnthropicMessages().parse(parse_object(await read_body(request)), kind=CountParams)
-    refuse_builtin_tools(services, parsed)
     call = services.calls.prompts.normalised(parsed.call)
     if (named := _named(request)) is None:
         channel = request.state.principal.channel

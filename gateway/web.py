@@ -30,9 +30,9 @@ class OrjsonResponse(Response):
         return orjson.dumps(content)
 
 
-def error_body(e: GatewayError) -> dict[str, Any]:
+def error_body(e: GatewayError, param: str | None) -> dict[str, Any]:
     """OpenAI's error shape, which the gateway's own endpoints use too."""
-    return {"error": {"message": str(e), "type": e.kind, "param": e.param, "code": e.code}}
+    return {"error": {"message": str(e), "type": e.kind, "param": param, "code": e.code}}
 
 
 async def read_body(request: Request) -> bytes:

@@ -20,7 +20,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import Field
 
 from stepwell.gateway.dialects.anthropic_answer import (
@@ -37,6 +36,7 @@ from stepwell.gateway.dialects.params import (
     Temperature,
     Texts,
     TopP,
+    json_constraint,
     must_call,
     need,
     optional,
@@ -124,7 +124,7 @@ class MessagesParams(Params):
 
     def constraint(self) -> tuple[str, str] | None:
         form = self.output_config.format or self.output_format
-        return None if form is None else ("json_schema", orjson.dumps(form.json_schema).decode())
+        return None if form is None else json_constraint(form.type, form.json_schema, "format")
 
 
 class CountParams(MessagesParams):
@@ -192,7 +192,7 @@ class AnthropicMessages(Dialect):
             parse_tools=bool(tools) and choice.type != "none",
         )
         options = Options(thinking, prefill, params.context_management is not None)
-        return Parsed(call, options, ignored=(*builtin, *ignored), builtin_tools=builtin)
+        return Parsed(call, options, ignored=(*builtin, *ignored))
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
         """A `Message`."""

@@ -42,9 +42,6 @@ class Parsed:
     ignored: tuple[str, ...] = ()
     """What was left aside of what agents always send, as `path=value` in ASCII; the answer's
     `x-stepwell-ignored` header tells."""
-    builtin_tools: tuple[str, ...] = ()
-    """Those of `ignored` that are tools which the vendor's own servers would run; refused unless
-    `gateway.ignore_builtin_tools`."""
 
 
 class Event(NamedTuple):
@@ -204,7 +201,7 @@ class Dialect(ABC):
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """The body of an error answer; its status is `e.status`."""
-        return error_body(e)
+        return error_body(e, e.param)
 
 
 def sse(payload: Mapping[str, Any], event: str | None = None) -> bytes:

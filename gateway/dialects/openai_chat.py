@@ -8,7 +8,6 @@ calls, prompts, tool-call parsing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,11 +24,12 @@ from stepwell.gateway.dialects.params import (
     TopLogprobs,
     TopP,
     effort_args,
+    json_constraint,
     must_call,
     need,
     wrong,
 )
-from stepwell.gateway.errors import GatewayError, RequestError
+from stepwell.gateway.errors import GatewayError
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.reply.calls import ToolCall
 from stepwell.gateway.reply.parser import ContentDelta, ReasoningDelta
@@ -119,16 +119,8 @@ class ResponseFormat(Part):
 
     def constraint(self) -> tuple[str, str] | None:
         """What it asks of the engine."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return "json_schema", '{"type": "object"}'
-        if self.json_schema is None:
-            raise RequestError(
-                "response_format.json_schema is missing; send a schema",
-                "response_format.json_schema",
-            )
-        return "json_schema", json.dumps(self.json_schema.json_schema)
+        schema = None if self.json_schema is None else self.json_schema.json_schema
+        return json_constraint(self.type, schema, "response_format.json_schema")
 
 
 def _not_reserved(args: dict[str, Any]) -> dict[str, Any]:
@@ -205,10 +197,7 @@ class OpenAIChat(Dialect):
         """A `ChatCompletion`."""
         wanted = exchange.parsed.options.logprobs
         return {
-            "id": f"chatcmpl-{exchange.uid}",
-            "object": "chat.completion",
-            "created": exchange.created,
-            "model": exchange.model,
+            **head(exchange, "chatcmpl", "chat.completion"),
             "choices": [
                 {
                     "index": i,
@@ -223,12 +212,6 @@ class OpenAIChat(Dialect):
 
     def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """`ChatCompletionChunk`s and `[DONE]`."""
-        head = {
-            "id": f"chatcmpl-{exchange.uid}",
-            "object": "chat.completion.chunk",
-            "created": exchange.created,
-            "model": exchange.model,
-        }
         wanted, new_tokens = exchange.parsed.options.logprobs, NewTokens(exchange)
         n_calls = [0] * exchange.parsed.n
 
@@ -250,10 +233,21 @@ class OpenAIChat(Dialect):
 
         # Log-probs not beside the role: the SDK's accumulator would count them twice.
         roles = [_delta(i, {"role": "assistant", "content": ""}) for i in range(exchange.parsed.n)]
-        return completion_frames(exchange, head, choice, self.error, roles)
+        first = head(exchange, "chatcmpl", "chat.completion.chunk")
+        return completion_frames(exchange, first, choice, self.error, roles)
 
 
 # -- what completions share ------------------------------------------------------------------
+
+
+def head(exchange: Exchange, prefix: str, kind: str) -> dict[str, Any]:
+    """What an answer and each of its chunks begin with."""
+    return {
+        "id": f"{prefix}-{exchange.uid}",
+        "object": kind,
+        "created": exchange.created,
+        "model": exchange.model,
+    }
 
 
 async def completion_frames(

@@ -25,6 +25,7 @@ from stepwell.gateway.dialects.openai_chat import (
     CompletionParams,
     NewTokens,
     completion_frames,
+    head,
     usage,
 )
 from stepwell.gateway.dialects.params import TopLogprobs, wrong
@@ -35,6 +36,7 @@ from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.web import error_body
 
+_KIND = ("cmpl", "text_completion")
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, and so vLLM's and SGLang's."""
 
@@ -74,7 +76,11 @@ class OpenAICompletions(Dialect):
         for i, (reply, call) in enumerate(zip(replies, exchange.calls, strict=True)):
             entries = _Logprobs(exchange).of(call.tokens)
             choices.append(_choice(i, reply.text.content, entries, reply.generation.finish_reason))
-        return {**_head(exchange), "choices": choices, "usage": usage(replies)}
+        return {
+            **head(exchange, "cmpl", "text_completion"),
+            "choices": choices,
+            "usage": usage(replies),
+        }
 
     def frames(self, exchange: Exchange) -> AsyncIterator[bytes]:
         """`Completion`s with what is new, and `[DONE]`."""
@@ -87,14 +93,13 @@ class OpenAICompletions(Dialect):
             finish_reason = item.generation.finish_reason if isinstance(item, Reply) else None
             return _choice(index, text, shown[index].of(new_tokens.of(event)), finish_reason)
 
-        return completion_frames(exchange, _head(exchange), choice, self.error)
+        return completion_frames(
+            exchange, head(exchange, "cmpl", "text_completion"), choice, self.error
+        )
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """OpenAI's error object; the conversation is called `prompt` here."""
-        body = error_body(e)
-        if isinstance(e, ContextLengthError):
-            body["error"]["param"] = "prompt"
-        return body
+        return error_body(e, "prompt" if isinstance(e, ContextLengthError) else e.param)
 
 
 class _Logprobs:
@@ -131,15 +136,6 @@ class _Logprobs:
             "top_logprobs": tops,
             "text_offset": offsets,
         }
-
-
-def _head(exchange: Exchange) -> dict[str, Any]:
-    return {
-        "id": f"cmpl-{exchange.uid}",
-        "object": "text_completion",
-        "created": exchange.created,
-        "model": exchange.model,
-    }
 
 
 def _choice(

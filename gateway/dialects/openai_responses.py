@@ -19,7 +19,6 @@ from functools import partial
 from itertools import count
 from typing import Any, ClassVar, Literal
 
-import orjson
 from pydantic import Field
 
 from stepwell.gateway.dialects.base import KEEP_ALIVE, Dialect, Exchange, Parsed, sse
@@ -31,6 +30,7 @@ from stepwell.gateway.dialects.params import (
     Temperature,
     TopP,
     effort_args,
+    json_constraint,
     must_call,
     need,
     optional,
@@ -99,13 +99,7 @@ class Text(Params):
 
     def constraint(self) -> tuple[str, str] | None:
         """What the engine is to constrain the reply to."""
-        if self.format.type == "text":
-            return None
-        if self.format.type == "json_object":
-            return "json_schema", '{"type": "object"}'
-        if self.format.json_schema is None:
-            raise wrong("text.format.schema", None, "send a JSON schema")
-        return "json_schema", orjson.dumps(self.format.json_schema).decode()
+        return json_constraint(self.format.type, self.format.json_schema, "text.format.schema")
 
 
 class StreamOptions(Params):
@@ -246,8 +240,7 @@ class OpenAIResponses(Dialect):
             call,
             options,
             trajectory_uid=previous.trajectory_uid if previous is not None else None,
-            ignored=(*toolbox.hosted, *toolbox.ignored, *conversation.ignored, *ignored),
-            builtin_tools=tuple(toolbox.hosted),
+            ignored=(*toolbox.ignored, *conversation.ignored, *ignored),
         )
 
     def answer(self, exchange: Exchange, replies: Sequence[Reply]) -> dict[str, Any]:
@@ -292,10 +285,7 @@ class OpenAIResponses(Dialect):
 
     def error(self, e: GatewayError) -> dict[str, Any]:
         """OpenAI's error object; the conversation is called `input` here."""
-        body = error_body(e)
-        if e.param == "messages":
-            body["error"]["param"] = "input"
-        return body
+        return error_body(e, "input" if e.param == "messages" else e.param)
 
     def stored(self, response_id: str, reader: str | None = None) -> StoredResponse:
         """A remembered answer; `reader` as of `parse`.

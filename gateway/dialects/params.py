@@ -7,6 +7,7 @@ hand (`need`): their unknown keys reach the chat template. Does not own: which f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
@@ -117,6 +118,19 @@ def optional(holder: Mapping[str, Any], name: str, where: str) -> str | None:
 
 def wrong(where: str, value: Any, remedy: str) -> RequestError:
     return RequestError(f"{where} is {value!r:.80}; {remedy}", where)
+
+
+def json_constraint(
+    kind: str, schema: Mapping[str, Any] | None, where: str
+) -> tuple[str, str] | None:
+    """What a response format of this type asks of the engine; `where`: the path of `schema`."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        schema = {"type": "object"}
+    if schema is None:
+        raise RequestError(f"{where} is missing; send a schema", where)
+    return "json_schema", json.dumps(schema)
 
 
 def must_call(

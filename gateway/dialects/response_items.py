@@ -54,10 +54,8 @@ class Toolbox:
     names: dict[str, ToolName] = field(default_factory=dict)
     """By flat name."""
     echo: list[dict[str, Any]] = field(default_factory=list)
-    hosted: list[str] = field(default_factory=list)
-    """Tools left out, as `path=type`: OpenAI runs them, or trained its models to use them."""
     ignored: list[str] = field(default_factory=list)
-    """What else was left aside of them."""
+    """Tools left out, as `path=type`, and what was left aside of others."""
 
     def add(self, tools: Sequence[Any], where: str) -> None:
         """
@@ -72,7 +70,8 @@ class Toolbox:
                 case {"type": "namespace"}:
                     self.echo.append(self._namespace(tool, at))
                 case {"type": str(kind)} if kind.isascii() and kind.isidentifier():
-                    self.hosted.append(f"{at}={kind}")
+                    # OpenAI runs it, or trained its models to use it.
+                    self.ignored.append(f"{at}={kind}")
                 case _:
                     other = tool.get("type") if isinstance(tool, dict) else tool
                     remedy = "this gateway supports function, custom and namespace tools"

@@ -603,14 +603,6 @@ async def test_tools_of_a_namespace_are_flat_for_the_model_and_not_for_the_agent
     assert chain(http.world) == [None, 0]
 
 
-async def test_hosted_tools_are_refused_where_they_are_not_to_be_ignored(worlds: Any) -> None:
-    world = await worlds(ignore_builtin_tools=False)
-    http = await connect(world)
-    error = await http.refused(input="hi", tools=[CALC, {"type": "web_search"}])
-    assert "web_search" in error["message"]
-    assert error["param"] == "tools[1]"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_custom_tools_take_and_give_plain_text(http: Http, stream: bool) -> None:
     text = '*** Begin Patch\n"é" 🙂\n'
