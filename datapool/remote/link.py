@@ -241,9 +241,7 @@ class Link(ABC):
 
     async def _try_to_connect(self) -> None:
         door, here = await self.find()
-        connection, known = await connect(
-            door, here, lambda: Connection(self._answered, self._lost)
-        )
+        connection, known = await connect(door, here, self._answered, self._lost)
         try:
             if known is not None and self.met is not None:
                 known.check_follows(self.met)

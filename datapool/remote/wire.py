@@ -35,7 +35,7 @@ import socket
 import struct
 import tempfile
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, Union, get_args
@@ -112,6 +112,11 @@ def frame(content: Any) -> bytes:
             f"a message of {len(data)} bytes is longer than {MAX_FRAME}; send fewer steps at once"
         )
     return _LENGTH.pack(len(data)) + data
+
+
+def _proven(secret: bytes, challenge: bytes) -> bytes:
+    """That one knows the secret, without telling it."""
+    return hmac.digest(secret, challenge, "sha256")
 
 
 class _Frames(asyncio.Protocol):
@@ -223,11 +228,10 @@ class _Served(_Frames):
         super().__init__()
         self._service = service
         self._challenge = secrets.token_bytes(32)
-        self._proof = hmac.digest(secret, self._challenge, "sha256")
+        self._proof = _proven(secret, self._challenge)
         self._is_known = False
         self._applied: list[Applied] = []
         self._waiting: dict[int, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -254,7 +258,7 @@ class _Served(_Frames):
             return
         answer = self._service.try_(op)
         if timeout_s != 0 and op.is_unanswered(answer):
-            task = self._waiting[number] = self._start(self._wait(number, op, timeout_s))
+            task = self._waiting[number] = asyncio.create_task(self._wait(number, op, timeout_s))
             task.add_done_callback(partial(self._waited, number))
         else:
             self._applied.append((number, op, answer))
@@ -302,12 +306,6 @@ class _Served(_Frames):
             self._service.take_back(op, answer)
             return _answer_frame(number, DataPoolError(f"the answer cannot travel: {e}"))
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def connection_lost(self, exc: Exception | None) -> None:
         for task in tuple(self._waiting.values()):
             task.cancel()
@@ -333,25 +331,43 @@ class Connection(_Frames):
     """
 
     def __init__(
-        self, answered: Callable[[Sent], None], lost: Callable[[Connection], None]
+        self,
+        secret: bytes,
+        answered: Callable[[Sent], None],
+        lost: Callable[[Connection], None],
     ) -> None:
         super().__init__()
-        self._longest = MAX_FRAME
+        self._secret: bytes | None = secret
+        """Until it was proven."""
         self._answered = answered
         self._lost = lost
+        self.known: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
+        """Which pool this is; done once it has let the client in."""
 
     def received(self, data: bytes | memoryview) -> None:
-        self._answered(_sent.decode(data))
+        if self.known.done():
+            self._answered(_sent.decode(data))
+        elif self._secret is not None:
+            self.transport.write(frame(_proven(self._secret, _proof.decode(data))))
+            self._secret = None
+        else:
+            self._longest = MAX_FRAME
+            self.known.set_result(_welcome.decode(data))
 
     def send(self, frames: Sequence[bytes]) -> None:
         self.transport.write(b"".join(frames))
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if not self.known.done():
+            self.known.set_exception(ConnectionResetError("the pool hung up"))
         self._lost(self)
 
 
 async def connect(
-    door: Door, here: str, make: Callable[[], Connection]
+    door: Door,
+    here: str,
+    answered: Callable[[Sent], None],
+    lost: Callable[[Connection], None],
 ) -> tuple[Connection, Known]:
     """A connection to the pool behind `door`, by its Unix socket if `here` is the pool's node; and
     which pool it is.
@@ -365,39 +381,21 @@ async def connect(
         raise ConnectionError(
             f"the DataPool on node {door.node} does not listen for {os.uname()[1]}"
         )
-    if door.node == here:
-        peer = socket.socket(socket.AF_UNIX)
-    else:
-        peer = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-    with contextlib.ExitStack() as undo:  # also of a cancellation: nobody else knows the socket yet
-        undo.callback(peer.close)
-        peer.setblocking(False)
-        await loop.sock_connect(peer, address)
-        challenge = await _hear(peer, _proof)
-        await loop.sock_sendall(peer, frame(hmac.digest(door.secret, challenge, "sha256")))
-        known = await _hear(peer, _welcome)
+
+    def make() -> Connection:
+        return Connection(door.secret, answered, lost)
+
+    with contextlib.ExitStack() as undo:  # also of a cancellation: nobody else knows it yet
         if door.node == here:
+            peer = socket.socket(socket.AF_UNIX)
+            undo.callback(peer.close)
+            peer.setblocking(False)
+            await loop.sock_connect(peer, address)  # uvloop would cut an abstract name off
             _, connection = await loop.create_unix_connection(make, sock=peer)
         else:
-            _, connection = await loop.create_connection(make, sock=peer)
+            _, connection = await loop.create_connection(make, *address)
+        undo.pop_all()
+        undo.callback(connection.transport.abort)
+        known = await connection.known
         undo.pop_all()
     return connection, known
-
-
-async def _hear(peer: socket.socket, what: msgspec.msgpack.Decoder[Any]) -> Any:
-    """The next frame of one that has not shown yet that it is a pool."""
-
-    async def exactly(n: int) -> bytes:
-        data = b""
-        while len(data) < n:
-            more = await asyncio.get_running_loop().sock_recv(peer, n - len(data))
-            if not more:
-                raise ConnectionResetError("the pool hung up")
-            data += more
-        return data
-
-    (length,) = _LENGTH.unpack(await exactly(_LENGTH.size))
-    try:
-        return what.decode(await exactly(min(length, MAX_HELLO)))
-    except msgspec.DecodeError as e:
-        raise ConnectionResetError(f"no DataPool listens there ({e})") from e
