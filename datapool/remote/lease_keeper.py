@@ -28,7 +28,6 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
 
 from stepwell.datapool.errors import (
@@ -124,12 +123,7 @@ class LeaseKeeper:
         self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def lease(
@@ -224,13 +218,10 @@ class LeaseKeeper:
         for lease_id, held in list(self._leases.items()):
             if not held.prompt_uids <= self._settled:
                 continue
-            try:
+            with suppress(*LOST):
                 await self._pool.ack(lease_id)
-            except LOST:
-                self._end(lease_id)
-            else:
-                self._end(lease_id)
                 self._forget(held.prompt_uids)
+            self._end(lease_id)
 
     async def _renew_all(self) -> None:
         pause = self._lease_s / RENEWALS

@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -39,7 +38,6 @@ from stepwell.datapool.remote.wire import Door
 from stepwell.datapool.store.folder import journal_exists
 
 DEFAULT_NAME = "data_pool"
-STARTED = "started"
 DOWN_S: Final = 0.1
 """Between two tries to reach a shard that is down."""
 
@@ -116,13 +114,14 @@ def start_shards(
     Raises:
         PoolUnavailableError: one cannot start; the message says why. None is left running.
         JournalError: `journal_dir` holds what another number of shards wrote.
+        OSError: the number of shards cannot be noted there.
 
     Once all shards were up, a later start refuses a shard whose journal is gone.
     """
     config = config or PoolConfig()
     n = config.shards
     root = _journal_folder(config)
-    note = (_note_of(root) if root is not None else None) or []
+    had_journals = root is not None and _was_started(root, n)
     part = share(config) if n > 1 else config
     if n > 1 and root is None:
         options.setdefault("scheduling_strategy", "SPREAD")
@@ -131,7 +130,7 @@ def start_shards(
         # The first one last: who finds it finds the others.
         for k in reversed(range(n)):
             folder = root / f"shard-{k}" if root is not None and n > 1 else root
-            arguments = part, folder, k, STARTED in note, numbered_log(log_dir, "pool", k, n)
+            arguments = part, folder, k, had_journals, numbered_log(log_dir, "pool", k, n)
             handles[k] = _create_actor(arguments, _actor_name(name, k), namespace, **options)
         for k in range(n):
             try:
@@ -139,9 +138,8 @@ def start_shards(
             except RayActorError as e:
                 gone = unavailable(e)
                 raise (PoolUnavailableError(f"shard {k} of {n}: {gone}") if n > 1 else gone) from e
-        if n > 1 and root is not None and STARTED not in note:
-            with suppress(OSError):  # a full disk: the next start notes it
-                _write_note(root, f"{n} {STARTED}")
+        if n > 1 and root is not None and not had_journals:
+            _note_started(root, n)
     except BaseException:  # whatever it was: no shard is left running
         for handle in handles.values():
             ray.kill(handle)
@@ -278,50 +276,42 @@ def _here() -> str:
 
 
 def _journal_folder(config: PoolConfig) -> Path | None:
-    """Where the journal is; the same for every restart of the actor.
-
-    Raises:
-        JournalError: it holds what another number of shards wrote.
-    """
+    """Where the journal is; the same for every restart of the actor."""
     if config.durability == "none":
         return None
-    if config.journal_dir is None:
-        folder = Path(tempfile.mkdtemp(prefix="stepwell-pool-"))
-        # The pool goes with this process, unless it is detached; then so does its memory.
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return folder
-    folder, n = config.journal_dir.absolute(), str(config.shards)
-    try:
-        note = _note_of(folder)
-        before = note[0] if note else "1" if journal_exists(folder) else n
-        if note is None and before == n != "1":
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write_note(folder, n)
-    except OSError as e:
-        raise JournalError(
-            f"{folder}: the number of shards cannot be read or written there ({e}); set "
-            "pool.journal_dir to a folder that can be written"
-        ) from e
-    if before != n:
-        # A group lives in the shard that its prompt_uid and the number of shards name: with
-        # another number it would be looked for elsewhere.
+    if config.journal_dir is not None:
+        return config.journal_dir.absolute()
+    folder = Path(tempfile.mkdtemp(prefix="stepwell-pool-"))
+    # The pool goes with this process, unless it is detached; then so does its memory.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _was_started(folder: Path, n: int) -> bool:
+    """Whether all of `n` shards had their journals there; from then on one without has lost it.
+
+    Raises:
+        JournalError: another number of shards had. A group lives in the shard that its prompt_uid
+            and the number of shards name: with another number it would be looked for elsewhere.
+    """
+    note = folder / SHARDS_FILE
+    before = str(n)
+    if note.exists():
+        before = note.read_text().strip() or "unknown"
+    elif journal_exists(folder):
+        before = "1"
+    if before != str(n):
         raise JournalError(
             f"pool.shards is {n}, but {folder} was written by {before} "
             f"shard(s); start with pool.shards={before}, or export, and import into a pool "
             "with another journal_dir"
         )
-    return folder
+    return note.exists()
 
 
-def _note_of(folder: Path) -> list[str] | None:
-    """What a journal_dir says of its shards: how many, and `STARTED` once all had a journal, so
-    that from then on one without has lost it. None if it says nothing."""
-    note = folder / SHARDS_FILE
-    return (note.read_text().split() or ["unknown"]) if note.exists() else None
-
-
-def _write_note(folder: Path, text: str) -> None:
+def _note_started(folder: Path, n: int) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # all journals may be on other nodes
     note = folder / SHARDS_FILE
     draft = note.with_suffix(".new")  # a full disk, or a kill, leaves no empty note
-    draft.write_text(f"{text}\n")
+    draft.write_text(f"{n}\n")
     draft.replace(note)

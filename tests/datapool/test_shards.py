@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import os
 import pickle
-import resource
 import uuid
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +39,7 @@ from stepwell.datapool.ops import LeaseBatch
 from stepwell.datapool.questions import Credit, WaitCredit
 from stepwell.datapool.remote.actor import SHARDS_FILE
 from stepwell.datapool.remote.shards import parts, shard_of
-from stepwell.datapool.remote.start import _journal_folder, client_of, connect, share
+from stepwell.datapool.remote.start import client_of, connect, share
 from stepwell.datapool.store.folder import ACKED_NAME
 
 N = 2
@@ -198,32 +197,29 @@ def test_credit_tells_every_limit_that_makes_producers_wait(make_pool):
 
 def test_another_number_of_shards_than_before_is_a_clear_error(tmp_path):
     def start(n, folder):
-        return _journal_folder(PoolConfig(shards=n, journal_dir=folder))
+        start_shards(PoolConfig(shards=n, journal_dir=folder), name="another number")
 
-    assert start(2, tmp_path / "a") == start(2, tmp_path / "a") == tmp_path / "a"
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / SHARDS_FILE).write_text("2\n")
     for n in (1, 3):
         with pytest.raises(JournalError, match=rf"shards is {n}, .* written by 2 shard.*=2"):
-            start(n, tmp_path / "a")
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / ACKED_NAME).touch()
-    assert start(1, tmp_path / "b") == tmp_path / "b"
+            start(n, tmp_path / "two")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / ACKED_NAME).touch()
     with pytest.raises(JournalError, match=r"shards is 2, .* written by 1 shard"):
-        start(2, tmp_path / "b")
-    (tmp_path / "a" / SHARDS_FILE).write_text("")
+        start(2, tmp_path / "one")
+    (tmp_path / "two" / SHARDS_FILE).write_text("")
     with pytest.raises(JournalError, match=r"shards is 2, .* written by unknown shard"):
-        start(2, tmp_path / "a")
+        start(2, tmp_path / "two")
 
 
-def test_a_number_of_shards_that_the_full_disk_refused_is_written_at_the_next_start(tmp_path):
+def test_a_number_of_shards_that_cannot_be_noted_starts_no_pool(cluster, tmp_path):
+    (tmp_path / f"{SHARDS_FILE}.new").mkdir()
     config = PoolConfig(shards=2, journal_dir=tmp_path)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, unlimited[1]))
-    try:
-        with pytest.raises(JournalError, match="the number of shards cannot be read or written"):
-            _journal_folder(config)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert _journal_folder(config) == tmp_path
+    with pytest.raises(OSError, match=SHARDS_FILE):
+        start_shards(config, name="not noted")
+    with pytest.raises(PoolUnavailableError, match="no DataPool named 'not noted'"):
+        connect("not noted")
 
 
 def test_one_handle_of_several_shards_is_refused(cluster):
