@@ -30,7 +30,7 @@ class Launch:
     model_path: str
     weight_version: str = "0"
     extra_args: tuple[str, ...] = ()
-    """Of this process alone, e.g. `--node-rank 1`; before the configuration's own."""
+    """Of this launch alone, e.g. `--start-paused`; before the configuration's own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ from urllib.parse import urlsplit
 import ray
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.addresses import node_ip
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.engines.supervisor import PROBE_INTERVAL_S, Supervisor
 from stepwell.backends.errors import EngineStartError
@@ -63,7 +62,8 @@ class EngineServer:
         if self._supervisor is not None:
             url = await asyncio.to_thread(self._supervisor.start)
             if self._config.host == "0.0.0.0":  # others may be on other nodes
-                url = f"http://{node_ip()}:{self._supervisor.port}"
+                ip: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # theirs
+                url = f"http://{ip}:{self._supervisor.port}"
             return [url]
         await asyncio.gather(*(self._await_health(url) for url in self._config.urls))
         return list(self._config.urls)

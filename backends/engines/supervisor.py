@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from stepwell.backends.config import EngineConfig
-from stepwell.backends.engines.addresses import free_port, reachable
 from stepwell.backends.engines.client import (
     CONTROL_TIMEOUT_S,
     LOAD_TIMEOUT_S,
@@ -107,7 +106,8 @@ class Supervisor:
 
     @property
     def url(self) -> str:
-        return f"http://{reachable(self.config.host)}:{self.port}"
+        host = self.config.host
+        return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
 
     def start(self) -> str:
         """Launch the engine and wait until it is healthy; returns its url. Idempotent.
@@ -218,7 +218,7 @@ class Supervisor:
 
     def _launch(self) -> None:
         if not self.config.port and not self.port:
-            self.port = free_port(self.config.host)
+            self.port = _free_port(self.config.host)
         current = self._committed()
         if self._weights_dir is not None:
             check_version(self._weights_dir, current.path)
@@ -433,6 +433,12 @@ class Supervisor:
         self.pid = None
         if process is not None:
             kill(process)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
 
 
 def _in_use(host: str, port: int) -> bool:
