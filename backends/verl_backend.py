@@ -33,7 +33,6 @@ from torch import Tensor
 from stepwell.backends.base import TrainingBackend
 from stepwell.backends.config import VerlConfig
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.verl_media import Processor
 from stepwell.backends.verl_rows import VerlRow, build
 from stepwell.datapool.types import GREEDY, Group, Step
 
@@ -49,7 +48,7 @@ class Layout:
 
     tensors: dict[str, Tensor]
     """`prompts` [B, P]; `responses`, `response_mask` and the float columns [B, R]; `input_ids`,
-    `attention_mask` [B, P + R]; `position_ids` [B, P + R] or [B, 4, P + R]; `routed_experts`
+    `attention_mask` [B, P + R]; `position_ids` [B, P + R]; `routed_experts`
     [B, P + R, layers, top_k]; `temperature` [B] if the rows differ in it."""
     non_tensors: dict[str, npt.NDArray[Any]]
     """[B] each."""
@@ -79,7 +78,8 @@ def lay_out(rows: Sequence[VerlRow], config: VerlConfig | None = None) -> Layout
         "prompts": input_ids[:, :p].clone(),
         "input_ids": input_ids,
         "attention_mask": attention,
-        "position_ids": _positions(rows, attention, place),
+        # verl's: 0 in the left padding, the last one repeated in the right.
+        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
     }
     for name, first in rows[0].columns.items():
         column = first.new_zeros(len(rows), r)
@@ -112,17 +112,6 @@ def _width(name: str, limit: int | None, lengths: Sequence[int], rows: Sequence[
     )
 
 
-def _positions(rows: Sequence[VerlRow], attention: Tensor, place: Sequence[slice]) -> Tensor:
-    """verl's: 0 in the left padding, the last one repeated in the right."""
-    text = (attention.cumsum(-1) - 1).clamp(min=0)
-    if rows[0].position_ids.dim() == 1:
-        return text
-    found = torch.zeros(len(rows), len(rows[0].position_ids), text.shape[1], dtype=torch.int64)
-    for i, row in enumerate(rows):
-        found[i, :, place[i]] = row.position_ids
-    return found
-
-
 def _routed_experts(
     rows: Sequence[VerlRow], shape: tuple[int, int], place: Sequence[slice]
 ) -> Tensor:
@@ -146,17 +135,10 @@ def _array(values: Sequence[Any]) -> npt.NDArray[Any]:
 
 
 class VerlBackend(TrainingBackend):
-    """Steps -> verl's batches; verl runs the loop. See the module's docstring.
+    """Steps -> verl's batches; verl runs the loop. See the module's docstring."""
 
-    Args:
-        processor: of a model that sees images: `verl.utils.tokenizer.hf_processor(model_path)`.
-    """
-
-    def __init__(
-        self, config: VerlConfig | None = None, processor: Processor | None = None
-    ) -> None:
+    def __init__(self, config: VerlConfig | None = None) -> None:
         self.config = config or VerlConfig()
-        self._processor = processor
 
     @classmethod
     def build(cls, config: Any = None, *args: Any, **kwargs: Any) -> TrainingBackend:
@@ -187,13 +169,7 @@ class VerlBackend(TrainingBackend):
         tasks: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> list[VerlRow]:
         """The rows of `steps`, unpadded; needs no verl. See `verl_rows.build`."""
-        return build(
-            steps,
-            form=self.config.rows,
-            columns=columns,
-            tasks=tasks,
-            processor=self._processor,
-        )
+        return build(steps, form=self.config.rows, columns=columns, tasks=tasks)
 
     def convert(
         self,

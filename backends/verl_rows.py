@@ -5,11 +5,11 @@
                prompt P0 R0 U2    response R2            response_mask ##          R0 is in row 1
 
 A row's prompt ends where the first response begins that it trains. Steps share a row if one extends
-the other token by token (`rows.py`), at the same temperature (verl has one per row), and, where
-there are images, if `parent_index` says so too: other images have the same placeholder ids.
+the other token by token (`rows.py`), at the same temperature (verl has one per row). Steps with
+images are refused.
 
 Owns: which rows there are and what each holds. Does not own: padding and `DataProto`
-(`verl_backend.py`), TransferQueue (`verl_queue.py`), images (`verl_media.py`).
+(`verl_backend.py`) or TransferQueue (`verl_queue.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from stepwell.backends.errors import BatchError
 from stepwell.backends.rows import Row, RowForm, build_rows
-from stepwell.backends.verl_media import Media, Processor
 from stepwell.datapool.types import Step
 
 COLUMNS = {
@@ -52,7 +51,7 @@ class VerlRow:
     """[R] each: `responses` and `response_mask` int64, the others float32 and 0 where nothing was
     sampled."""
     position_ids: Tensor
-    """int64, [P + R], or [4, P + R] for models with M-RoPE."""
+    """int64, [P + R]."""
     temperature: float
     fields: dict[str, Any]
     """What is no tensor, by verl's names."""
@@ -81,7 +80,6 @@ class _Batch:
     """Trajectory -> its place in its group."""
     turns: dict[str, int]
     """Trajectory -> chat turns as verl counts them: per call one that asks, one that answers."""
-    media: Media
     outputs: dict[str, int] = field(default_factory=dict)
     """Trajectory -> rows so far."""
 
@@ -92,7 +90,6 @@ def build(
     form: RowForm = "merged",
     columns: Mapping[str, Tensor] | None = None,
     tasks: Mapping[str, Mapping[str, Any]] | None = None,
-    processor: Processor | None = None,
 ) -> list[VerlRow]:
     """The rows of `steps`; every response token is trained in exactly one.
 
@@ -101,13 +98,16 @@ def build(
             `returns`, `values`, `prox_log_probs`, `ref_log_probs`; `mask` (0: not trained);
             `weights` and `coef` become verl's `rollout_is_weights`.
         tasks: prompt_uid -> its task, as a group's metadata has it.
-        processor: of the model's images and positions (`verl.utils.tokenizer.hf_processor`).
 
     Raises:
-        BatchError: no steps, columns of the wrong shape, or what only some of the steps have.
+        BatchError: no steps, images, columns of the wrong shape, or what only some of the steps
+            have.
     """
     if not steps:
         raise BatchError("convert was given no steps; a batch has at least one")
+    for step in steps:
+        if step.multi_modal_data:
+            raise BatchError(f"{_name(step)} has multi_modal_data; verl is given text only")
     _check_routed(steps)
     lengths = np.array([len(s.response_ids) for s in steps], dtype=np.int64)
     offsets = np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
@@ -119,7 +119,6 @@ def build(
         _rewards(steps),
         _sessions(steps),
         _turns(steps),
-        Media(processor),
     )
     return [
         _verl_row(part, batch)
@@ -215,25 +214,10 @@ def _folded(columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
 
 
 def _joinable_parts(row: Row, steps: Sequence[Step]) -> list[Row]:
-    """The row, or a row per step if two neighbours in it cannot share one."""
-    pairs = zip(row.segments, row.segments[1:], strict=False)
-    if all(_joinable(steps[a.step], steps[b.step], steps) for a, b in pairs):
+    """The row, or a row per step if its steps differ in temperature."""
+    if len({steps[segment.step].temperature for segment in row.segments}) == 1:
         return [row]
     return [Row(row.ids[: segment.end], (segment,)) for segment in row.segments]
-
-
-def _joinable(parent: Step, child: Step, steps: Sequence[Step]) -> bool:
-    if parent.temperature != child.temperature:
-        return False
-    if parent.multi_modal_data is None and child.multi_modal_data is None:
-        return True
-    parents = {
-        s.step_index: s.parent_index for s in steps if s.trajectory_uid == child.trajectory_uid
-    }
-    index: int | None = child.step_index
-    while index is not None and index != parent.step_index:
-        index = parents.get(index)
-    return index is not None
 
 
 def _verl_row(row: Row, batch: _Batch) -> VerlRow:
@@ -261,7 +245,6 @@ def _verl_row(row: Row, batch: _Batch) -> VerlRow:
         columns["rm_scores"][-1] = reward
 
     ids = torch.from_numpy(row.ids.astype(np.int64))
-    inputs = batch.media.inputs(last)
     fields = _task_fields(last.prompt_uid, batch.tasks)
     fields["extra_info"] = {
         **fields["extra_info"],
@@ -281,13 +264,11 @@ def _verl_row(row: Row, batch: _Batch) -> VerlRow:
         "min_global_steps": min(versions),
         "max_global_steps": max(versions),
     }
-    if any(s.multi_modal_data is not None for s in batch.steps):
-        fields["multi_modal_inputs"] = inputs
     batch.outputs[uid] = fields["output_index"] + 1
     return VerlRow(
         ids[:cut],
         columns,
-        batch.media.position_ids(ids, inputs, last),
+        torch.arange(len(ids)),
         last.temperature,
         fields,
         _routed_experts(members, len(row.ids)),

@@ -229,69 +229,9 @@ def test_a_record_that_leaves_tokens_unrouted_is_refused(shape: tuple[int, ...])
         laid_out([step([1, 2], [3, 4], routed_experts=np.zeros(shape))])
 
 
-def test_images_are_joined_only_by_a_parent_that_says_so() -> None:
-    """Other images have the same placeholder ids (7)."""
-    image = {"pixel_values": np.ones((1, 3), np.float32)}
-    both = {"pixel_values": np.ones((2, 3), np.float32)}
-    first = step([7, 1], [2], multi_modal_data=image)
-    for parent, rows in ((0, 1), (None, 2)):
-        follow = step([7, 1, 2, 7], [3], index=1, multi_modal_data=both, parent_index=parent)
-        x = laid_out([first, follow])
-        assert len(x.tensors["prompts"]) == rows
-        assert x.non_tensors["multi_modal_inputs"][-1]["pixel_values"].shape == (2, 3)
-
-
-class Processor:
-    """Of a model with M-RoPE whose images are one token (7) and count as one position."""
-
-    image_token_id = 7
-    video_token_id = None
-
-    def image_processor(self, images: list[Any], return_tensors: str) -> dict[str, torch.Tensor]:
-        assert return_tensors == "pt"
-        return {
-            "pixel_values": torch.tensor(images),
-            "image_grid_thw": torch.tensor([[1, 2, 3]] * len(images)),
-        }
-
-    def get_rope_index(
-        self,
-        input_ids: torch.Tensor,
-        mm_token_type_ids: torch.Tensor,
-        image_grid_thw: torch.Tensor | None = None,
-        video_grid_thw: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        assert (input_ids == 7).equal(mm_token_type_ids == 1)
-        at = torch.arange(input_ids.shape[1])
-        return torch.stack([at, at + 10, at + 20]).unsqueeze(1), None
-
-
-def test_a_processor_makes_inputs_and_positions_of_raw_images() -> None:
-    backend = VerlBackend(VerlConfig(prompt_length=3), Processor())
-    steps = [
-        step([7, 1], [2], multi_modal_data={"images": [[0.5]]}),
-        step([1], [2, 3], uid="text"),
-    ]
-    x = lay_out(backend.rows(steps), backend.config)
-    with_image, text = x.non_tensors["multi_modal_inputs"]
-    assert with_image["pixel_values"].tolist() == [[0.5]]
-    assert with_image["images_seqlens"].tolist() == [6]
-    assert text == {}
-    assert x.tensors["position_ids"].shape == (2, 4, 5)
-    assert x.tensors["position_ids"][0, :, 1:4].tolist() == [[0, 1, 2], [0, 1, 2], [10, 11, 12], [20, 21, 22]]  # fmt: skip  # noqa: E501
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"images": [[0.5]]}, "has raw images in multi_modal_data; pass VerlBackend"),
-        ({"image_grid_thw": [[1, 2, 3]]}, "counts positions in three dimensions"),
-    ],
-)
-def test_images_without_their_processor_are_refused(data: Any, message: str) -> None:
-    with pytest.raises(BatchError, match=message):
-        laid_out([step([7], [2], multi_modal_data=data)])
+def test_images_are_refused_by_name() -> None:
+    with pytest.raises(BatchError, match="has multi_modal_data; verl is given text only"):
+        laid_out([step([7], [2], multi_modal_data={"images": [[0.5]]})])
 
 
 # --- TransferQueue rows ---------------------------------------------------------------------------
