@@ -241,19 +241,17 @@ class Journal:
         try:
             if self._closed:
                 raise JournalError(f"{self.folder}: the journal was closed, open a new one")
-            transaction = self._log.build(batch, self._next_row)
-            self._log.write(transaction)
+            n_deleted = self._log.commit(batch, self._next_row)
         except BaseException as e:  # also an interrupt: the batch must go back to the buffer
             error = self._failed(batch, e)
             if not isinstance(e, Exception):
                 raise
             raise error from e
-        self._log.apply(transaction)
         self._error = None
         self._commits += 1
         self._rows_written += len(batch.rows)
-        self._rows_deleted += transaction.n_deleted
-        if transaction.n_deleted:
+        self._rows_deleted += n_deleted
+        if n_deleted:
             self._erase_in(ERASE_S)
         if self._erase_at is not None and self._erase_at <= time.monotonic():
             self._begin_to_erase()

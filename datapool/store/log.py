@@ -2,7 +2,7 @@
 acknowledged, so that nothing that was promised is missed in silence::
 
     open: lock, read, compare with `pool.acked`, cut what is torn ──► Log
-    build(batch) ──► Transaction ──► write ──► apply: from now on it counts
+    commit(batch) ──► end of the newest segment ──► `pool.acked` ──► index: from now on it counts
 
 Owns the folder's files. Does not own when a transaction is written (`journal.py`).
 """
@@ -14,7 +14,7 @@ import fcntl
 import logging
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from stepwell.datapool.store.folder import (
 from stepwell.datapool.store.index import Found, read_log
 from stepwell.datapool.store.segments import (
     Block,
-    Placed,
     Row,
     encode_block,
     pack_ids,
@@ -89,22 +88,6 @@ class Batch:
     def delete(self, row: int) -> None:
         if self.rows.pop(row, None) is None:
             self.deletes.add(row)
-
-
-@dataclass(slots=True)
-class Transaction:
-    """A batch as it goes to the disk, and what it changes there."""
-
-    batch: Batch
-    number: int
-    """Its segment."""
-    data: bytes
-    placed: Placed
-    acked: Acked
-    """The record of it."""
-    n_deleted: int
-    gone: Collection[int]
-    """Segments that count no longer."""
 
 
 class Log:
@@ -160,8 +143,14 @@ class Log:
 
     # --- writing ---
 
-    def build(self, batch: Batch, next_row: int) -> Transaction:
-        """The transaction that follows the last one that was applied."""
+    def commit(self, batch: Batch, next_row: int) -> int:
+        """Writes a transaction and records it, or leaves the files as they were; how many stored
+        rows it deleted.
+
+        Raises:
+            JournalFencedError: a successor has taken the journal over.
+            OSError: it cannot be written.
+        """
         index, last, newest = self.index, self.last, self._newest
         deleted: dict[int, list[int]] = {}
         n_bytes = sum(map(len, batch.rows.values()))
@@ -202,21 +191,24 @@ class Log:
             rows=index.n_rows + len(batch.rows) - n_deleted,
             checksum=placed.checksum,
         )
-        return Transaction(batch, newest + begins, data, placed, acked, n_deleted, gone)
+        self._write(newest + begins, at, data, acked)
+        self.last, self._newest = acked, newest + begins
+        self.states |= batch.states
+        index.apply(self._newest, placed)
+        self._doomed += gone
+        if begins:
+            self._unsynced.append(self._newest)
+        if not self._is_alone:
+            # A former process was fenced. Once it has ended, no third one shall come in.
+            self._is_alone = lock(self._lock)
+        return n_deleted
 
-    def write(self, transaction: Transaction) -> None:
-        """Writes and records it, or leaves the files as they were.
-
-        Raises:
-            JournalFencedError: a successor has taken the journal over.
-            OSError: it cannot be written.
-        """
-        at = transaction.placed.at
-        path = segment_path(self.folder, transaction.number)
+    def _write(self, number: int, at: int, data: bytes, acked: Acked) -> None:
+        path = segment_path(self.folder, number)
         with self._owning():
             file = self._file if at else private(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
             try:
-                view, to = memoryview(transaction.data), at
+                view, to = memoryview(data), at
                 while view:
                     n = os.pwrite(file, view, to)
                     view, to = view[n:], to + n
@@ -224,7 +216,7 @@ class Log:
                     os.fdatasync(file) if at else os.fsync(file)
                     if not at:
                         fsync(self.folder)
-                os.pwrite(self._acked, transaction.acked.pack(), 0)
+                os.pwrite(self._acked, acked.pack(), 0)
             except BaseException:  # whatever it was, nothing of it shall be found
                 with contextlib.suppress(OSError):  # then the next transaction writes over it
                     os.ftruncate(file, at)
@@ -235,18 +227,6 @@ class Log:
             if not at:
                 os.close(self._file)
                 self._file = file
-
-    def apply(self, transaction: Transaction) -> None:
-        """It was written."""
-        self.last, self._newest = transaction.acked, transaction.number
-        self.states |= transaction.batch.states
-        self.index.apply(transaction.number, transaction.placed)
-        self._doomed += transaction.gone
-        if not transaction.placed.at:
-            self._unsynced.append(transaction.number)
-        if not self._is_alone:
-            # A former process was fenced. Once it has ended, no third one shall come in.
-            self._is_alone = lock(self._lock)
 
     def erase(self) -> None:
         """The next transactions take out all dead rows that there are now."""

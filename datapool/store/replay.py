@@ -10,14 +10,12 @@ more, and what has rows was accepted. Afterwards the limits and filters of today
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from stepwell.datapool import ops
 from stepwell.datapool.core import rows as kinds
-from stepwell.datapool.core.channel import Channel
+from stepwell.datapool.core.channel import METHODS
 from stepwell.datapool.core.pool import DataPool
 from stepwell.datapool.errors import DataPoolError, ReplayError
 from stepwell.datapool.store.segments import Row
@@ -29,20 +27,6 @@ DAMAGE = (DataPoolError, LookupError, TypeError, ValueError, AttributeError, msg
 """What rows and states raise that this release did not write, or not in this order."""
 ROWS_BETWEEN_SPILLS = 128
 
-_METHODS: Final[Mapping[str, Callable[[Channel, Any], Any]]] = {
-    ops.OpenGroup.__name__: Channel.open_group,
-    ops.OpenTrajectory.__name__: Channel.open_trajectory,
-    ops.CompleteTrajectory.__name__: Channel.complete_trajectory,
-    ops.AbortTrajectory.__name__: Channel.abort_trajectory,
-    ops.SetReward.__name__: Channel.set_reward,
-    ops.Mark.__name__: Channel.mark,
-    kinds.GroupDue.__name__: Channel.close_by_deadline,
-    kinds.RewardsAwaited.__name__: Channel.await_rewards,
-    kinds.GroupRetired.__name__: Channel.retire,
-    kinds.GroupLeased.__name__: Channel.begin_lease,
-    kinds.GroupReturned.__name__: Channel.give_back,
-}
-"""What applies a row again, by its kind."""
 _STEPS, _PROMPT = kinds.StepsStored.__name__, kinds.PromptStored.__name__
 
 
@@ -105,7 +89,7 @@ def _apply(pool: DataPool, row: Row, prompts: dict[int, bytes]) -> None:
     elif isinstance(record, kinds.GroupClosed):
         channel.recall(record, number)
     else:
-        _METHODS[kind](channel, record)
+        METHODS[type(record)](channel, record)
         channel.group_of(record).rows.append(number)
 
 
