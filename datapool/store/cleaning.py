@@ -11,7 +11,7 @@ writes nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from itertools import chain, islice
+from itertools import islice
 
 from stepwell.datapool.store.index import Index, Segment
 
@@ -53,7 +53,7 @@ class Cleaner:
         is_much = dead > max(SLACK_BYTES, live)
         if not is_much and not self._erase_to:
             return []
-        left = [s for s in self._index.segments.values() if s.rows > s.live_rows]
+        left = [s for s in self._index.segments.values() if len(s.ids) > s.live_rows]
         left = [s for s in left if s.number not in self.unreadable]
         to_erase = [s for s in left if s.number <= self._erase_to]
         if not to_erase:
@@ -75,7 +75,7 @@ class Cleaner:
         if self._victim not in movable:
             # By its share, not its bytes: rows that were moved are not moved with every choice.
             victim = min(movable.values(), key=lambda s: s.live_bytes / s.end)
-            self._victim, self._rows = victim.number, chain.from_iterable(victim.ids)
+            self._victim, self._rows = victim.number, iter(victim.ids)
         most = min(n_bytes or SLICE_BYTES, MOST_SLICES * SLICE_BYTES)
         chosen: list[int] = []
         for row in islice(self._rows, SLICE_ROWS):

@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +25,9 @@ from stepwell.datapool.store.segments import (
     OFFSET_MASK,
     Placed,
     journal_of,
-    runs,
     segment_path,
     segments_in,
     sound_blocks,
-    unpack_ids,
 )
 
 _CHUNK_BITS = 12
@@ -44,10 +42,8 @@ class Segment:
     """Its length in bytes."""
     checksum: int = 0
     """Of its last block."""
-    ids: list[range] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("q"))
     """Of its records, dead ones included."""
-    rows: int = 0
-    """How many these are."""
     live_rows: int = 0
     live_bytes: int = 0
     graves: dict[int, array[int]] = field(default_factory=dict)
@@ -111,20 +107,12 @@ class Index:
             segment = self.segments[number] = Segment(number)
         self.n_bytes += placed.end - segment.end
         segment.end, segment.checksum = placed.end, placed.checksum
-        for other, packed in block.deleted.items():
-            for row in unpack_ids(packed):
+        for other, dead in block.deleted.items():
+            for row in dead:
                 self._delete(row, other, number)
-        at, i = placed.records_at, 0
-        for run in runs(block.rows):
-            if segment.ids and segment.ids[-1].stop == run.start:
-                segment.ids[-1] = range(segment.ids[-1].start, run.stop)
-            else:
-                segment.ids.append(run)
-            segment.rows += len(run)
-            sizes = block.sizes[i : i + len(run)]
-            self._put_run(segment, run, sizes, at)
-            at += sum(sizes)
-            i += len(sizes)
+        segment.ids.extend(block.rows)
+        for row, at, size in placed.records():
+            self.put(segment, row, at, size)
         if block.segments is not None:
             for gone in [n for n in self.segments if n < number and n not in block.segments]:
                 self.n_bytes -= self.segments.pop(gone).end
@@ -143,24 +131,6 @@ class Index:
         chunk.places.insert(i, segment.number << OFFSET_BITS | offset)
         chunk.sizes.insert(i, size)
         self._enter(segment, 1, size)
-
-    def _put_run(self, segment: Segment, run: range, sizes: list[int], at: int) -> None:
-        """Rows that follow each other, also in the segment."""
-        chunk = self._chunks.get(run[0] >> _CHUNK_BITS)
-        if (
-            chunk is None
-            or chunk.rows[-1] >= run[0]
-            or run[-1] >> _CHUNK_BITS != run[0] >> _CHUNK_BITS
-        ):
-            for row, size in zip(run, sizes, strict=True):
-                self.put(segment, row, at, size)
-                at += size
-            return
-        *places, end = accumulate(sizes, initial=segment.number << OFFSET_BITS | at)
-        chunk.rows.extend(run)
-        chunk.places.extend(places)
-        chunk.sizes.extend(sizes)
-        self._enter(segment, len(sizes), end - places[0])
 
     def _delete(self, row: int, number: int, said_in: int) -> None:
         """The copy of the row in the segment `number` is dead."""

@@ -48,7 +48,6 @@ from stepwell.datapool.store.segments import (
     Block,
     Row,
     encode_block,
-    pack_ids,
     row_at,
     rows_at,
     segment_path,
@@ -177,9 +176,9 @@ class Log:
             before=last.checksum,
             first_row=last.next_row,
             next_row=next_row,
-            rows=pack_ids(rows),
+            rows=rows,
             sizes=[len(records[row]) for row in rows],
-            deleted={number: pack_ids(dead) for number, dead in deleted.items()},
+            deleted=deleted,
             states=self.states | batch.states if begins else batch.states,
             segments=segments,
         )
@@ -235,7 +234,7 @@ class Log:
     @property
     def has_dead(self) -> bool:
         """Whether a row is on disk that does not count."""
-        return any(s.rows > s.live_rows for s in self.index.segments.values())
+        return any(len(s.ids) > s.live_rows for s in self.index.segments.values())
 
     @property
     def is_cleaning(self) -> bool:

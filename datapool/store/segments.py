@@ -125,11 +125,11 @@ class Block(msgspec.Struct, array_like=True):
     next_row: int
     """… and after it."""
     rows: list[int]
-    """Ids of its records in order, as `pack_ids` has them …"""
+    """Ids of its records in order …"""
     sizes: list[int]
     """… and how many bytes each takes."""
     deleted: dict[int, list[int]]
-    """Ids, too, by the segment that has the dead row."""
+    """Ids in order, by the segment that has the dead row."""
     states: dict[str, bytes]
     segments: dict[int, tuple[int, int]] | None = None
     """In the first block of a segment: number -> length and last block's checksum of each other
@@ -164,7 +164,7 @@ class Placed(NamedTuple):
     def records(self) -> Iterator[tuple[int, int, int]]:
         """Id, offset and size of each row."""
         at = self.records_at
-        for row, size in zip(unpack_ids(self.block.rows), self.block.sizes, strict=True):
+        for row, size in zip(self.block.rows, self.block.sizes, strict=True):
             yield row, at, size
             at += size
 
@@ -246,32 +246,3 @@ def segments_in(folder: Path) -> list[int]:
         for path in folder.glob("pool-*.log")
         if (digits := path.name[5:-4]).isdecimal() and len(digits) == 12
     )
-
-
-# --- ids ---
-
-
-def pack_ids(rows: Sequence[int]) -> list[int]:
-    """Ids in order as gaps and lengths of runs."""
-    packed: list[int] = []
-    following = 0
-    for row in rows:
-        if packed and row == following:
-            packed[-1] += 1
-        else:
-            packed += (row - following, 1)
-        following = row + 1
-    return packed
-
-
-def runs(packed: Sequence[int]) -> Iterator[range]:
-    """Ids that follow each other."""
-    at = 0
-    for gap, n in zip(packed[::2], packed[1::2], strict=True):
-        yield range(at + gap, at + gap + n)
-        at += gap + n
-
-
-def unpack_ids(packed: Sequence[int]) -> Iterator[int]:
-    for run in runs(packed):
-        yield from run
