@@ -66,7 +66,7 @@ class Channel(Steps):
                 f"channel {self.name!r} was shut down; group {prompt_uid!r} cannot be opened"
             )
         if group is None:
-            if not self.replaying and (full := self._no_credit()) is not None:
+            if not self.replaying and (full := self._full()) is not None:
                 raise errors.PoolFullError(
                     f"channel {self.name!r} {full}; group {prompt_uid!r} waits until one is "
                     "leased: raise the limit or timeout_s"

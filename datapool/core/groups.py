@@ -48,6 +48,15 @@ RETENTION: Final = "retention"
 Timer: TypeAlias = Literal["deadline", "idle", "reward_wait", "retention"]
 """What a group is due for at some time; the first two and the last are reasons of a drop, too."""
 
+_FULL: Final = {
+    "max_outstanding_groups": "holds max_outstanding_groups={limit} open and ready groups",
+    "max_ahead_versions": "has started all groups that policy version {version} allows "
+    "(max_ahead_versions={config.max_ahead_versions}, "
+    "groups_per_version={config.groups_per_version})",
+    MAX_QUEUE_SIZE: "holds max_queue_size={limit} ready groups and blocks",
+    MAX_BYTES: "holds {used} bytes, max_bytes={limit}, and blocks",
+}
+
 Notice: TypeAlias = Callable[..., None]
 """`(channel, kind, prompt_uid, [trajectory_uid], **data)`: something that people may watch for."""
 
@@ -248,34 +257,13 @@ class Groups:
             used[MAX_BYTES] = self.memory_bytes, config.max_bytes
         return used
 
-    def _no_credit(self) -> str | None:
-        """Why `OpenGroup` has to wait; None if it would be admitted now."""
+    def _full(self, *names: str) -> str | None:
+        """Which of these limits (none named: of all) is reached, so that a new group waits."""
         for name, (used, limit) in self._used().items():
-            if used >= limit:
-                return self._why_full(name, used, limit)
+            if used >= limit and (not names or name in names):
+                known = {"version": self.counts.version, "config": self.config}
+                return _FULL[name].format(used=used, limit=limit, **known)
         return None
-
-    def _no_room(self) -> str | None:
-        """Why no group can begin at all, opened or with a first step; None if one can."""
-        if self.config.overflow == "block":
-            for name, (used, limit) in self._used().items():
-                if used >= limit and name in (MAX_QUEUE_SIZE, MAX_BYTES):
-                    return self._why_full(name, used, limit)
-        return None
-
-    def _why_full(self, name: str, used: int, limit: int) -> str:
-        if name == "max_ahead_versions":
-            config = self.config
-            return (
-                f"has started all groups that policy version {self.counts.version} allows "
-                f"(max_ahead_versions={config.max_ahead_versions}, "
-                f"groups_per_version={config.groups_per_version})"
-            )
-        if name == MAX_QUEUE_SIZE:
-            return f"holds {name}={limit} ready groups and blocks"
-        if name == MAX_BYTES:
-            return f"holds {used} bytes, {name}={limit}, and blocks"
-        return f"holds {name}={limit} open and ready groups"
 
     def advance_version(self, op: AdvanceVersion) -> None:
         """Versions never go back."""

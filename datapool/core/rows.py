@@ -72,7 +72,10 @@ class Writer:
         *payload: bytes,
     ) -> int | None:
         """Append a row; its number."""
-        return None if self.log is None else write(self.log, channel, record, now, number, *payload)
+        if self.log is None:
+            return None
+        head = encoder.encode((now, number, record))
+        return self.log.append(channel, type(record).__name__, head, *payload)
 
     def delete(self, rows: Iterable[int]) -> None:
         if self.log is not None:
@@ -173,19 +176,6 @@ _OPS: Final[tuple[type[msgspec.Struct], ...]] = (
 _KINDS: Final[tuple[type[msgspec.Struct], ...]] = (*_OPS, *_Record.__subclasses__())
 _tuple: Any = tuple
 _DECODERS: Final = {kind.__name__: decoder(_tuple[float, int, kind]) for kind in _KINDS}
-
-
-def write(
-    log: Log,
-    channel: str,
-    record: msgspec.Struct,
-    now: float,
-    number: int = 0,
-    *payload: bytes,
-) -> int:
-    """Append a row; its number."""
-    head = encoder.encode((now, number, record))
-    return log.append(channel, type(record).__name__, head, *payload)
 
 
 def read(kind: str, head: bytes) -> tuple[float, int, Any]:

@@ -23,6 +23,7 @@ from stepwell.datapool.codec import (
     unpack,
 )
 from stepwell.datapool.core.accounting import count_reason
+from stepwell.datapool.core.groups import MAX_BYTES, MAX_QUEUE_SIZE
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
 from stepwell.datapool.core.rows import GroupClosed, PromptStored, StepsStored
 from stepwell.datapool.core.serving import Serving
@@ -244,7 +245,7 @@ class Steps(Serving):
             return None
         group = self.prompt_groups.get(prompt_uid)
         if group is None:
-            if not self.replaying and (full := self._no_room()) is not None:
+            if not self.replaying and (full := self._full(MAX_QUEUE_SIZE, MAX_BYTES)) is not None:
                 raise errors.PoolFullError(
                     f"channel {self.name!r} {full}; trajectory {trajectory_uid!r} would begin a "
                     f"new group, {prompt_uid!r}: try again once something is leased"

@@ -35,8 +35,8 @@ from stepwell.datapool.core.rows import (
     LeaseEnded,
     LeaseRecord,
     StepsStored,
+    Writer,
     read,
-    write,
 )
 from stepwell.datapool.errors import JournalCorruptError, JournalError, ReplayError
 from stepwell.datapool.store.folder import (
@@ -383,10 +383,12 @@ class _Groups:
 
 def _settle(pool: DataPool, journal: Journal, groups: _Groups) -> None:
     """Count what was dropped, so that every group, trajectory and step is somewhere."""
+    writer = Writer(remembered=0)
+    writer.log = journal
     for channel_name, uids in groups.dropped.items():
         for uid in uids:  # a late step must not begin the group anew
             closed = GroupClosed(uid, f"dropped ({REASON})", {})
-            write(journal, channel_name, closed, 0.0)
+            writer.write(channel_name, closed, 0.0)
     for lease in groups.leases:
         channel = pool.channels[lease.channel]
         pool.leases.restore(lease)
