@@ -33,7 +33,7 @@ from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.dialects.params import refusal
 from stepwell.gateway.dialects.registry import error_response
 from stepwell.gateway.errors import GatewayError, PathError, RequestError
-from stepwell.gateway.openapi import install_openapi
+from stepwell.gateway.openapi import described
 from stepwell.gateway.protection import Protection
 from stepwell.gateway.routes import (
     IGNORED_HEADER,
@@ -59,6 +59,10 @@ class _App(FastAPI):
         for layer in reversed(self.user_middleware):
             stack = layer.cls(stack, *layer.args, **layer.kwargs)
         return stack
+
+    def openapi(self) -> dict[str, Any]:
+        self.openapi_schema = self.openapi_schema or described(self)
+        return self.openapi_schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.middleware_stack is None or scope["type"] == "lifespan":
@@ -122,7 +126,6 @@ def create_app(
     )
     app.state.services = services
     app.include_router(lifecycle.router)
-    install_openapi(app)
     app.include_router(rollout_router)
     return app
 

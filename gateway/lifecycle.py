@@ -236,27 +236,22 @@ async def abort_trajectory(
 @router.post("/v1/complete_trajectory")
 async def complete_by_name(services: Parts, caller: Caller, body: CompleteByName) -> Response:
     """For agents that know a trajectory by the header of a reply."""
-
-    def do(uid: str) -> Awaitable[TrajectoryOutcome | SubmitOutcome]:
-        return services.outcomes.complete(uid, body.reward, body.metadata, caller.channel)
-
-    return await _by_name(caller, body.trajectory_uid, do)
+    how = (body.reward, body.metadata, caller.channel)
+    return await _by_name(caller, body.trajectory_uid, services.outcomes.complete, *how)
 
 
 @router.post("/v1/rewards")
 async def late_reward(services: Parts, caller: Caller, body: Reward) -> Response:
     """The reward of a trajectory, open or complete, until its group is leased."""
-
-    def do(uid: str) -> Awaitable[TrajectoryOutcome | SubmitOutcome]:
-        return services.outcomes.score(uid, body.reward, caller.channel)
-
-    return await _by_name(caller, body.trajectory_uid, do)
+    how = (body.reward, caller.channel)
+    return await _by_name(caller, body.trajectory_uid, services.outcomes.score, *how)
 
 
 async def _by_name(
     caller: Principal,
     name: str,
-    do: Callable[[str], Awaitable[TrajectoryOutcome | SubmitOutcome]],
+    do: Callable[..., Awaitable[TrajectoryOutcome | SubmitOutcome]],
+    *how: Any,
 ) -> Response:
     """Do it to the trajectory of this name, which may be percent-encoded as headers are."""
     uids = tuple(dict.fromkeys((name, unquote(name))))
@@ -266,7 +261,7 @@ async def _by_name(
             caller.check_trajectory(name)
     for uid in uids:
         try:
-            outcome = await do(uid)
+            outcome = await do(uid, *how)
         except UnknownTrajectoryError:
             continue
         except (PoolTrajectoryClosedError, PoolTrajectoryConflictError) as e:

@@ -92,23 +92,17 @@ _KEYS: Mapping[str, dict[str, str]] = {
 """How a key is sent, if there are keys (`keys.py`)."""
 
 
-def install_openapi(app: FastAPI) -> None:
-    """Let `app` describe its plain routes, too."""
-
-    def described() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            components = document.setdefault("components", {})
-            components["securitySchemes"] = _KEYS
-            document["security"] = [{}, *({name: []} for name in _KEYS)]
-            definitions = components.setdefault("schemas", {})
-            for route in app.routes:
-                if type(route) is Route and route.include_in_schema:
-                    document["paths"][route.path] = _described(route, definitions)
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = described  # type: ignore[method-assign]  # FastAPI's documented way
+def described(app: FastAPI) -> dict[str, Any]:
+    """The document of all routes of `app`, its plain ones too."""
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = document.setdefault("components", {})
+    components["securitySchemes"] = _KEYS
+    document["security"] = [{}, *({name: []} for name in _KEYS)]
+    definitions = components.setdefault("schemas", {})
+    for route in app.routes:
+        if type(route) is Route and route.include_in_schema:
+            document["paths"][route.path] = _described(route, definitions)
+    return document
 
 
 def _described(route: Route, definitions: dict[str, Any]) -> dict[str, Any]:
