@@ -54,7 +54,7 @@ from stepwell.gateway.reply.reader import ReplyFormat, ReplyReader
 from stepwell.gateway.tokens.graph import join
 from stepwell.gateway.tokens.messages import Key, text_key
 from stepwell.gateway.tokens.turn_messages import MESSAGES, TurnMessages
-from stepwell.gateway.trajectory.note import NOTE, FinishedCall, TurnNote, pack, unpack
+from stepwell.gateway.trajectory.note import NOTE, FinishedCall, TurnNote
 from stepwell.gateway.trajectory.reply import Reply, SampledToken
 from stepwell.gateway.trajectory.retries import RetryKey
 from stepwell.gateway.trajectory.trajectory import LiveTrajectory
@@ -151,7 +151,7 @@ class Call:
         self._reader = reader = self._open_reader()
         log_probs = _NO_LOG_PROBS if finished.log_probs is None else finished.log_probs
         if request.n_logprobs is not None and finished.log_probs is not None:
-            tops = unpack(finished.alternatives) or [()] * len(ids)
+            tops = finished.alternatives or [()] * len(ids)
             self.tokens = [*map(SampledToken, ids, log_probs.tolist(), tops)]
         deltas = [*reader.begin(forced), *reader.feed(ids), *reader.finish()]
         # Ids of tool calls are made up when they are read, and the client knows the first ones.
@@ -390,7 +390,7 @@ class Call:
                 generation.finish_reason,
                 tuple((s.version, s.start, s.end) for s in generation.spans),
                 generation.log_probs if shows_log_probs else None,
-                pack(generation.top_log_probs),
+                generation.top_log_probs,
             )
         )
         return reply

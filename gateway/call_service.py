@@ -49,7 +49,7 @@ class CallService(CallParts):
         Raises:
             RequestError: the model's template or parser cannot do what is asked.
             ContextLengthError: the prompt leaves no room for one token.
-            TrajectoryLimitError: the trajectory's turns or tokens are used up.
+            TrajectoryLimitError: the trajectory's turns are used up.
             TrajectoryClosedError, TrajectoryConflictError, PoolUnavailableError
         """
         keys = retry.samples(n)
@@ -76,7 +76,7 @@ class CallService(CallParts):
             found = [trajectory.calls.find(key) for key in keys]
             self.counts["retries"] += len(found) - found.count(None)
             n_turns = trajectory.steps + len(trajectory.in_flight)
-            self.limits.check_trajectory(n_turns, found.count(None), graph.n_tokens)
+            self.limits.check_turns(n_turns, found.count(None))
             sampling = self._sampling(trajectory, request, room)
             listeners = []
             for key, call in zip(keys, found, strict=True):

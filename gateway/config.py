@@ -160,8 +160,7 @@ class GatewayConfig(Section):
     tool_parser: ToolParser = "auto"
     """How tool calls are read from the response: `hermes` is <tool_call>{json}</tool_call>,
     `qwen3_coder` <tool_call> around <function=…><parameter=…>, `llama3_json` a bare JSON object.
-    `auto` uses the tokenizer's `response_template` if it has one, else whichever of them reads a
-    call as the chat template writes it, else `hermes`."""
+    `auto` is whichever of them reads a call as the chat template writes it, else `hermes`."""
     reasoning_parser: ReasoningParser = "auto"
     """`think` returns <think>…</think> as `reasoning_content`; `auto` does so if the chat template
     mentions <think>."""
@@ -189,7 +188,7 @@ class GatewayConfig(Section):
     engine_circuit_failures: int = Field(default=3, ge=1)
     """Bad answers in a row (5xx, 429, nonsense) after which an engine gets no calls."""
     engine_circuit_open_s: float = Field(default=1.0, gt=0)
-    """For so long, until a check succeeds; doubles with each failed one, up to 30 s."""
+    """For so long at least, until a check succeeds."""
     engine_version_grace_s: float = Field(default=10.0, ge=0)
     """When all engines that answer came back with weights older than those seen before, calls wait
     so long for the newer ones, then the newest there are serve them."""
@@ -227,9 +226,6 @@ class GatewayConfig(Section):
     blocks, then 503. Both with Retry-After."""
     max_turns: int | None = Field(default=None, ge=1)
     """Calls of one trajectory; the next one gets a 400."""
-    max_tokens_per_trajectory: int | None = Field(default=None, ge=1)
-    """Tokens of one trajectory (new prompt tokens and response tokens of its Steps) beyond which
-    another call gets a 400. The call that crosses the limit is still answered."""
     offload_chars: int = Field(default=8192, ge=0)
     """Prompts with more new text than this are rendered and tokenised in a thread."""
     remembered_calls: int = Field(default=64, ge=1)

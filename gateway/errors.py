@@ -8,7 +8,7 @@ pickling (they cross Ray) and subclass the matching built-in::
     ├── PortInUseError(OSError)                        –    gateway.port is taken
     ├── RequestError(ValueError)                      400   a field of the request (`.param`)
     │   ├── ContextLengthError                        400   the prompt does not fit
-    │   ├── TrajectoryLimitError                      400   no turns or tokens left
+    │   ├── TrajectoryLimitError                      400   no turns left
     │   ├── BodyTooLargeError                         413
     │   ├── MediaTypeError                            415   the body is not said to be JSON
     │   ├── HeaderTooLargeError                       431

@@ -52,27 +52,19 @@ class CallLimits:
         if self._places is not None:
             self._places.release()
 
-    def check_trajectory(self, n_turns: int, n_new: int, n_tokens: int) -> None:
-        """May this trajectory have `n_new` more calls?
-
-        Args:
-            n_turns: calls that it has made or is making.
-            n_tokens: what they added to it: new prompt tokens and response tokens.
+    def check_turns(self, n: int, n_new: int) -> None:
+        """May a trajectory that has made `n` calls, or is making them, have `n_new` more?
 
         Raises:
             TrajectoryLimitError: it is used up; trying again is of no use.
         """
-        config = self._config
-        for limit, option, n, things in (
-            (config.max_turns, "max_turns", n_turns + n_new - 1, "turns"),
-            (config.max_tokens_per_trajectory, "max_tokens_per_trajectory", n_tokens, "tokens"),
-        ):
-            if limit is not None and n_new and n >= limit:
-                raise TrajectoryLimitError(
-                    f"this trajectory has {n} {things} and may have {limit} (gateway.{option}); "
-                    "complete it and start another",
-                    None,
-                )
+        most = self._config.max_turns
+        if most is not None and n_new and n + n_new > most:
+            raise TrajectoryLimitError(
+                f"this trajectory has {n + n_new - 1} turns and may have {most} "
+                "(gateway.max_turns); complete it and start another",
+                None,
+            )
 
     def statistics(self) -> dict[str, int]:
         return {"running": self._running, "waiting": self._waiting, "refused": self._refused}

@@ -57,24 +57,6 @@ MARKUP = [
 
 CHAT_TEMPLATE = (HERE / "chat_template.jinja").read_text(encoding="utf-8")
 
-RESPONSE_TEMPLATE: dict[str, Any] = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            # \s* takes the newline between content and a call, or between two calls, which would
-            # otherwise open an empty content region and overwrite the content already parsed.
-            "open_pattern": r"\s*<tool_call>",
-            "close": "</tool_call>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)", "content": "text"},
-    },
-}
-
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """512 tokens: the bytes, ChatML and tool markup, and merges learnt from the quickstart's words.
@@ -108,7 +90,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<|endoftext|>",
         padding_side="left",
         model_max_length=2048,
-        response_template=RESPONSE_TEMPLATE,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -100,7 +100,7 @@ class EngineChecks:
         while True:
             interval = self._config.engine_health_interval_s
             if self._fleet.state(engine) != "up":
-                probe_in = max(engine.circuit.probe_in(_now()), _AT_ONCE_S)
+                probe_in = max(self._fleet.probe_in(engine, _now()), _AT_ONCE_S)
                 interval = min(interval, _RECHECK_S, probe_in)
             with suppress(TimeoutError):
                 async with asyncio.timeout(interval):

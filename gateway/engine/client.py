@@ -297,7 +297,7 @@ class EngineClient:
                 why = f"{e} {e.detail}".rstrip()
                 log.warning("engine %s: %s", engine.url, why)
             self._fleet.answered_badly(engine, _now(), why)
-            if engine.circuit.is_open:
+            if self._fleet.is_open(engine):
                 self._checks.look_at(engine)
             raise
         except RequestError:

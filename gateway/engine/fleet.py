@@ -3,7 +3,7 @@ and no call goes to an engine that is ill or has old weights.
 
     up ──a check of its health fails──► ailing  asked only if no other is up (paused ones fail it)
     up ──N bad answers in a row──► open ──open_s──► probed by a check ──well──► up
-                                     ▲                  └──ill──┘  (open_s doubles)
+                                     ▲                  └──ill──┘
     any ──connection fails──► down ──answers again──► up, if it has the fleet's weight version
                                            └────────► behind, until it has
 
@@ -43,7 +43,6 @@ from stepwell.gateway.config import REMEMBERED, GatewayConfig
 State: TypeAlias = Literal["up", "ailing", "open", "behind", "down"]
 
 MAX_BACKOFF_S = 5.0
-MAX_OPEN_S = 30.0
 MUCH_BUSIER = (2, 16)
 """An engine is passed over that has more than `a × least + b` calls in flight."""
 
@@ -55,45 +54,6 @@ def backoff_s(
     upper half, so that calls that failed together do not come back together."""
     longest = min(base_s * 2 ** (failures - 1), MAX_BACKOFF_S)
     return uniform(longest / 2, longest)
-
-
-class Circuit:
-    """Circuit breaker: opens after `threshold` failures in a row, closes when a probe succeeds."""
-
-    def __init__(self, threshold: int, open_s: float) -> None:
-        self.is_open = False
-        self._threshold = threshold
-        self._open_s = open_s
-        self._failures = 0
-        self._trips = 0
-        self._until = 0.0
-
-    def failed(self, now: float) -> None:
-        self._failures += 1
-        if not self.is_open and self._failures >= self._threshold:
-            self._trip(now)
-
-    def succeeded(self) -> None:
-        self.is_open = False
-        self._failures = self._trips = 0
-
-    def probe_in(self, now: float) -> float:
-        """Seconds until a probe is due; infinite while closed."""
-        return max(self._until - now, 0.0) if self.is_open else math.inf
-
-    def probed(self, now: float, *, well: bool) -> None:
-        """A check found the engine so; it counts if a probe was due."""
-        if self.probe_in(now) > 0:
-            return
-        if well:
-            self.succeeded()
-        else:
-            self._trip(now)
-
-    def _trip(self, now: float) -> None:
-        self.is_open = True
-        self._until = now + min(self._open_s * 2**self._trips, MAX_OPEN_S)
-        self._trips += 1
 
 
 class Asked(NamedTuple):
@@ -108,7 +68,6 @@ class Engine:
     """One engine. Written by `Fleet` only, but for `in_flight`."""
 
     url: str
-    circuit: Circuit
     in_flight: set[asyncio.Timeout] = field(default_factory=set)
     """What ends each of its calls."""
     reachable: bool = True
@@ -122,6 +81,10 @@ class Engine:
     """That version is not committed."""
     epoch: int = 0
     """Counts breakdowns."""
+    failures: int = 0
+    """Bad answers in a row."""
+    open_until: float = -math.inf
+    """With too many of them: no check says before that it is well again."""
     silent: int = 0
     """Checks in a row that got no answer in time."""
     why: str = ""
@@ -153,12 +116,11 @@ class Fleet:
         """The highest weight version seen, canaries' left out."""
         self.used_behind = 0
         """Calls sent to an engine that is behind, for want of a better one."""
-        circuit = config.engine_circuit_failures, config.engine_circuit_open_s
-        self._engines = [Engine(url, Circuit(*circuit)) for url in urls]
+        self._engines = [*map(Engine, urls)]
         self._homes: OrderedDict[str, _Home] = OrderedDict()
         self._remembered = remembered
         self._canary_share = canary_share
-        self._version_grace_s = config.engine_version_grace_s
+        self._config = config
         self._all_behind_since: float | None = None
 
     def __iter__(self) -> Iterator[Engine]:
@@ -201,7 +163,7 @@ class Fleet:
         return any(e not in avoid for e in self._candidates(now))
 
     def _candidates(self, now: float) -> list[Engine]:
-        answering = [e for e in self if e.reachable and not e.circuit.is_open]
+        answering = [e for e in self if e.reachable and not self.is_open(e)]
         current = [e for e in answering if not self._is_behind(e)]
         if current:
             self._all_behind_since = None
@@ -210,7 +172,7 @@ class Fleet:
             return []
         if self._all_behind_since is None:
             self._all_behind_since = now
-        if now - self._all_behind_since < self._version_grace_s:
+        if now - self._all_behind_since < self._config.engine_version_grace_s:
             return []
         newest = max(e.version or 0 for e in answering)
         return [e for e in answering if e.version == newest]
@@ -218,11 +180,19 @@ class Fleet:
     def state(self, engine: Engine) -> State:
         if not engine.reachable:
             return "down"
-        if engine.circuit.is_open:
+        if self.is_open(engine):
             return "open"
         if self._is_behind(engine):
             return "behind"
         return "up" if engine.well else "ailing"
+
+    def is_open(self, engine: Engine) -> bool:
+        """It answered badly so often that it gets no calls."""
+        return engine.failures >= self._config.engine_circuit_failures
+
+    def probe_in(self, engine: Engine, now: float) -> float:
+        """Seconds until a check may find an open engine well; infinite while it is not open."""
+        return max(engine.open_until - now, 0.0) if self.is_open(engine) else math.inf
 
     def _is_behind(self, engine: Engine) -> bool:
         return (
@@ -236,14 +206,15 @@ class Fleet:
 
     def succeeded(self, engine: Engine, version: int | None, *, canary: bool = False) -> None:
         """A call was answered; `version` sampled its last token, as a canary or not."""
-        engine.circuit.succeeded()
+        engine.failures = 0
         if version is not None:
             self._saw(engine, version, canary)
 
     def answered_badly(self, engine: Engine, now: float, why: str) -> None:
         """A 5xx, a 429, or nonsense."""
         engine.why = why
-        engine.circuit.failed(now)
+        engine.failures += 1
+        engine.open_until = now + self._config.engine_circuit_open_s
 
     def broke(self, engine: Engine, now: float, why: str) -> None:
         """A connection could not be made or broke: no traffic until a check succeeds."""
@@ -294,13 +265,16 @@ class Fleet:
             for deadline in engine.in_flight:
                 deadline.reschedule(now)
             engine.in_flight.clear()
-        engine.circuit.probed(now, well=False)
+        engine.open_until = now + self._config.engine_circuit_open_s
 
     def health(self, engine: Engine, now: float, *, well: bool, why: str = "") -> None:
         """What a check of its health said after a passed check; the probe of an open circuit."""
         engine.well = well
         engine.why = why or engine.why
-        engine.circuit.probed(now, well=well)
+        if not well:
+            engine.open_until = now + self._config.engine_circuit_open_s
+        elif self.is_open(engine) and now >= engine.open_until:
+            engine.failures = 0
 
     def _lost(self, engine: Engine) -> None:
         engine.reachable = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from stepwell.gateway.reply.calls import (
     CallStyle,
@@ -70,16 +70,6 @@ class ReplyText:
         return message
 
 
-class ReplyParser(Protocol):
-    @property
-    def n_held(self) -> int:
-        """Characters at the end of the text that wait for what follows them."""
-
-    def feed(self, text: str) -> list[Delta]: ...
-
-    def finish(self) -> list[Delta]: ...
-
-
 def held_back(text: str, markers: Sequence[str]) -> int:
     """Length of the longest end of `text` that may be the beginning of a marker."""
     longest = min(len(text), max(map(len, markers), default=1) - 1)
@@ -120,8 +110,8 @@ class StopCutter:
         return held
 
 
-class MarkupParser:
-    """A `ReplyParser` of `<think>` markup and tool calls, each if wanted.
+class ReplyParser:
+    """Reads `<think>` markup and tool calls, each if wanted.
 
     A state reads what it can of the buffer; true: it has left the rest to another state.
     """
@@ -138,21 +128,22 @@ class MarkupParser:
         """`offered`: the tools, for what their schemas say of arguments."""
         bare = tools and style == "llama3_json"
         self._tools = tools and not bare
-        self._visible: _State = MarkupParser._bare_call if bare else MarkupParser._content
+        self._visible: _State = ReplyParser._bare_call if bare else ReplyParser._content
         self._scanner = ObjectScanner()
         self._read_call: Callable[[str], ToolCall | None] = partial(parse_call, bare=bare)
         if style == "qwen3_coder":
             self._read_call = partial(parse_xml_call, tools=offered)
-        self._state: _State = MarkupParser._start if reasoning else self._visible
+        self._state: _State = ReplyParser._start if reasoning else self._visible
         if reasoning and starts_in_reasoning:
-            self._state = MarkupParser._reasoning
+            self._state = ReplyParser._reasoning
         self._buffer = ""
         self._deltas: list[Delta] = []
         self._after_call = False
 
     @property
     def n_held(self) -> int:
-        in_call = self._state is MarkupParser._call
+        """Characters at the end of the text that wait for what follows them."""
+        in_call = self._state is ReplyParser._call
         return len(self._buffer) + (len(CALL_OPEN) if in_call else 0)
 
     def feed(self, text: str) -> list[Delta]:
@@ -173,7 +164,7 @@ class MarkupParser:
         body = self._buffer.lstrip()
         if body.startswith(THINK_OPEN):
             self._buffer = body[len(THINK_OPEN) :]
-            self._state = MarkupParser._reasoning
+            self._state = ReplyParser._reasoning
             return True
         if not final and THINK_OPEN.startswith(body):
             return False
@@ -184,7 +175,7 @@ class MarkupParser:
         before, close, after = self._buffer.partition(THINK_CLOSE)
         if close:
             self._put(ReasoningDelta(before))
-            self._buffer, self._state = after, MarkupParser._after_reasoning
+            self._buffer, self._state = after, ReplyParser._after_reasoning
             return True
         self._put(ReasoningDelta(self._take(() if final else (THINK_CLOSE,))))
         return False
@@ -213,13 +204,13 @@ class MarkupParser:
                 self._deltas.append(call)
                 self._after_call = True
                 self._buffer = body[end:]
-        self._state = MarkupParser._content
+        self._state = ReplyParser._content
         return True
 
     def _content(self, final: bool) -> bool:
         before, opened, after = self._buffer.partition(CALL_OPEN) if self._tools else ("", "", "")
         if opened:
-            self._buffer, self._state = after, MarkupParser._call
+            self._buffer, self._state = after, ReplyParser._call
             text = before
         else:
             text = self._take((CALL_OPEN,) if self._tools and not final else ())
@@ -241,7 +232,7 @@ class MarkupParser:
         else:
             self._deltas.append(call)
             self._after_call = True
-        self._buffer, self._state = after, MarkupParser._content
+        self._buffer, self._state = after, ReplyParser._content
         return bool(closed)
 
     def _take(self, markers: Sequence[str]) -> str:
@@ -256,4 +247,4 @@ class MarkupParser:
             self._after_call = False
 
 
-_State: TypeAlias = Callable[[MarkupParser, bool], bool]
+_State: TypeAlias = Callable[[ReplyParser, bool], bool]

@@ -2,17 +2,14 @@
 
     ids ──► control tokens hidden ──► text ──► StopCutter ──► ReplyParser ──► deltas
 
-Control tokens are no text: the turn close and other special tokens are hidden, except those that a
-parser reads (<tool_call>, <think>, whatever the tokenizer's `response_template` names).
-
-How a model writes tool calls its tokenizer's `response_template` says. Without one it is found out
-by example: the style is the one in which a call reads back as the chat template wrote it.
+Control tokens are no text: the turn close and other special tokens are hidden, except those that
+the parser reads (<tool_call>, <think>). How a model writes tool calls is found out by example: the
+style is the one in which a call reads back as the chat template wrote it.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import deque
 from collections.abc import Sequence
 from typing import get_args
@@ -27,12 +24,10 @@ from stepwell.gateway.reply.parser import (
     THINK_CLOSE,
     THINK_OPEN,
     Delta,
-    MarkupParser,
     ReplyParser,
     ReplyText,
     StopCutter,
 )
-from stepwell.gateway.reply.response_template import ResponseTemplateParser
 from stepwell.gateway.tokens.messages import Tool
 from stepwell.gateway.tokens.render import CallExample, call_example
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
@@ -48,27 +43,22 @@ class ReplyFormat:
 
     def __init__(self, tokenizer: ChatTokenizer, config: GatewayConfig) -> None:
         self._tokenizer = tokenizer
-        self._template = tokenizer.response_template if config.tool_parser == "auto" else None
         self._tools = config.tool_parser != "none"
         chat_template = tokenizer.template_text
         self._reasoning = config.reasoning_parser == "think" or (
             config.reasoning_parser == "auto" and THINK_OPEN in chat_template
         )
         self._special = frozenset(tokenizer.special.values())
-        shown = _MARKUP
-        if self._template is not None:
-            wanted = json.dumps(self._template, ensure_ascii=False)
-            shown = {t for t in tokenizer.special if t in wanted or re.escape(t) in wanted}
-        self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in shown)
+        self._hidden = frozenset(i for t, i in tokenizer.special.items() if t not in _MARKUP)
         example = call_example(tokenizer)
         self._style: CallStyle = "hermes"
         if config.tool_parser in _STYLES:
             self._style = config.tool_parser
-        elif config.tool_parser == "auto" and self._template is None:
+        elif config.tool_parser == "auto":
             self._style = next((s for s in _STYLES if self._reads(example, s)), "hermes")
         self.reads_calls = self._reads(example, self._style)
         """A call as the chat template writes it is read as one."""
-        self.calls_once = self._style == "llama3_json" and self._template is None
+        self.calls_once = self._style == "llama3_json"
         """A reply holds one tool call at most."""
         self.call_close = CALL_CLOSE if CALL_CLOSE in chat_template else None
         """Text that ends a tool call; None: not known."""
@@ -90,23 +80,16 @@ class ReplyFormat:
             raw: the reply is plain text; nothing in it is a tool call or a thought.
             style: how tool calls are written; None: as the model does.
         """
-        parser: ReplyParser
         hidden = self._special if raw else self._hidden
-        looks_back = not raw and (self._template is not None or self._reasoning)
-        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist()) if looks_back else ""
-        if self._template is not None and not raw:
-            ends = [*self._tokenizer.special]
-            parser = ResponseTemplateParser(
-                self._template, tail, tools, ends, reads_calls=parse_tools
-            )
-        else:
-            parser = MarkupParser(
-                tools=self._tools and parse_tools and not raw,
-                reasoning=self._reasoning and not raw,
-                starts_in_reasoning=tail.rstrip().endswith(THINK_OPEN),
-                style=style or self._style,
-                offered=tools,
-            )
+        reasoning = self._reasoning and not raw
+        tail = self._tokenizer.decode(prompt_ids[-_TAIL:].tolist()) if reasoning else ""
+        parser = ReplyParser(
+            tools=self._tools and parse_tools and not raw,
+            reasoning=reasoning,
+            starts_in_reasoning=tail.rstrip().endswith(THINK_OPEN),
+            style=style or self._style,
+            offered=tools,
+        )
         return ReplyReader(self._tokenizer, hidden, parser, stop, counts=counts)
 
     def _reads(self, example: CallExample | None, style: CallStyle) -> bool:

@@ -33,8 +33,6 @@ class TokenizerFolder:
     """The chat template, or several by name."""
     special_tokens: Mapping[str, str]
     """Text by name (`eos_token`, …)."""
-    response_template: Mapping[str, Any] | None
-    """How transformers reads a reply of the model, if the tokenizer says so."""
     vocabulary: int
     """Ids of the model; 0: no model is there."""
 
@@ -83,7 +81,6 @@ def read_folder(path: str | None) -> TokenizerFolder:
         backend=backend,
         template=_template(folder, config),
         special_tokens=special_tokens,
-        response_template=config.get("response_template"),
         vocabulary=next((n for n in sizes if isinstance(n, int)), 0),
     )
 

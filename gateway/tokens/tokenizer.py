@@ -40,7 +40,6 @@ class ChatTokenizer:
         backend: Tokenizer,
         template: ChatTemplate,
         *,
-        response_template: Mapping[str, Any] | None = None,
         vocabulary: int = 0,
         sanitize: bool = True,
     ) -> None:
@@ -52,7 +51,6 @@ class ChatTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.template = template
-        self.response_template = response_template
         self._encoder = backend
         # The same vocabulary without added tokens; a tokenizer of its own would hold it twice.
         self._plain = Tokenizer(backend.model)
@@ -90,7 +88,6 @@ class ChatTokenizer:
         return cls(
             folder.backend,
             ChatTemplate(folder.template, folder.special_tokens),
-            response_template=folder.response_template,
             vocabulary=folder.vocabulary,
         )
 

@@ -18,7 +18,6 @@ Owns: groups that are forming, and the share that is held out. Does not own: whe
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 import uuid
 from collections import OrderedDict
@@ -29,8 +28,6 @@ from stepwell.datapool.types import VAL
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
 from stepwell.gateway.prompt import ChatRequest
 from stepwell.gateway.tokens.messages import Key, extend_key, text_key
-
-log = logging.getLogger(__name__)
 
 _Place: TypeAlias = tuple[str | None, str | Key]
 """Channel of the caller's key, and the declared name or the first prompt."""
@@ -68,7 +65,6 @@ class Groups:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._forming: OrderedDict[_Place, Group] = OrderedDict()
-        self._warned = False
 
     def channel(self, prompt_uid: str, of_key: str | None = None) -> str:
         """Where a group is stored if nobody chose its channel.
@@ -118,18 +114,6 @@ class Groups:
         del self._forming[group.place]
         if isinstance(declared := group.place[1], str):  # its name is used up
             self._begin(group.place, f"{declared}~{uuid.uuid4().hex[:12]}")
-
-    def note_late(self, idle_s: float) -> None:
-        """A conversation that nobody completed ended later than its group."""
-        within_s = self._config.groups.within_s
-        if not self._warned and within_s <= idle_s:
-            self._warned = True
-            log.warning(
-                "gateway.groups.within_s is %g and gateway.conversation_idle_s is %g: groups are "
-                "closed before conversations that nobody completes, which are lost so; complete "
-                "them (POST /v1/complete_trajectory), or make within_s the longer one",
-                *(within_s, idle_s),
-            )
 
     def _formed(self, place: _Place, first: Key) -> Group:
         """The group of a first prompt that still takes conversations."""

@@ -296,10 +296,8 @@ class Identities:
                 continue
             try:
                 if trajectory.uid in self._conversations:
-                    outcome = await trajectory.complete(None, {"closed_by": "idle"})
+                    await trajectory.complete(None, {"closed_by": "idle"})
                     n_completed += 1
-                    if outcome == "late":
-                        self._groups.note_late(self._idle_s)
                 elif trajectory.unrecorded is not None:
                     trajectory.let_go()
                 elif not trajectory.is_new:

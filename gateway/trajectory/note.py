@@ -18,22 +18,17 @@ Owns: the note, and the way back. Does not own: when (`trajectory.py`), which ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from stepwell.datapool.types import LogProbs, Step, TokenIds
+from stepwell.datapool.types import LogProbs, Step
 from stepwell.gateway.engine import TopLogProbs
 from stepwell.gateway.tokens.graph import Calls, Turn, TurnGraph, TurnKeys, join
 
 NOTE: Final = "turn"
 """Key of a Step's metadata."""
-PackedLogProbs: TypeAlias = tuple[TokenIds, npt.NDArray[Any]]
-"""Alternatives of all tokens: how many each has; their ids and log-probs one after the other."""
-_PAIR = np.dtype([("id", np.int32), ("log_prob", np.float64)])
 
 
 class TurnNote(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, gc=False):
@@ -71,7 +66,7 @@ class FinishedCall(msgspec.Struct, eq=False, gc=False):
     """Version spans: version, start, end."""
     log_probs: LogProbs | None
     """None: the reply shows none."""
-    alternatives: PackedLogProbs | None = None
+    alternatives: Sequence[TopLogProbs] = ()
     delivered: bool = False
     """The terminal event was handed to some client's connection."""
 
@@ -127,18 +122,3 @@ def restore(graph: TurnGraph, steps: Sequence[Step]) -> list[FinishedCall]:
             call.delivered = step.step_index in extended
             finished.append(call)
     return finished
-
-
-def pack(alternatives: Sequence[TopLogProbs]) -> PackedLogProbs | None:
-    """Alternatives of many tokens in two arrays; None if there are none."""
-    pairs = [pair for each in alternatives for pair in each]
-    if not pairs:
-        return None
-    return np.asarray([*map(len, alternatives)], np.int32), np.array(pairs, _PAIR)
-
-
-def unpack(packed: PackedLogProbs | None) -> list[TopLogProbs]:
-    if packed is None:
-        return []
-    counts, pairs = packed[0].tolist(), iter(packed[1].tolist())
-    return [tuple(islice(pairs, n)) for n in counts]

@@ -220,7 +220,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "examples" / "quickstart" / "
 
 @lru_cache
 def make_tokenizer(family: str) -> ChatTokenizer:
-    """A family's, or the quickstart's own with its `response_template`."""
+    """A family's, or the quickstart's own."""
     if family == "quickstart":
         return ChatTokenizer.load(str(QUICKSTART))
     return ChatTokenizer(make_backend(family), make_template(family))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.engine.fleet import MAX_BACKOFF_S, Circuit, Engine, Fleet, backoff_s
+from stepwell.gateway.engine.fleet import MAX_BACKOFF_S, Engine, Fleet, backoff_s
 
 
 def fleet(n: int = 3, version_grace_s: float = 10.0, **options: Any) -> Fleet:
@@ -57,56 +58,53 @@ def test_back_off_doubles_is_bounded_and_spread_over_the_upper_half(
     assert longest / 2 <= got <= longest <= MAX_BACKOFF_S
 
 
-def test_a_circuit_opens_after_failures_in_a_row_only() -> None:
-    circuit = Circuit(3, 1.0)
+def test_an_engine_is_open_after_bad_answers_in_a_row_only() -> None:
+    f = fleet(1)
+    [engine] = f
     for _ in range(5):
-        circuit.failed(0.0)
-        circuit.failed(0.0)
-        circuit.succeeded()
-    assert not circuit.is_open
+        f.answered_badly(engine, 0.0, "500")
+        f.answered_badly(engine, 0.0, "500")
+        f.succeeded(engine, 1)
+    assert f.state(engine) == "up"
     for _ in range(3):
-        circuit.failed(0.0)
-    assert circuit.is_open
+        f.answered_badly(engine, 0.0, "500")
+    assert f.state(engine) == "open"
 
 
-def test_an_open_circuit_is_probed_later_each_time_the_probe_fails() -> None:
-    circuit = Circuit(1, 1.0)
-    circuit.failed(10.0)
-    now, waits = 10.0, []
-    for _ in range(7):
-        opened = now
-        while circuit.probe_in(now) > 0:
-            circuit.probed(now, well=True)  # before one is due: it says nothing
-            now += 0.5
-        waits.append(now - opened)
-        circuit.probed(now, well=False)
-    assert waits == [1, 2, 4, 8, 16, 30, 30]
-    circuit.probed(now + 30, well=True)
-    assert not circuit.is_open
-    circuit.failed(100.0)
-    circuit.probed(100.5, well=True)
-    assert circuit.is_open
-    circuit.probed(101.0, well=True)
-    assert not circuit.is_open
+def test_an_open_engine_is_up_when_a_check_that_is_due_finds_it_well() -> None:
+    f = fleet(1)
+    [engine] = f
+    assert f.probe_in(engine, 10.0) == math.inf
+    for _ in range(3):
+        f.answered_badly(engine, 10.0, "500")
+    assert f.probe_in(engine, 10.25) == 0.75
+    f.health(engine, 10.5, well=True)  # not due: it says nothing
+    assert f.state(engine) == "open"
+    f.health(engine, 11.0, well=False)
+    assert f.probe_in(engine, 11.0) == 1.0
+    f.health(engine, 12.0, well=True)
+    assert f.state(engine) == "up"
 
 
 @given(st.lists(st.sampled_from(["fail", "succeed", "wait", "probe"]), max_size=60))
-def test_a_circuit_is_open_only_after_enough_failures_since_the_last_success(
+def test_an_engine_is_open_only_after_enough_failures_since_the_last_success(
     events: list[str],
 ) -> None:
-    circuit, now, since = Circuit(3, 1.0), 0.0, 0
+    f = fleet(1)
+    [engine] = f
+    now, since = 0.0, 0
     for event in events:
         if event == "fail":
-            circuit.failed(now)
+            f.answered_badly(engine, now, "500")
             since += 1
         elif event == "succeed":
-            circuit.succeeded()
+            f.succeeded(engine, None)
             since = 0
         elif event == "wait":
             now += 1.0
         else:
-            circuit.probed(now, well=False)
-        assert circuit.is_open == (since >= 3)
+            f.health(engine, now, well=False)
+        assert f.is_open(engine) == (since >= 3)
 
 
 # -- affinity --------------------------------------------------------------------------------

@@ -11,13 +11,10 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.gateway.size import bound, objects_of, trajectory_size
 from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
-from stepwell.gateway.trajectory.note import pack, unpack
 from stepwell.gateway.wiring import Wiring
 from tests.gateway.conftest import World, serving
 
@@ -253,13 +250,3 @@ async def test_a_call_that_failed_keeps_nothing_of_its_request(world: World) -> 
             await client.chat.completions.create(model="m", messages=[asked])
     gc.collect()
     assert trajectory_size(world.gateway, "t1") <= bound(0, 0)
-
-
-@given(
-    st.lists(
-        st.lists(st.tuples(st.integers(0, 2**31 - 1), st.floats(-100, 0)), max_size=4).map(tuple)
-    )
-)
-def test_alternatives_are_unpacked_as_they_were(alternatives: list[Any]) -> None:
-    packed = pack(alternatives)
-    assert unpack(packed) == (alternatives if any(alternatives) else [])

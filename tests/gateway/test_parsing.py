@@ -10,18 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.reply.calls import parse_call, parse_xml_call
 from stepwell.gateway.reply.parser import (
     ContentDelta,
-    MarkupParser,
+    ReplyParser,
     ReplyText,
     StopCutter,
     held_back,
 )
-from stepwell.gateway.reply.reader import ReplyFormat
-from stepwell.gateway.tokens.tokenizer import ChatTokenizer, TokenStream
-from tests.gateway.conftest import FAMILIES, make_backend, make_template
+from stepwell.gateway.tokens.tokenizer import TokenStream
 
 PIECES = st.lists(
     st.one_of(
@@ -52,7 +49,7 @@ PIECES = st.lists(
 
 
 def read(pieces: list[str], **options: Any) -> ReplyText:
-    parser = MarkupParser(**{"tools": True, "reasoning": True, **options})
+    parser = ReplyParser(**{"tools": True, "reasoning": True, **options})
     text = ReplyText()
     for piece in pieces:
         for delta in parser.feed(piece):
@@ -266,7 +263,7 @@ def test_a_thought_that_never_ends_is_reasoning() -> None:
 
 
 def test_nothing_is_held_back_longer_than_needed() -> None:
-    parser = MarkupParser(tools=True, reasoning=False)
+    parser = ReplyParser(tools=True, reasoning=False)
     assert parser.feed("a < b") == [ContentDelta("a < b")]
     assert parser.feed(" <tool") == [ContentDelta(" ")]
     assert parser.feed("box>") == [ContentDelta("<toolbox>")]
@@ -308,64 +305,3 @@ def test_bytes_that_are_no_text_do_not_end_a_stream(tokens: list[str]) -> None:
     last = max((i for i, token in enumerate(tokens) if len(token) < 4), default=-1)
     letters = [c for c in text if c in "ab"]
     assert letters == [token[-1] for token in tokens[: last + 1] if len(token) < 4]
-
-
-def written_otherwise() -> ReplyFormat:
-    """Of a model whose calls no style of ours reads, and whose response template says how."""
-    template = {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
-            "content": {"close": "<|im_end|>", "content": "text"},
-            "tool_calls": {
-                "open": "<call>",
-                "close": "</call>",
-                "content": "json",
-                "repeats": True,
-                "transform": {"type": "function", "function": "{content}"},
-            },
-        },
-    }
-    source = FAMILIES["qwen3"].template.replace("tool_call>", "call>")
-    tokenizer = ChatTokenizer(
-        make_backend("qwen3"),
-        make_template("qwen3", source),
-        response_template=template,
-    )
-    return ReplyFormat(tokenizer, GatewayConfig())
-
-
-def read_by(reply_format: ReplyFormat, prompt: str, text: str, *, at_once: bool = False) -> Any:
-    tokenizer = reply_format._tokenizer
-    ids = tokenizer.encode(text).tolist()
-    reader = reply_format.reader(tokenizer.encode(prompt), tools=None, parse_tools=True, stop=())
-    for piece in [ids] if at_once else [[i] for i in ids]:
-        reader.feed(piece)
-    reader.finish()
-    return told(reader.text)
-
-
-PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_the_tokenizers_own_response_template_is_used() -> None:
-    reply_format = written_otherwise()
-    assert reply_format.reads_calls
-    good = '<think>hm</think>Look<call>{"name": "f", "arguments": {"x": 1}}</call>'
-    assert read_by(reply_format, PROMPT, good + "<|im_end|>") == ("Look", "hm", [("f", '{"x": 1}')])
-    content, _, calls = read_by(reply_format, PROMPT, 'Look<call>"f"</call><|im_end|>')
-    assert (content, calls) == ('Look<call>"f"</call>', [])
-    broken = 'Look<call>{"name": "f", "arg'
-    content, reasoning, calls = read_by(reply_format, PROMPT, broken)
-    assert (reasoning, calls) == ("", [])
-    assert content.startswith("Look")
-    assert '{"name": "f", "arg' in content
-
-
-def test_what_a_response_template_cannot_read_is_content() -> None:
-    reply_format = written_otherwise()
-    for prompt in ("<call></call>", "<|im_start|>assistant\n<call>1</call>"):
-        assert read_by(reply_format, prompt, "fine", at_once=True) == ("fine", "", [])
-    deep = "<call>" + "[" * 5000
-    for text in (deep, deep + "</call>"):
-        assert read_by(reply_format, "hi", text, at_once=True) == (text, "", [])

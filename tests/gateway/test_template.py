@@ -260,7 +260,6 @@ def test_a_folder_is_read_as_transformers_reads_it(layout: Any, tmp_path: Path) 
     added = theirs.added_tokens_decoder
     assert ours.special == {t.content: i for i, t in added.items() if t.special}
     assert ours.vocabulary == max(len(theirs), ours.vocabulary)
-    assert ours.response_template == theirs.response_template
     assert ours.begin("x").tolist() == theirs("x").input_ids[:-1]
     for text in WRITTEN:
         ids = theirs(text, add_special_tokens=False).input_ids
@@ -334,10 +333,6 @@ sys.exit(" ".join(heavy) or 0)
 
 def test_a_serving_gateway_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
     serve(save_tokenizer(tmp_path, "qwen3"), "torch", "transformers")
-
-
-def test_a_response_template_is_executed_without_torch() -> None:
-    serve(str(QUICKSTART), "torch", "transformers.tokenization_utils_base")
 
 
 def serve(folder: str, *absent: str) -> None:

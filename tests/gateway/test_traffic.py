@@ -175,19 +175,6 @@ async def test_a_group_that_stays_small_is_served_at_its_deadline(worlds: Any, a
     assert [len(g.trajectories) for g in lease.groups] == [1]
 
 
-async def test_conversations_that_outlive_their_groups_are_told_of_with_the_remedy(
-    worlds: Any, agents: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = await worlds(groups=FORMED)
-    for _ in range(2):
-        await agents(world).say(user("hi"))
-    world.port.pass_time(61.0)
-    assert await world.gateway.identities.close_idle(float("inf")) == 2
-    told = [r.message for r in caplog.records if "within_s is 60" in r.message]
-    assert len(told) == 1
-    assert "gateway.conversation_idle_s is 600" in told[0]
-
-
 async def test_after_its_time_a_first_prompt_begins_another_group(worlds: Any, agents: Any) -> None:
     world = await worlds(groups={**FORMED, "n": 9, "within_s": 0.05})
     await agents(world).say(user("hi"))
