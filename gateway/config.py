@@ -247,8 +247,8 @@ class GatewayConfig(Section):
     reward_fn: str | None = None
     """Dotted path of the function behind `/compute_reward`, called with the body's fields."""
     rollout_generator: str | None = None
-    """Dotted path of a callable, async or not, that `/start_rollout` (slime's Rollout Buffer API)
-    runs in the background with its payload; null: agents come by themselves."""
+    """Dotted path of a function that `/start_rollout` (slime's Rollout Buffer API) runs in a thread
+    with its payload; null: agents come by themselves."""
     rollout_batch_groups: int | None = Field(default=None, ge=1)
     """Groups in one answer of `/get_rollout_data`: so many or none. Set it to slime's
     `--rollout-batch-size`, whose consumer throws away what it gets beyond a batch; null: all that

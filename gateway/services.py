@@ -110,8 +110,7 @@ class Services:
         self.dialects = make_dialects(template, self.responses)
         """By path below `/v1/`."""
         self.rollout_buffer = RolloutBuffer(
-            *(config, wiring.engine_urls, pool, tokenizer, self.outcomes),
-            load_function(config, "rollout_generator"),
+            *(config, pool, tokenizer, self.outcomes), load_function(config, "rollout_generator")
         )
 
     async def start(self) -> None:

@@ -71,14 +71,12 @@ class RolloutBuffer:
     def __init__(
         self,
         config: GatewayConfig,
-        engine_urls: Sequence[str],
         pool: DataPoolClient,
         tokenizer: ChatTokenizer,
         outcomes: Outcomes,
         generate: Function | None,
     ) -> None:
         self._config = config
-        self._engine_urls = engine_urls
         self._pool = pool
         self._tokenizer = tokenizer
         self._repeats: int | None = None
@@ -100,8 +98,7 @@ class RolloutBuffer:
         }
 
     async def close(self) -> None:
-        """Stop an asynchronous generator; let what was taken go back."""
-        await self._generator.close()
+        """Let what was taken go back."""
         await asyncio.gather(*self._returns)
 
     def start(self, payload: dict[str, Any], origin: str) -> None:
@@ -114,14 +111,6 @@ class RolloutBuffer:
         self._repeats = wanted.num_repeat_per_sample
         self._skip = Counter(map(str, wanted.skip_instance_ids or ()))
         self._dropped.clear()
-        engine = payload.get("remote_engine_url")
-        if isinstance(engine, str) and engine.rstrip("/") not in self._engine_urls:
-            log.warning(
-                "/start_rollout names the engine %s, but agents' calls go to %s; with "
-                "engine.kind=attach engine.urls says where",
-                engine,
-                ", ".join(self._engine_urls) or "none",
-            )
         url = (self._config.public_url or origin).rstrip("/")
         self._generator.start({**payload, "gateway_url": url})
 
@@ -234,14 +223,13 @@ class RolloutBuffer:
             make_item(t, served.group, served.instance_id, self._tokenizer)
             for t in served.trajectories
         ]
-        # Metadata of producers that are not HTTP clients may hold any value.
         try:
             return orjson.dumps(items, default=str, option=JSON_OPTIONS)[1:-1]
         except orjson.JSONEncodeError:
-            # An integer beyond 64 bits, half a surrogate: not worth a group that never arrives.
+            # Metadata may hold any value: an integer beyond 64 bits, half a surrogate.
             for item in items:
                 item["extra_info"] = {str(k): ascii(v) for k, v in item["extra_info"].items()}
-            return orjson.dumps(items, default=str, option=JSON_OPTIONS)[1:-1]
+            return orjson.dumps(items, option=JSON_OPTIONS)[1:-1]
 
     async def ack(self, lease: Lease, gone: asyncio.Task[None]) -> bool:
         """Whether the lease is acked. An answer that was lost is asked for again, for as long as
@@ -268,11 +256,8 @@ class RolloutBuffer:
             raise TrajectoryConflictError(str(e)) from e
 
     def count_delivered(self, groups: Sequence[Served]) -> None:
-        n_items = sum(len(s.trajectories) for s in groups)
         self._counts["delivered_groups"] += len(groups)
-        self._counts["delivered_items"] += n_items
-        n_surplus = sum(len(s.group.trajectories) for s in groups) - n_items
-        self._counts["surplus_trajectories"] += n_surplus
+        self._counts["delivered_items"] += sum(len(s.trajectories) for s in groups)
 
     def give_back(self, lease: Lease) -> None:
         """Return an undelivered lease; a task of its own, since a cancelled one cannot wait."""

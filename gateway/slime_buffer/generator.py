@@ -3,16 +3,13 @@ Rollout Buffer start with its trainer.
 
     /start_rollout ──► running ──► finished | failed (why)      again with another payload: anew
 
-A generator may block for days, so it is called in a daemon thread; one that is async is awaited on
-the event loop, where it ends with the gateway. Does not own: what generators write (`writes.py`).
+A generator is called in a daemon thread, which ends with the gateway, and may run for days. Does
+not own: what generators write (`writes.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import logging
-from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
@@ -24,8 +21,8 @@ log = logging.getLogger(__name__)
 class RolloutGenerator:
     def __init__(self, function: Function | None) -> None:
         self._function = function
-        self._payload: dict[str, Any] | None = None
-        self._run: asyncio.Task[None] | None = None
+        self._payload: dict[str, Any] = {}
+        self._thread: Thread | None = None
         self.state = "none" if function is None else "not started"
 
     @property
@@ -36,44 +33,21 @@ class RolloutGenerator:
         """Run it, unless it runs with this very payload already."""
         if self._function is None:
             return
-        if self._run is not None and not self._run.done():
+        if self._thread is not None and self._thread.is_alive():
             if payload == self._payload:
                 return
-            log.warning("the rollout generator was still running; it is started anew")
             # A thread cannot be stopped: its generator goes on beside the new one, as in slime.
-            self._run.cancel()
+            log.warning("the rollout generator was still running; it is started anew")
         self._payload, self.state = payload, "running"
-        self._run = asyncio.create_task(self._generate(self._function, payload))
+        self._thread = Thread(target=self._run, args=(self._function, payload), daemon=True)
+        self._thread.start()
 
-    async def close(self) -> None:
-        if self._run is not None:
-            self._run.cancel()
-            await asyncio.wait([self._run])
-
-    async def _generate(self, function: Function, payload: dict[str, Any]) -> None:
+    def _run(self, function: Function, payload: dict[str, Any]) -> None:
+        state = "finished"
         try:
-            result = await _in_daemon_thread(function, payload)
-            if inspect.isawaitable(result):
-                await result
-            state = "finished"
-        except Exception as e:  # foreign code: the buffer serves on, and says what happened
+            function(payload)
+        except (Exception, SystemExit) as e:  # foreign code: the buffer serves on, and says why
             log.exception("the rollout generator failed")
             state = f"failed ({type(e).__name__}: {e!s:.200})"
-        if self._run is asyncio.current_task():
+        if payload is self._payload:
             self.state = state
-
-
-def _in_daemon_thread(function: Function, payload: dict[str, Any]) -> asyncio.Future[Any]:
-    done: Future[Any] = Future()
-    done.set_running_or_notify_cancel()  # whoever waits may leave; the thread goes on
-
-    def work() -> None:
-        try:
-            done.set_result(function(payload))
-        except SystemExit as e:
-            done.set_exception(RuntimeError(f"it called sys.exit({e})"))
-        except Exception as e:  # noqa: BLE001 - foreign code; raised where it is awaited
-            done.set_exception(e)
-
-    Thread(target=work, name="rollout-generator", daemon=True).start()
-    return asyncio.wrap_future(done)

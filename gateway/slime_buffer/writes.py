@@ -26,7 +26,6 @@ from pydantic import ConfigDict, Field, PlainValidator
 from stepwell.datapool.errors import InvalidStepError, StepConflictError, UnknownTrajectoryError
 from stepwell.datapool.errors import TrajectoryClosedError as PoolTrajectoryClosedError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.inspect.rows import TrajectoryRow
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Step
 from stepwell.gateway.config import REMEMBERED, GatewayConfig
@@ -240,10 +239,8 @@ class RolloutWriter:
                 f"trajectory_uid is {uid!r}, which no call was recorded for", "trajectory_uid"
             ) from e
         except (TrajectoryClosedError, PoolTrajectoryClosedError) as e:
-            # Completed without a reward, it takes the one that it is written with.
-            row = await self._row(uid)
-            unscored = row is not None and row.state == "complete" and row.reward is None
-            if not unscored or item.reward is None:
+            # Completed already, perhaps by its agent: it has the reward that it is written with.
+            if item.reward is None:
                 raise TrajectoryClosedError(str(e)) from e
             _check_in_time(uid, await self._outcomes.score(uid, item.reward) == "late")
             return
@@ -284,10 +281,7 @@ class RolloutWriter:
     async def _home(self, uid: str, instance: str, repeats: int | None) -> _Home:
         """The trajectory and the group of a written item: the instance's group that is filling up,
         or its next one."""
-        home = self._homes.get(uid)
-        if home is None and (row := await self._row(uid)) is not None:
-            return _Home(uid, row.prompt_uid, is_open=True)
-        trajectory_uid = uid
+        home, trajectory_uid = self._homes.get(uid), uid
         while home is None or not home.is_open:
             if home is None:
                 # Taken before waiting: items that are written at once do not overfill a group, and
@@ -328,13 +322,6 @@ class RolloutWriter:
             k, n = k + 1, 0
         remember(self._filling, instance, (k, n + 1))
         return _group_name(instance, k)
-
-    async def _row(self, uid: str) -> TrajectoryRow | None:
-        """A trajectory of a live group."""
-        page = await self._ask(
-            self._pool.list_trajectories(channel=self._config.channel, limit=1, trajectory_uid=uid)
-        )
-        return page.items[0] if page.items else None
 
     async def _ask(self, answer: Awaitable[T], room_s: float = 0.0) -> T:
         """`room_s`: how long it may wait for room in the channel."""
