@@ -301,7 +301,6 @@ def _prompt_source(args: Any, config: SlimeConfig) -> PromptSource | None:
             label_key=args.label_key,
             metadata_key=args.metadata_key,
             tool_key=args.tool_key,
-            multimodal_keys=args.multimodal_keys or {},
             max_prompt_tokens=args.rollout_max_prompt_len,
             shuffle=args.rollout_shuffle,
             shuffle_seed=args.rollout_seed,

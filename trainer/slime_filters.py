@@ -5,7 +5,6 @@
       check_reward_nonzero_std                         filters: [zero_variance], same threshold
     --over-sampling-batch-size                         how far generation may run ahead: the
                                                        channel's `max_outstanding_groups`
-    --buffer-filter-path F                             `data.train.buffer_filter`
 
 F is a dotted path. The selection knows this module by its path and imports it where its name is
 used, in the pool's process too: it needs no slime and loads no torch.

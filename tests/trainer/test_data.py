@@ -1,12 +1,8 @@
 """The prompt source: order, epochs, what was put back, what is saved, what is refused."""
 
-import base64
 import datetime
-import io
 import json
-import os
 import random
-import sys
 import tempfile
 import tracemalloc
 from collections import Counter
@@ -21,14 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 from transformers import AutoTokenizer
 
 from stepwell.trainer.config import DataConfig, SourceConfig
 from stepwell.trainer.data import PromptSource, Task
-from stepwell.trainer.data.buffer_filters import Returned
-from stepwell.trainer.data.prompt_length import PromptMeter
 from stepwell.trainer.errors import DataError, DataExhaustedError
 from stepwell.trainer.rollout.producer import new_uid
 
@@ -132,120 +125,6 @@ def test_a_task_put_back_after_the_last_epoch_is_still_handed_out() -> None:
     source.put_back([last])
     assert source.next() == last
     with pytest.raises(DataExhaustedError):
-        source.next()
-
-
-# ── the buffer and its filter ────────────────────────────────────────────────────────────────────
-
-
-def pop_stale_first(
-    config: SourceConfig, rollout_id: int, buffer: list[Returned], num_samples: int
-) -> list[Returned]:
-    """What the pool evicted goes first; what timed out is given up."""
-    assert num_samples == 1
-    buffer[:] = [r for r in buffer if r.reason != "timeout"]
-    buffer.sort(key=lambda r: r.reason != "stale")
-    return [buffer.pop(0)] if buffer else []
-
-
-def wait_until_five(
-    config: SourceConfig, rollout_id: int, buffer: list[Returned], num_samples: int
-) -> list[Returned]:
-    return [buffer.pop(0)] if rollout_id >= 5 else []
-
-
-def leaves_what_it_returns(
-    config: SourceConfig, rollout_id: int, buffer: list[Returned], num_samples: int
-) -> list[Returned]:
-    return buffer[:num_samples]
-
-
-def fails(*_: Any) -> list[Returned]:
-    raise KeyError("weight_versions")
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> str:
-    """This module by a name that can be imported (pytest's importlib mode gives it none)."""
-    monkeypatch.setitem(sys.modules, "the_tests_filters", sys.modules[__name__])
-    return "the_tests_filters"
-
-
-def test_a_filter_by_dotted_path_chooses_what_goes_out_and_what_is_given_up(here: str) -> None:
-    source = PromptSource(chain_sum(buffer_filter=f"{here}:pop_stale_first", shuffle=False))
-    a, b, c, _ = (source.next() for _ in range(4))
-    source.put_back([a], "timeout")
-    source.put_back([b], "surplus")
-    source.put_back([c], "stale")
-    assert [source.next() for _ in range(2)] == [c, b]
-    assert source.given_up == {"buffer_filter": 1}
-    assert source.next()["instance_id"] == "chain_sum-4"
-
-
-def test_what_a_filter_leaves_waits_and_the_data_set_fills_the_gap(here: str) -> None:
-    source = PromptSource(chain_sum(buffer_filter=f"{here}:wait_until_five", shuffle=False))
-    first = source.next()
-    source.put_back([first])
-    assert take(source, 4) == [f"chain_sum-{i}" for i in range(1, 5)]
-    assert source.waiting == 1
-    assert source.next() == first
-
-
-def test_what_came_back_least_often_goes_first_if_so_configured() -> None:
-    source = PromptSource(chain_sum(buffer_filter="pop_least_returned"))
-    poison, fine = source.next(), source.next()
-    source.put_back([poison])
-    assert source.next() == poison
-    source.put_back([poison, fine])
-    assert [source.next(), source.next()] == [fine, poison]
-
-
-def test_a_return_that_is_not_the_tasks_own_doing_does_not_count_against_it() -> None:
-    source = PromptSource(chain_sum(size=2, max_returns=0))
-    first = source.next()
-    for _ in range(3):
-        source.put_back([first], "resumed", counts=False)
-        assert source.next() == first
-    assert not source.given_up
-
-
-def test_a_task_that_keeps_coming_back_is_given_up_until_the_next_epoch() -> None:
-    source = PromptSource(chain_sum(size=2, max_returns=2, epochs=2))
-    poison = source.next()
-    for _ in range(2):
-        source.put_back([poison])
-        assert source.next() == poison
-    source.put_back([poison])
-    assert source.next() != poison
-    assert source.given_up == {"max_returns": 1}
-    assert poison in [source.next(), source.next()], "the next epoch tries it again"
-    source.put_back([poison])
-    assert source.next() == poison
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("pop_frist", "buffer_filter is 'pop_frist', which cannot be imported.*pop_first"),
-        ("json:__doc__", "which is no function"),
-    ],
-)
-def test_a_filter_that_is_none_is_refused_at_once(name: str, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        PromptSource(chain_sum(buffer_filter=name))
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("leaves_what_it_returns", "left what it returned in the buffer"),
-        ("fails", "fails' failed: KeyError: 'weight_versions'"),
-    ],
-)
-def test_a_filter_that_errs_is_named(here: str, name: str, message: str) -> None:
-    source = PromptSource(chain_sum(buffer_filter=f"{here}:{name}"))
-    source.put_back([source.next()])
-    with pytest.raises(DataError, match=message):
         source.next()
 
 
@@ -450,7 +329,9 @@ def test_any_instance_id_makes_a_prompt_uid_that_may_stand_in_a_url(
 
 def test_an_instance_id_that_occurs_twice_is_refused(write: WriteLines) -> None:
     row = {"question": "a", "answer": "1", "instance_id": "mine"}
-    with pytest.raises(DataError, match="instance_id 'mine' occurs 2 times"):
+    with pytest.raises(
+        DataError, match=r"some.jsonl:2: instance_id 'mine' is that of .*some.jsonl:1"
+    ):
         PromptSource(jsonl(write(row, row)))
 
 
@@ -567,37 +448,6 @@ def test_a_key_with_dots_reaches_into_objects_as_verls_data_needs(write: WriteLi
     }
 
 
-# ── media ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_placeholders_become_content_parts_with_the_rows_media_in_order(write: WriteLines) -> None:
-    row = {
-        "question": "<image>Same as <image>? And <audio>",
-        "answer": "no",
-        "images": ["a.png", {"path": "b.png"}],
-        "sound": "c.wav",
-    }
-    keys = {"image": "images", "audio": "sound"}
-    assert only(write(row), multimodal_keys=keys)["messages"] == [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image_url", "image_url": {"url": "a.png"}},
-                {"type": "text", "text": "Same as "},
-                {"type": "image_url", "image_url": {"url": "b.png"}},
-                {"type": "text", "text": "? And "},
-                {"type": "audio_url", "audio_url": {"url": "c.wav"}},
-            ],
-        }
-    ]
-
-
-def test_media_and_placeholders_that_do_not_match_are_refused(write: WriteLines) -> None:
-    row = {"question": "<image>?", "answer": "no", "images": ["a.png", "b.png"]}
-    with pytest.raises(DataError, match=r"1 × <image> and images holds 2; write one placeholder"):
-        PromptSource(jsonl(write(row), multimodal_keys={"image": "images"}))
-
-
 # ── Parquet and Hugging Face ─────────────────────────────────────────────────────────────────────
 
 CHAT = [
@@ -641,7 +491,7 @@ def test_what_json_has_not_becomes_text(tmp_path: Path) -> None:
     assert task["metadata"] == {"day": "2026-01-02"}
 
 
-def test_the_lengths_of_one_slice_are_not_taken_for_anothers(tmp_path: Path) -> None:
+def test_prompts_of_a_slice_are_measured(tmp_path: Path) -> None:
     made = datasets.Dataset.from_dict({"question": ["a", "b " * 90], "answer": ["1", "2"]})
     made.to_parquet(str(tmp_path / "t.parquet"))
 
@@ -682,27 +532,16 @@ def test_a_hugging_face_folder_of_files_is_read_with_slices(tmp_path: Path) -> N
     assert [t["instance_id"] for t in tasks] == ["hub-train-1-3-0", "hub-train-1-3-1"]
 
 
-def test_stored_images_travel_as_they_are_in_data_urls(tmp_path: Path) -> None:
-    png = io.BytesIO()
-    Image.new("RGB", (2, 2)).save(png, "PNG")
+def test_columns_that_no_task_is_made_of_are_not_read(tmp_path: Path) -> None:
     features = datasets.Features(
-        {
-            "question": datasets.Value("string"),
-            "images": datasets.List(datasets.Image()),
-        }
+        {"question": datasets.Value("string"), "images": datasets.List(datasets.Image())}
     )
-    rows = {"question": ["<image>?"], "images": [[{"bytes": png.getvalue(), "path": None}]]}
+    rows = {"question": ["a?"], "images": [[{"bytes": b"no image", "path": None}]]}
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "i.parquet"))
-    task = only_of(
-        kind="parquet",
-        path=tmp_path / "i.parquet",
-        label_key=None,
-        multimodal_keys={"image": "images"},
-    )
-    url = task["messages"][0]["content"][0]["image_url"]["url"]
-    assert url.startswith("data:image/png;base64,")
-    assert base64.b64decode(url.partition(",")[2]) == png.getvalue()
-    assert json.loads(json.dumps(task)) == task
+    task = only_of(kind="parquet", path=tmp_path / "i.parquet", label_key=None)
+    assert task["question"] == "a?"
+    with pytest.raises(DataError, match=r"has no 'prompt'.*it has images, question"):
+        only_of(kind="parquet", path=tmp_path / "i.parquet", prompt_key="prompt", label_key=None)
 
 
 def only_of(**fields: Any) -> Task:
@@ -716,8 +555,11 @@ def only_of(**fields: Any) -> Task:
     [
         ([{"question": "a", "answer": "1"}, {"question": "", "answer": "1"}], "t row 1: question"),
         ([{"question": "a"}], "t row 0 has no answer"),
-        ([{"question": "a", "answer": "1", "instance_id": 3}] * 2, "'3' occurs 2 times"),
-        ([], "t.parquet has no rows"),
+        (
+            [{"question": "a", "answer": "1", "instance_id": 3}] * 2,
+            "t row 1: instance_id '3' is that of t row 0",
+        ),
+        ([], "t.parquet has no tasks"),
     ],
 )
 def test_a_bad_row_of_a_table_is_refused_at_the_start(
@@ -789,117 +631,12 @@ def test_when_every_prompt_is_too_long_the_shortest_is_named(write: WriteLines) 
         long_prompts(path, 10)
 
 
-def test_by_default_nothing_is_cut_that_was_not_asked_for(write: WriteLines) -> None:
+def test_a_prompt_that_is_too_long_and_not_to_be_left_out_is_refused(write: WriteLines) -> None:
     path = write({"question": "a"}, {"question": "b " * 90})
-    with pytest.raises(DataError, match=r"some.jsonl:2: the prompt has \d+ tokens.*truncation"):
+    with pytest.raises(
+        DataError, match=r"some.jsonl:2: the prompt has \d+ tokens.*filter_overlong_prompts"
+    ):
         long_prompts(path, 40, filter_overlong_prompts=False)
-
-
-LONG = {
-    "question": [
-        {"role": "system", "content": "Rules. " * 3},
-        {"role": "user", "content": "one two three four five six seven eight nine ten " * 2},
-        {"role": "assistant", "content": "I see."},
-        {
-            "role": "user",
-            "content": [
-                {"type": "image_url", "image_url": {"url": "a.png"}},
-                {"type": "text", "text": "1 2 3 4 5 6 7 8 9 10 11 12"},
-            ],
-        },
-    ]
-}
-
-
-def words(task: Task) -> str:
-    texts = [
-        m["content"] if isinstance(m["content"], str) else m["content"][1]["text"]
-        for m in task["messages"][1:]
-    ]
-    return "|".join(texts)
-
-
-@pytest.mark.parametrize(
-    ("side", "begins", "ends"),
-    [("left", False, True), ("right", True, False), ("middle", True, True)],
-)
-def test_cutting_takes_text_from_the_named_side_and_nothing_else(
-    write: WriteLines, side: str, begins: bool, ends: bool
-) -> None:
-    source = long_prompts(write(LONG), 80, filter_overlong_prompts=False, truncation=side)
-    task = source.next()
-    whole = LONG["question"]
-    assert task["truncated_tokens"] > 0
-    assert words(task).startswith("one two") is begins
-    assert words(task).endswith("11 12") is ends
-    assert task["messages"][0] == whole[0], "system messages are not cut"
-    assert task["messages"][3]["content"][0] == whole[3]["content"][0], "media are not cut"
-    assert [m["role"] for m in task["messages"]] == [m["role"] for m in whole]
-    text_only = [{**m, "content": words({"messages": [{}, m]})} for m in task["messages"][1:]]
-    length = tokens({"messages": [task["messages"][0], *text_only]})
-    assert 70 < length <= 80, "as little as needed"
-
-
-@given(
-    text=st.text(min_size=30, max_size=120),
-    limit=st.integers(30, 60),
-    side=st.sampled_from(["left", "right", "middle"]),
-)
-def test_a_cut_prompt_fits_and_holds_nothing_that_was_not_in_it(
-    text: str, limit: int, side: str
-) -> None:
-    meter = PromptMeter(MODEL, {})
-    task = {"question": text}
-    (before,) = meter.count([task])
-    try:
-        cut = meter.truncate(task, limit, side)  # type: ignore[arg-type]
-    except DataError:
-        (empty,) = meter.count([{"question": ""}])
-        assert empty >= limit - 8, "only the markup is left"
-        return
-    (after,) = meter.count([cut])
-    assert after <= max(limit, min(before, limit))
-    kept = cut["question"]
-    if "truncated_tokens" not in cut:
-        assert kept == text
-    elif side == "left":
-        assert text.endswith(kept)
-    elif side == "right":
-        assert text.startswith(kept)
-    else:
-        assert any(
-            text.startswith(kept[:i]) and text.endswith(kept[i:]) for i in range(len(kept) + 1)
-        )
-
-
-def test_what_must_not_be_cut_is_refused_when_it_is_too_long(write: WriteLines) -> None:
-    messages = [{"role": "system", "content": "Rules. " * 30}, {"role": "user", "content": "hi"}]
-    path = write({"question": "hi"}, {"question": messages})
-    with pytest.raises(DataError, match=r"some.jsonl:2: the prompt cannot be cut to .* = 40"):
-        long_prompts(path, 40, filter_overlong_prompts=False, truncation="left")
-
-
-def test_lengths_are_measured_once_and_again_when_the_file_changes(
-    write: WriteLines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = []
-    count = PromptMeter.count
-
-    def counted(self: PromptMeter, tasks: Any) -> list[int]:
-        measured.append(len(tasks))
-        return count(self, tasks)
-
-    monkeypatch.setattr(PromptMeter, "count", counted)
-    path = write({"question": "a"}, {"question": "b " * 90})
-    assert len(long_prompts(path, 40)) == 1
-    assert len(long_prompts(path, 4000)) == 2
-    assert measured == [2], "another limit needs no new measure"
-    write({"question": "a"}, {"question": "b " * 91})
-    os.utime(path, ns=(1, 1))
-    long_prompts(path, 40)
-    assert measured == [2, 2]
-    long_prompts(path, 40, apply_chat_template_kwargs={"x": 1})
-    assert measured == [2, 2, 2]
 
 
 def test_measuring_without_a_tokenizer_is_refused(write: WriteLines, tmp_path: Path) -> None:
@@ -925,17 +662,3 @@ def test_measuring_without_a_tokenizer_is_refused(write: WriteLines, tmp_path: P
 def test_a_wrong_key_or_value_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         chain_sum(**fields)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"truncation": "left", "max_prompt_tokens": 9}, "filter_overlong_prompts leaves nothing"),
-        ({"truncation": "left", "filter_overlong_prompts": False}, "set max_prompt_tokens"),
-    ],
-)
-def test_truncation_that_could_never_happen_is_refused(
-    fields: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValidationError, match=message):
-        jsonl(Path("x.jsonl"), **fields)

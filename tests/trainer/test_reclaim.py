@@ -196,5 +196,5 @@ class Source:
             raise DataExhaustedError("no more")
         return self.tasks.pop(0)
 
-    def put_back(self, tasks: list[dict[str, str]], reason: str, *, counts: bool) -> None:
+    def put_back(self, tasks: list[dict[str, str]]) -> None:
         self.returned += tasks

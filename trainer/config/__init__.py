@@ -26,10 +26,8 @@ from stepwell.trainer.config.data import (
     JsonlSource,
     ParquetSource,
     ReasoningGymSource,
-    RowSource,
     SourceConfig,
     TableConfig,
-    Truncation,
 )
 from stepwell.trainer.config.publish import GuardConfig, PublishConfig
 from stepwell.trainer.config.rollout import (
@@ -78,14 +76,12 @@ __all__ = [
     "RewardConfig",
     "RewardFunctionConfig",
     "RolloutConfig",
-    "RowSource",
     "SamplingConfig",
     "SourceConfig",
     "TableConfig",
     "ToolBoxConfig",
     "ToolConfig",
     "TrainerConfig",
-    "Truncation",
     "ValidationConfig",
     "check_sampling",
 ]

@@ -16,8 +16,6 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from stepwell.trainer.section import Section
 
-Truncation: TypeAlias = Literal["left", "right", "middle", "error"]
-
 
 def source_of(text: str) -> dict[str, str]:
     """What text alone stands for: a file, by how it ends; else what `datasets` loads, if it has a
@@ -39,12 +37,6 @@ class _Source(Section):
     """Passes over the data before it is exhausted; null = as many as training asks for."""
     skip_instance_ids: tuple[str, ...] | Path = ()
     """Tasks never to hand out: a list of ids, or a text file with one id a line."""
-    buffer_filter: str = Field(default="pop_first", min_length=1)
-    """Which returned task goes out next: `pop_first`, `pop_least_returned`, or a dotted path of
-    `buffer_filter(config, rollout_id, buffer, num_samples)` (`trainer/buffer_filters.py`)."""
-    max_returns: int | None = Field(default=None, ge=0)
-    """A task that came back more often within an epoch is given up; null = never. What a restart,
-    an outage or a surplus sends back does not count."""
 
     @field_validator("skip_instance_ids", mode="before")
     @classmethod
@@ -83,37 +75,15 @@ class RowSource(_Source):
     is none."""
     tool_key: str | None = None
     """Holds the list of tools (OpenAI's form), or its JSON text, for `task["tools"]`."""
-    multimodal_keys: dict[Literal["image", "video", "audio"], str] = Field(default_factory=dict)
-    """Columns with media: each `<image>` (`<video>`, `<audio>`) in the messages' text becomes a
-    content part with the column's next item. Content parts that are in the data stay as they are.
-    """
     data_source: str | None = None
     """Name given to the reward; null takes each row's own `data_source`, else the data's name."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Longest prompt, as the model's chat template writes it with its tools; media count nothing.
-    Null = any length."""
+    """Longest prompt, as the model's chat template writes it with its tools; null = any
+    length."""
     filter_overlong_prompts: bool = True
-    """Leave longer prompts out; false does with them what `truncation` says."""
-    truncation: Truncation = "error"
-    """What is done to longer prompts that are not left out: cut text at the `left` (the oldest),
-    the `right` or in the `middle`, never in system messages; or refuse the data (`error`)."""
+    """Leave longer prompts out; false refuses the data."""
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """For the chat template that prompts are measured with, e.g. {enable_thinking: false}."""
-    cache_dir: Path | None = None
-    """Keeps measured lengths and converted tables; null: `~/.cache/stepwell` and Hugging Face's."""
-
-    @model_validator(mode="after")
-    def _truncation_has_a_use(self) -> RowSource:
-        if self.truncation != "error" and self.filter_overlong_prompts:
-            raise ValueError(
-                f"truncation is {self.truncation!r} but filter_overlong_prompts leaves nothing to "
-                "truncate; set filter_overlong_prompts to false, or remove truncation"
-            )
-        if self.truncation != "error" and self.max_prompt_tokens is None:
-            raise ValueError(
-                f"truncation is {self.truncation!r} without a length; set max_prompt_tokens"
-            )
-        return self
 
 
 class JsonlSource(RowSource):

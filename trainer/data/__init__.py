@@ -3,8 +3,7 @@
 source           order, epochs, what comes back: `PromptSource`
 tasks            data sets by index: what a task is, and how rows become tasks
 tables           where rows lie: JSONL, Parquet, Hugging Face
-prompt_length    measuring and cutting prompts
-buffer_filters   which task that came back is next
+prompt_length    measuring prompts
 """
 
 from stepwell.trainer.data.source import FREE, PromptSource

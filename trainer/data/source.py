@@ -6,7 +6,7 @@ A task's way::
                                        ▲  │
               put_back() ── buffer ────┘  └──► given up (aborted, evicted): put_back
 
-What was put back comes first, in the order `buffer_filter` says; then the rest of the epoch. The
+What was put back comes first, in the order it came back; then the rest of the epoch. The
 order of epoch e depends on `shuffle_seed` and e alone, so a source resumed from its `state_dict`
 goes on exactly where it stood: with 5 tasks, 3 handed out and 1 put back, the next two are that one
 and the fourth.
@@ -20,26 +20,19 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import logging
 import random
 from array import array
-from collections import Counter
+from collections import deque
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from stepwell.trainer.config import SourceConfig
-from stepwell.trainer.data.buffer_filters import Returned, load_buffer_filter
 from stepwell.trainer.data.tables import describe
 from stepwell.trainer.data.tasks import Task, open_tasks
 from stepwell.trainer.errors import DataError, DataExhaustedError
 
-log = logging.getLogger(__name__)
-
-FREE = (
-    *("epochs", "skip_instance_ids", "buffer_filter", "max_returns", "cache_dir"),
-    "shuffle_seed",
-)
+FREE = ("epochs", "skip_instance_ids", "shuffle_seed")
 """Keys of a source that may change while a run is stopped."""
 
 HELD_OUT = 128
@@ -67,7 +60,6 @@ class PromptSource:
         tokenizer_path: Path | None = None,
     ) -> None:
         self._config = config
-        self._filter = load_buffer_filter(config.buffer_filter)
         self._skipped = _skipped(config)
         self._tasks = open_tasks(config, tokenizer_path)
         self._excluded = frozenset(exclude)
@@ -75,11 +67,8 @@ class PromptSource:
         self._position = 0
         self._shuffle_seed = config.shuffle_seed
         self._order = self._order_of(0)
-        self._handed_out = 0
-        self._buffer: list[Returned] = []
-        self._returns: Counter[str] = Counter()
-        self.given_up: Counter[str] = Counter()
-        """Returned tasks that will not be handed out again in their epoch, by cause."""
+        self._buffer: deque[Task] = deque()
+        """What came back, oldest first."""
         if not any(self._wanted(task) for task in self._tasks):
             if not exclude:
                 raise DataError(
@@ -140,17 +129,14 @@ class PromptSource:
 
         Raises:
             DataExhaustedError: all `epochs` are done.
-            DataError: the buffer filter failed.
         """
-        if (returned := self._from_buffer()) is not None:
-            self._handed_out += 1
-            return returned
+        if self._buffer:
+            return self._buffer.popleft()
         while True:
             if self._position == len(self._order):
                 self._epoch += 1
                 self._position = 0
                 self._order = self._order_of(self._epoch)
-                self._returns.clear()
             if self._config.epochs is not None and self._epoch >= self._config.epochs:
                 raise DataExhaustedError(
                     f"{describe(self._config)}: all {self._config.epochs} epochs of "
@@ -159,25 +145,11 @@ class PromptSource:
             task = self._tasks[self._order[self._position]]
             self._position += 1
             if self._wanted(task):
-                self._handed_out += 1
                 return task
 
-    def put_back(self, tasks: Iterable[Task], reason: str = "", *, counts: bool = True) -> None:
-        """These were handed out but not trained: hand them out again, before anything new.
-
-        Args:
-            reason: why they came back, for the buffer filter.
-            counts: towards `max_returns`; False: a restart, an outage or a surplus sent them back.
-        """
-        for task in tasks:
-            instance_id = task["instance_id"]
-            self._returns[instance_id] += counts
-            returns, limit = self._returns[instance_id], self._config.max_returns
-            if counts and limit is not None and returns > limit:
-                log.warning("%s is given up: it came back %d times", instance_id, returns)
-                self.given_up["max_returns"] += 1
-                continue
-            self._buffer.append(Returned(task, reason, returns))
+    def put_back(self, tasks: Iterable[Task]) -> None:
+        """These were handed out but not trained: hand them out again, before anything new."""
+        self._buffer += tasks
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-like; goes into the checkpoint."""
@@ -186,12 +158,7 @@ class PromptSource:
             "shuffle_seed": self._shuffle_seed,
             "epoch": self._epoch,
             "position": self._position,
-            "handed_out": self._handed_out,
-            "buffer": [
-                {"task": r.task, "reason": r.reason, "returns": r.returns} for r in self._buffer
-            ],
-            "returns": dict(self._returns),
-            "given_up": dict(self.given_up),
+            "buffer": list(self._buffer),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,38 +177,7 @@ class PromptSource:
         self._shuffle_seed = state["shuffle_seed"]  # its order goes on, whatever the seed is now
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._order_of(self._epoch)
-        self._handed_out = state["handed_out"]
-        self._buffer = [Returned(**entry) for entry in state["buffer"]]
-        self._returns = Counter(state["returns"])
-        self.given_up = Counter(state["given_up"])
-
-    def _from_buffer(self) -> Task | None:
-        if not self._buffer:
-            return None
-        before = len(self._buffer)
-        try:
-            taken = self._filter(self._config, self._handed_out, self._buffer, 1)
-        except Exception as e:  # the user's own code, far from here: say whose it was
-            raise DataError(
-                f"buffer_filter {self._config.buffer_filter!r} failed: {type(e).__name__}: {e}"
-            ) from e
-        if (
-            not isinstance(taken, list)
-            or len(taken) > 1
-            or not all(isinstance(r, Returned) for r in [*taken, *self._buffer])
-        ):
-            raise DataError(
-                f"buffer_filter {self._config.buffer_filter!r} returned {taken!r:.200}; return a "
-                "list of at most num_samples of the buffer's entries, taken out of the buffer"
-            )
-        if any(r is left for r in taken for left in self._buffer):
-            raise DataError(
-                f"buffer_filter {self._config.buffer_filter!r} left what it returned in the "
-                "buffer; take it out (slime's pop_first does `del buffer[:n]`)"
-            )
-        if (lost := before - len(self._buffer) - len(taken)) > 0:
-            self.given_up["buffer_filter"] += lost
-        return taken[0].task if taken else None
+        self._buffer = deque(state["buffer"])
 
     def _wanted(self, task: Task) -> bool:
         if task["instance_id"] in self._skipped:
@@ -255,8 +191,8 @@ class PromptSource:
         return order
 
     def _identity(self) -> dict[str, Any]:
-        """What must not change between saving and loading; more epochs may be asked for, other
-        tasks skipped, and what comes back treated otherwise."""
+        """What must not change between saving and loading; more epochs may be asked for and
+        other tasks skipped."""
         return self._config.model_dump(mode="json", exclude=set(FREE)) | {"tasks": len(self._tasks)}
 
 

@@ -1,7 +1,7 @@
 """Tables by index: where the rows of a data set lie, and how one is read.
 
-    JsonlTable   an index of line offsets; a line is parsed when its row is asked for
-    ArrowTable   Parquet and Hugging Face data sets, memory-mapped by the `datasets` library; a row
+    JsonlFile    the places of its lines; a line is parsed when its row is asked for
+    ArrowRows    Parquet and Hugging Face data sets, memory-mapped by the `datasets` library; a row
                  becomes Python objects when it is asked for
 
 Owns: files, formats, the place of a row for messages and ids. Does not own: what a row means
@@ -10,23 +10,20 @@ Owns: files, formats, the place of a row for messages and ids. Does not own: wha
 
 from __future__ import annotations
 
-import base64
 import json
-import mmap
-from abc import ABC, abstractmethod
+import os
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import glob
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from stepwell.backends.hub import is_hub_id, offline_if_unreachable
 from stepwell.trainer.config import (
     HuggingFaceSource,
-    JsonlSource,
     ParquetSource,
     ReasoningGymSource,
     SourceConfig,
@@ -34,54 +31,84 @@ from stepwell.trainer.config import (
 )
 from stepwell.trainer.errors import DataError
 
-SCAN_ROWS = 1000
-
-UNREAD = object()
-"""What `scan` gives for a column of media: reading every image to check texts would take hours."""
+Row = dict[str, Any]
 
 
-class Table(ABC):
-    """Rows of several parts (files, a split), by index over all of them.
+class Rows(Protocol):
+    """The rows of a file or of a split."""
 
-    Args:
-        files: what the rows depend on; None if that is not known.
-        labels: of each part, for ids.
-        sizes: rows of each part.
-    """
+    def __len__(self) -> int: ...
 
-    def __init__(
-        self, files: Sequence[Path] | None, labels: Sequence[str], sizes: Iterable[int]
-    ) -> None:
-        self.files = files
-        self._labels = labels
-        self._starts = [0, *accumulate(sizes)]
+    def __getitem__(self, index: int) -> Row: ...
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+    def where(self, index: int) -> str:
+        """Names the row in messages."""
+
+    def number(self, index: int) -> int:
+        """The row's, for its id."""
+
+
+class Part(NamedTuple):
+    name: str
+    """What the ids of its rows begin with."""
+    rows: Rows
+
+
+class Table:
+    """Rows of several parts (files, a split), by index over all of them."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(len(part.rows) for part in parts)]
 
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @abstractmethod
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: int) -> Row:
+        part, at = self._place(index)
+        return part.rows[at]
 
-    def scan(self) -> Iterator[dict[str, Any]]:
-        """Every row in order, columns of media `UNREAD` where that saves time."""
-        return (self[i] for i in range(len(self)))
+    def __iter__(self) -> Iterator[Row]:
+        return chain.from_iterable(part.rows for part in self._parts)
 
-    def place(self, index: int) -> tuple[int, int]:
-        """The row's part, and its place there."""
-        part = bisect_right(self._starts, index) - 1
-        return part, index - self._starts[part]
-
-    def label(self, index: int) -> str:
-        """Of the part that the row is in."""
-        return self._labels[self.place(index)[0]]
-
-    def number(self, index: int) -> int:
-        """The row's, in its part."""
-        return self.place(index)[1]
+    def name(self, index: int) -> tuple[str, int]:
+        """The row's part, and its number there."""
+        part, at = self._place(index)
+        return part.name, part.rows.number(at)
 
     def where(self, index: int) -> str:
         """Names the row in messages."""
-        return f"{self.label(index)} row {self.number(index)}"
+        part, at = self._place(index)
+        return part.rows.where(at)
+
+    def _place(self, index: int) -> tuple[Part, int]:
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part], index - self._starts[part]
+
+
+def open_table(config: TableConfig) -> Table:
+    """
+    Raises:
+        DataError: there is nothing, or it cannot be read.
+    """
+    if isinstance(config, HuggingFaceSource):
+        parts = [_hugging_face(config)]
+    elif isinstance(config, ParquetSource):
+        files = _files(config.path, ".parquet")
+        parts = [
+            Part(name, ArrowRows(config, name, _load(config, "parquet", str(file))))
+            for name, file in zip(_names(files), files, strict=True)
+            if _has_rows(file)
+        ]
+    else:
+        files = _files(config.path, ".jsonl")
+        parts = [Part(n, JsonlFile(f)) for n, f in zip(_names(files), files, strict=True)]
+    table = Table(parts)
+    if not len(table):
+        raise DataError(f"{describe(config)} has no tasks; write one per line or row")
+    return table
 
 
 def lookup(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
@@ -96,18 +123,13 @@ def lookup(row: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return value
 
 
-_MAGIC = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif"}
-
-
-def data_url(data: bytes) -> str:
-    kind = next((k for magic, k in _MAGIC.items() if data.startswith(magic)), None)
-    if kind is None:
-        webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
-        kind = "image/webp" if webp else "application/octet-stream"
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-# ── files ────────────────────────────────────────────────────────────────────────────────────────
+def describe(config: SourceConfig) -> str:
+    """How messages name the data."""
+    if isinstance(config, ReasoningGymSource):
+        return f"data set {config.dataset!r}"
+    if isinstance(config, HuggingFaceSource):
+        return f"data set {config.path!r} ({config.split})"
+    return ", ".join(map(str, config.path if isinstance(config.path, tuple) else (config.path,)))
 
 
 def _files(paths: Path | Sequence[Path], suffix: str) -> list[Path]:
@@ -129,84 +151,62 @@ def _files(paths: Path | Sequence[Path], suffix: str) -> list[Path]:
     return found
 
 
-def _labels(files: Sequence[Path]) -> list[str]:
+def _names(files: Sequence[Path]) -> list[str]:
     """A name for each file that no other has, as short as may be: ids are made of it."""
     for depth in range(1, 1 + max(len(f.parts) for f in files)):
-        labels = ["-".join(f.with_suffix("").parts[-depth:]) for f in files]
-        if len(set(labels)) == len(labels):
-            return labels
+        names = ["-".join(f.with_suffix("").parts[-depth:]) for f in files]
+        if len(set(names)) == len(names):
+            return names
     raise DataError(f"path names {files[0]} twice; name each file once")
 
 
-def describe(config: SourceConfig) -> str:
-    """How messages name the data."""
-    if isinstance(config, ReasoningGymSource):
-        return f"data set {config.dataset!r}"
-    if isinstance(config, HuggingFaceSource):
-        return f"data set {config.path!r} ({config.split})"
-    return ", ".join(map(str, config.path if isinstance(config.path, tuple) else (config.path,)))
+def _has_rows(file: Path) -> bool:
+    """`datasets` cannot load a Parquet file without rows."""
+    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
+
+    try:
+        return bool(pq.read_metadata(file).num_rows)
+    except (OSError, pa.ArrowInvalid) as e:
+        raise DataError(f"{file} cannot be read ({e}); name Parquet files") from e
 
 
-class JsonlTable(Table):
-    """Lines of files by index: their offsets are kept, their text stays on disk."""
+# ── JSONL ────────────────────────────────────────────────────────────────────────────────────────
 
-    def __init__(self, config: JsonlSource) -> None:
-        self._paths = _files(config.path, ".jsonl")
-        self._maps: list[mmap.mmap | bytes] = []
-        self._offsets: list[array[int]] = []
-        self._numbers: list[array[int]] = []
-        for path in self._paths:
-            try:
-                self._index(path)
-            except OSError as e:
-                raise DataError(
-                    f"path is {str(path)!r}, which cannot be read ({e}); name a UTF-8 JSONL file"
-                ) from e
-        super().__init__(self._paths, _labels(self._paths), map(len, self._offsets))
-        if not len(self):
-            raise DataError(f"{describe(config)} has no tasks; write one JSON object per line")
 
-    def _index(self, path: Path) -> None:
-        offsets, numbers = array("Q"), array("Q")
-        with path.open("rb") as file:
-            at = 0
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    offsets.append(at)
-                    numbers.append(number)
-                at += len(line)
-            # An empty file cannot be mapped.
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if at else b""
-        self._maps.append(content)
-        self._offsets.append(offsets)
-        self._numbers.append(numbers)
+class JsonlFile:
+    """Lines of a file by index: their places are kept, their text stays on disk."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        file, at = self.place(index)
-        content, start = self._maps[file], self._offsets[file][at]
-        end = content.find(b"\n", start)
-        return self._parse(content[start : end if end >= 0 else len(content)], index)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = array("Q")
+        """Of each row: its line's number, where the line begins and where it ends."""
+        try:
+            self._file = path.open("rb")
+        except OSError as e:
+            raise DataError(
+                f"path is {str(path)!r}, which cannot be read ({e}); name a UTF-8 JSONL file"
+            ) from e
+        at = 0
+        for number, line in enumerate(self._file, 1):
+            if line.strip():
+                self._lines.extend((number, at, at + len(line)))
+            at += len(line)
 
-    def where(self, index: int) -> str:
-        return f"{self._paths[self.place(index)[0]]}:{self.number(index)}"
+    def __len__(self) -> int:
+        return len(self._lines) // 3
 
-    def number(self, index: int) -> int:
-        """The row's line."""
-        file, at = self.place(index)
-        return self._numbers[file][at]
-
-    def _parse(self, line: bytes, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
+        _, begin, end = self._lines[3 * index : 3 * index + 3]
+        line = os.pread(self._file.fileno(), end - begin, begin).rstrip()
         try:
             # Not orjson: it makes floats of integers beyond 64 bits.
             row = json.loads(line.decode())
-        except UnicodeDecodeError as e:
+        except ValueError as e:  # text that is not UTF-8, too
+            why = f"column {e.colno}: {e.msg}" if isinstance(e, json.JSONDecodeError) else e
             raise DataError(
-                f"{self.where(index)} cannot be read ({e}); name a UTF-8 JSONL file"
-            ) from e
-        except json.JSONDecodeError as e:
-            raise DataError(
-                f"{self.where(index)} is no JSON (line {self.number(index)}, column {e.colno}: "
-                f"{e.msg}); write one object per line"
+                f"{self.where(index)} is no JSON (line {self.number(index)}, {why}); write one "
+                "object per line, in UTF-8"
             ) from e
         if not isinstance(row, dict):
             raise DataError(
@@ -214,63 +214,54 @@ class JsonlTable(Table):
             )
         return row
 
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
 
-# ── tables ───────────────────────────────────────────────────────────────────────────────────────
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self.number(index)}"
+
+    def number(self, index: int) -> int:
+        return self._lines[3 * index]
 
 
-class ArrowTable(Table):
-    """A `datasets.Dataset`, memory-mapped; media stay as they are stored."""
+# ── Arrow ────────────────────────────────────────────────────────────────────────────────────────
 
-    def __init__(
-        self,
-        config: TableConfig,
-        dataset: Any,
-        *,
-        files: Sequence[Path] | None,
-        labels: Sequence[str],
-        sizes: Sequence[int],
-    ) -> None:
-        if not len(dataset):
-            raise DataError(f"{describe(config)} has no rows")
-        super().__init__(files, labels, sizes)
-        self._config = config
-        self._features = _json_features(dataset.features)
-        # Rows as they are stored: decoding images into pixels would cost, and tasks are JSON.
-        self._rows = dataset.with_format("arrow")
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._read(self._rows[index].to_pylist()[0])
+class ArrowRows:
+    """A `datasets.Dataset`, memory-mapped; only the columns that tasks are made of are read."""
 
-    def scan(self) -> Iterator[dict[str, Any]]:
-        media = {root_of(key) for key in self._config.multimodal_keys.values()}
-        names = self._rows.column_names
-        # Reading every image to check the texts would take hours; a bad one shows when it is used.
-        checked = self._rows.select_columns([n for n in names if n not in media])
-        for table in checked.iter(SCAN_ROWS):
-            for row in table.to_pylist():
-                yield self._read(row) | dict.fromkeys(media, UNREAD)
+    def __init__(self, config: TableConfig, name: str, dataset: Any) -> None:
+        self._name = name
+        self._lists = [key for key in (config.prompt_key, config.tool_key) if key is not None]
+        keys = (*self._lists, config.label_key, config.metadata_key, "instance_id", "data_source")
+        wanted = {part for key in keys if key for part in (key, key.partition(".")[0])}
+        columns = [c for c in dataset.column_names if c in wanted]
+        self._others = dict.fromkeys(c for c in dataset.column_names if c not in wanted)
+        """Read by nobody; a message may name them."""
+        self._rows = dataset.select_columns(columns)
 
-    def _read(self, row: dict[str, Any]) -> dict[str, Any]:
-        if self._features is not None:
-            row = self._features.decode_example(row)
-        plain: dict[str, Any] = json_like(row)
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._read(self._rows[index])
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._read, self._rows)  # many at a time, where one by one costs ten times more
+
+    def _read(self, stored: Row) -> Row:
+        row: Row = json.loads(json.dumps(stored, default=str))
         # A table gives every message and tool the fields of all; null is how it says "has none".
-        for key in (self._config.prompt_key, self._config.tool_key):
-            if key is not None and isinstance(value := lookup(plain, key), list):
-                _put(plain, key, [_without_nulls(v, keep=("content",)) for v in value])
-        return plain
+        for key in self._lists:
+            if isinstance(value := lookup(row, key), list):
+                value[:] = [_without_nulls(v, keep=("content",)) for v in value]
+        return {**self._others, **row}
 
+    def where(self, index: int) -> str:
+        return f"{self._name} row {index}"
 
-def root_of(key: str) -> str:
-    return key.partition(".")[0]
-
-
-def _put(row: dict[str, Any], key: str, value: Any) -> None:
-    if key not in row and "." in key:
-        root, _, rest = key.partition(".")
-        _put(row[root], rest, value)
-    else:
-        row[key] = value
+    def number(self, index: int) -> int:
+        return index
 
 
 def _without_nulls(value: Any, keep: Iterable[str] = ()) -> Any:
@@ -279,82 +270,27 @@ def _without_nulls(value: Any, keep: Iterable[str] = ()) -> Any:
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
-def json_like(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): json_like(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_like(v) for v in value]
-    return data_url(value) if isinstance(value, bytes) else str(value)
-
-
-def _json_features(features: Any) -> Any:
-    """`features` with JSON columns to be decoded and media left as they are stored; None: there
-    are no JSON columns."""
-    import datasets
-
-    json_type = getattr(datasets, "Json", ())  # datasets before 4.7 has none
-    found = False
-
-    def visit(feature: Any) -> Any:
-        nonlocal found
-        if isinstance(feature, dict):
-            return {name: visit(inner) for name, inner in feature.items()}
-        if isinstance(feature, list):
-            return [visit(inner) for inner in feature]
-        if hasattr(feature, "feature"):
-            return type(feature)(visit(feature.feature))
-        if isinstance(feature, json_type):
-            found = True
-        elif hasattr(feature, "decode_example"):
-            return datasets.Value("null")  # of which decoding knows nothing to do
-        return feature
-
-    visited = datasets.Features({name: visit(feature) for name, feature in features.items()})
-    return visited if found else None
-
-
-def open_parquet(config: ParquetSource) -> ArrowTable:
-    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped,unused-ignore]
-
-    files = _files(config.path, ".parquet")
-    try:
-        sizes = [pq.read_metadata(f).num_rows for f in files]
-    except (OSError, pa.ArrowInvalid) as e:
-        raise DataError(
-            f"path is {describe(config)!r}, which cannot be read ({e}); name Parquet files"
-        ) from e
-    filled = [str(f) for f, rows in zip(files, sizes, strict=True) if rows]
-    if not filled:
-        raise DataError(f"{describe(config)} has no rows")
-    dataset = _load(config, "parquet", data_files=filled, split="train")
-    return ArrowTable(config, dataset, files=files, labels=_labels(files), sizes=sizes)
-
-
-def open_hugging_face(config: HuggingFaceSource) -> ArrowTable:
+def _hugging_face(config: HuggingFaceSource) -> Part:
     folder = Path(config.path)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         dataset = _load_from_disk(config)
     elif folder.is_file():
         builder = {".jsonl": "json", ".txt": "text"}.get(folder.suffix, folder.suffix[1:])
-        dataset = _load(config, builder, data_files=str(folder), split=config.split)
+        dataset = _load(config, builder, str(folder), split=config.split)
     else:
         dataset = _load_from_hub(config)
-    name = folder.stem if folder.exists() else config.path
-    label = name if config.split == "train" else f"{name}-{config.split}"
-    stored = [Path(f["filename"]) for f in dataset.cache_files]
-    return ArrowTable(config, dataset, files=stored or None, labels=[label], sizes=[len(dataset)])
+    stem = folder.stem if folder.exists() else config.path
+    name = stem if config.split == "train" else f"{stem}-{config.split}"
+    return Part(name, ArrowRows(config, name, dataset))
 
 
 def _load_from_hub(config: HuggingFaceSource) -> Any:
-    where = {"split": config.split, "revision": config.revision}
+    where = {"name": config.name, "split": config.split, "revision": config.revision}
     if not is_hub_id(config.path):  # a folder of data, or a name of before there were owners
-        return _load(config, config.path, config.name, **where)
+        return _load(config, config.path, **where)
     with offline_if_unreachable(config.path, config.revision) as reached:
         try:
-            return _load(config, config.path, config.name, **where)
+            return _load(config, config.path, **where)
         except DataError as e:
             if reached:
                 raise
@@ -381,23 +317,19 @@ def _load_from_disk(config: HuggingFaceSource) -> Any:
     return loaded[config.split]
 
 
-def _load(config: TableConfig, *args: Any, **kwargs: Any) -> Any:
+def _load(config: TableConfig, path: str, files: str | None = None, **options: Any) -> Any:
     import datasets
 
+    if files is not None:
+        options = {"data_files": files, "split": "train"} | options
     with _no_progress_bars(datasets):
         try:
-            cache_dir = str(config.cache_dir) if config.cache_dir else None
-            return datasets.load_dataset(*args, cache_dir=cache_dir, **kwargs)
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-            datasets.exceptions.DatasetsError,
-        ) as e:
+            return datasets.load_dataset(path, **options)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as e:
             why = e.__cause__ or e  # DatasetGenerationError says nothing itself
             raise DataError(
-                f"{describe(config)} cannot be loaded: {type(why).__name__}: {why!s:.300}; check "
-                "path, name, split and revision"
+                f"{files or describe(config)} cannot be loaded: {type(why).__name__}: "
+                f"{why!s:.300}; check path, name, split and revision"
             ) from e
 
 

@@ -7,8 +7,7 @@ Opening a table reads every row once and keeps none: bad rows, ids that occur tw
 prompts are found before training starts, and memory grows by some bytes a row only.
 
 Owns: what a task is, and how rows become tasks. Does not own: where rows lie (`tables.py`), order,
-epochs and what comes back (`source.py`), measuring and cutting prompts (`prompt_length.py`).
-Loads no torch.
+epochs and what comes back (`source.py`), measuring prompts (`prompt_length.py`). Loads no torch.
 """
 
 from __future__ import annotations
@@ -17,43 +16,26 @@ import hashlib
 import json
 import logging
 import re
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.trainer.config import (
-    JsonlSource,
-    ParquetSource,
-    ReasoningGymSource,
-    SourceConfig,
-    TableConfig,
-)
+from stepwell.trainer.config import ReasoningGymSource, SourceConfig, TableConfig
 from stepwell.trainer.data.prompt_length import PromptMeter
-from stepwell.trainer.data.tables import (
-    SCAN_ROWS,
-    UNREAD,
-    JsonlTable,
-    Table,
-    data_url,
-    describe,
-    lookup,
-    open_hugging_face,
-    open_parquet,
-    root_of,
-)
+from stepwell.trainer.data.tables import Table, describe, lookup, open_table
 from stepwell.trainer.errors import DataError
 
 log = logging.getLogger(__name__)
 
 Task: TypeAlias = dict[str, Any]
 """JSON-like: `instance_id`, `data_source`, `question` (a string) or `messages` (a list), `answer`
-(None without a label), `metadata`; `tools` where the row has some, `truncated_tokens` where its
-prompt was cut. What the agent gets, and the reward as its `extra_info`."""
+(None without a label), `metadata`; `tools` where the row has some. What the agent gets, and the
+reward as its `extra_info`."""
 
 
 class TaskSet(Protocol):
@@ -83,14 +65,7 @@ def open_tasks(config: SourceConfig, tokenizer_path: Path | None = None) -> Task
                 "measure prompts with; give the model's folder as tokenizer_path"
             )
         meter = PromptMeter(tokenizer_path, config.apply_chat_template_kwargs)
-    table: Table
-    if isinstance(config, JsonlSource):
-        table = JsonlTable(config)
-    elif isinstance(config, ParquetSource):
-        table = open_parquet(config)
-    else:
-        table = open_hugging_face(config)
-    return _RowTasks(config, table, meter)
+    return _RowTasks(config, open_table(config), meter)
 
 
 class _ReasoningGym:
@@ -141,166 +116,89 @@ class _ReasoningGym:
 
 # ── rows to tasks ────────────────────────────────────────────────────────────────────────────────
 
+SCAN_ROWS = 1000
+"""Rows are checked, and their prompts measured, so many at a time."""
+
 
 class _RowTasks:
-    """The tasks of a table, the over-long ones cut or left out."""
+    """The tasks of a table, the over-long ones left out."""
 
     def __init__(self, config: TableConfig, table: Table, meter: PromptMeter | None) -> None:
         self._config = config
         self._table = table
-        self._meter = meter
         self._kept: npt.NDArray[np.int64] | None = None
         """Rows that are tasks; None: all of them."""
-        self._lengths: npt.NDArray[np.int32] | None = None
-        """Tokens of each row's prompt."""
-        cached = self._cached_lengths()
-        self._lengths = self._check_rows(count=meter is not None and cached is None)
-        if cached is not None:
-            self._lengths = cached
-        limit = config.max_prompt_tokens
-        if self._lengths is not None and limit is not None:
-            self._apply_limit(self._lengths, limit)
+        ids = np.empty(len(table), np.uint64)
+        lengths = np.zeros(len(table), np.int64)
+        for begin, tasks in self._scan():
+            ids[begin : begin + len(tasks)] = [_hash(task["instance_id"]) for task in tasks]
+            if meter is not None:
+                lengths[begin : begin + len(tasks)] = self._count(meter, begin, tasks)
+        self._check_ids(ids)
+        if config.max_prompt_tokens is not None:
+            self._keep_short(lengths, config.max_prompt_tokens)
 
     def __len__(self) -> int:
         return len(self._table) if self._kept is None else len(self._kept)
 
     def __getitem__(self, index: int) -> Task:
         row = index if self._kept is None else int(self._kept[index])
-        task = self._task(row, self._table[row])
-        limit = self._config.max_prompt_tokens
-        if self._lengths is not None and limit is not None and self._lengths[row] > limit:
-            return self._truncated(task, row, limit)
-        return task
+        return self._task(row, self._table[row])
 
     def __iter__(self) -> Iterator[Task]:
         return (self[i] for i in range(len(self)))
 
-    def _check_rows(self, *, count: bool) -> npt.NDArray[np.int32] | None:
-        """Every row makes a task, and no two have one id; with `count`, the prompts' lengths."""
-        ids = array("Q")
-        lengths = array("i")
-        batch: list[Task] = []
-        for index, row in enumerate(self._table.scan()):
-            task = self._task(index, row)
-            ids.append(_hash(task["instance_id"]))
-            if count:
-                batch.append(task)
-                if len(batch) == SCAN_ROWS:
-                    lengths.extend(self._count(batch, index + 1))
-                    batch.clear()
-        if batch:
-            lengths.extend(self._count(batch, len(ids)))
-        sorted_ids = np.sort(np.frombuffer(ids, np.uint64)) if ids else np.empty(0, np.uint64)
-        if twice := set(sorted_ids[1:][sorted_ids[1:] == sorted_ids[:-1]].tolist()):
-            self._refuse_doubled(twice)
-        if not count:
-            return None
-        counted = np.frombuffer(lengths, np.int32)
-        self._cache_lengths(counted)
-        return counted
+    def _scan(self) -> Iterator[tuple[int, list[Task]]]:
+        """The tasks of all rows, `SCAN_ROWS` at a time, with the number of the first."""
+        tasks = (self._task(i, row) for i, row in enumerate(self._table))
+        for begin in range(0, len(self._table), SCAN_ROWS):
+            yield begin, list(islice(tasks, SCAN_ROWS))
 
-    def _count(self, batch: Sequence[Task], end: int) -> list[int]:
-        meter = self._measuring()
+    def _count(self, meter: PromptMeter, begin: int, tasks: Sequence[Task]) -> list[int]:
         try:
-            return meter.count(batch)
+            return meter.count(tasks)
         except DataError:
-            for index, task in enumerate(batch, end - len(batch)):
+            for index, task in enumerate(tasks, begin):
                 try:
                     meter.count([task])
                 except DataError as e:
                     raise DataError(f"{self._table.where(index)}: {e}") from e
             raise
 
-    def _measuring(self) -> PromptMeter:
-        if self._meter is None:
+    def _check_ids(self, ids: npt.NDArray[np.uint64]) -> None:
+        """No two tasks have one id."""
+        order = ids.argsort(kind="stable")
+        twice = np.flatnonzero(ids[order][1:] == ids[order][:-1])
+        if len(twice):
+            first, again = int(order[twice[0]]), int(order[twice[0] + 1])
             raise DataError(
-                f"{describe(self._config)}: prompts are measured with max_prompt_tokens only"
+                f"{self._table.where(again)}: instance_id {self[again]['instance_id']!r} is that "
+                f"of {self._table.where(first)}; make it unique, or leave it out to have one "
+                "assigned"
             )
-        return self._meter
 
-    def _refuse_doubled(self, hashes: set[int]) -> None:
-        counts: dict[str, int] = {}
-        for index, row in enumerate(self._table.scan()):
-            instance_id = self._task(index, row)["instance_id"]
-            if _hash(instance_id) in hashes:
-                counts[instance_id] = counts.get(instance_id, 0) + 1
-        for instance_id, n in counts.items():
-            if n > 1:
-                raise DataError(
-                    f"{describe(self._config)}: instance_id {instance_id!r} "
-                    f"occurs {n} times; make it unique, or leave it out to have one assigned"
-                )
-
-    def _apply_limit(self, lengths: npt.NDArray[np.int32], limit: int) -> None:
+    def _keep_short(self, lengths: npt.NDArray[np.int64], limit: int) -> None:
         long = np.flatnonzero(lengths > limit)
         if not len(long):
             return
         where = describe(self._config)
-        if self._config.filter_overlong_prompts:
-            if len(long) == len(lengths):
-                raise DataError(
-                    f"{where}: all {len(lengths)} prompts are longer than max_prompt_tokens = "
-                    f"{limit} (the shortest has {lengths.min()}); raise it"
-                )
-            log.info(
-                "%s: %d of %d prompts are left out, longer than max_prompt_tokens = %d (the longest"
-                " has %d)",
-                *(where, len(long), len(lengths), limit, lengths.max()),
-            )
-            self._kept = np.flatnonzero(lengths <= limit)
-        elif self._config.truncation == "error":
+        if not self._config.filter_overlong_prompts:
             raise DataError(
                 f"{self._table.where(int(long[0]))}: the prompt has {lengths[long[0]]} tokens, and "
                 f"max_prompt_tokens is {limit} ({len(long)} of {len(lengths)} are longer); raise "
-                "it, set filter_overlong_prompts, or set truncation to left, right or middle"
+                "it, or set filter_overlong_prompts"
             )
-
-        else:
-            for row in map(int, long):  # what cannot be cut shows now, not in the middle of a run
-                self._truncated(self._task(row, self._table[row]), row, limit)
-
-    def _truncated(self, task: Task, row: int, limit: int) -> Task:
-        try:
-            return self._measuring().truncate(task, limit, self._config.truncation)
-        except DataError as e:
-            raise DataError(f"{self._table.where(row)}: {e}") from e
-
-    def _cached_lengths(self) -> npt.NDArray[np.int32] | None:
-        if (path := self._cache_path()) is None:
-            return None
-        try:
-            lengths = np.load(path, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
-            return None
-        return lengths if lengths.shape == (len(self._table),) else None
-
-    def _cache_lengths(self, lengths: npt.NDArray[np.int32]) -> None:
-        if (path := self._cache_path()) is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(f".{id(lengths)}.tmp")
-            with draft.open("wb") as file:
-                np.save(file, lengths, allow_pickle=False)
-            draft.replace(path)
-        except OSError as e:
-            log.warning("prompt lengths cannot be kept in %s (%s): measured again", path, e)
-
-    def _cache_path(self) -> Path | None:
-        if self._meter is None or self._meter.fingerprint is None or self._table.files is None:
-            return None
-        config = self._config
-        stats = [(str(f.resolve()), f.stat()) for f in self._table.files]
-        key = json.dumps(
-            [
-                [(name, s.st_size, s.st_mtime_ns) for name, s in stats],
-                getattr(config, "split", None),
-                [config.prompt_key, config.tool_key, config.multimodal_keys],
-                self._meter.fingerprint,
-            ]
+        if len(long) == len(lengths):
+            raise DataError(
+                f"{where}: all {len(lengths)} prompts are longer than max_prompt_tokens = "
+                f"{limit} (the shortest has {lengths.min()}); raise it"
+            )
+        log.info(
+            "%s: %d of %d prompts are left out, longer than max_prompt_tokens = %d (the longest"
+            " has %d)",
+            *(where, len(long), len(lengths), limit, lengths.max()),
         )
-        folder = config.cache_dir or Path.home() / ".cache" / "stepwell"
-        return folder / "prompt_lengths" / f"{hashlib.sha256(key.encode()).hexdigest()}.npy"
+        self._kept = np.flatnonzero(lengths <= limit)
 
     def _task(self, index: int, row: Mapping[str, Any]) -> Task:
         """Raises DataError: the row is no task."""
@@ -329,11 +227,9 @@ class _RowTasks:
         if not isinstance(metadata, dict):
             raise DataError(f"{where}: {config.metadata_key} is {metadata!r:.80}; it is an object")
         instance_id = row.get("instance_id", metadata.get("instance_id"))
-        label = self._table.label(index)
+        label, number = self._table.name(index)
         if instance_id is None:
-            instance_id = f"{slug(label)}-{self._table.number(index)}"
-        if config.multimodal_keys:
-            prompt = _with_media(prompt, row, config.multimodal_keys, where)
+            instance_id = f"{slug(label)}-{number}"
         task = {
             "instance_id": str(instance_id),
             "data_source": config.data_source or row.get("data_source") or label,
@@ -376,56 +272,3 @@ def _parsed(value: Any) -> Any:
         except json.JSONDecodeError:
             return value
     return value
-
-
-def _with_media(
-    prompt: str | list[Any], row: Mapping[str, Any], keys: Mapping[Any, str], where: str
-) -> str | list[Any]:
-    """Placeholders in the text become content parts with the row's media, in order."""
-    media: dict[str, list[Any] | None] = {}
-    for kind, key in keys.items():
-        value = None if row.get(root_of(key)) is UNREAD else lookup(row, key, [])
-        media[kind] = value if value is None or isinstance(value, list) else [value]
-    places = re.compile("|".join(f"<{kind}>" for kind in keys))
-    found: dict[str, int] = dict.fromkeys(keys, 0)
-
-    def parts_of(text: str) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = []
-        end = 0
-        for match in places.finditer(text):
-            kind = match[0][1:-1]
-            if text[end : match.start()]:
-                parts.append({"type": "text", "text": text[end : match.start()]})
-            given = media[kind]
-            url = _url(given[found[kind]]) if given and found[kind] < len(given) else None
-            parts.append({"type": f"{kind}_url", f"{kind}_url": {"url": url}})
-            found[kind] += 1
-            end = match.end()
-        if text[end:]:
-            parts.append({"type": "text", "text": text[end:]})
-        return parts
-
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}] if places.search(prompt) else prompt
-    if isinstance(prompt, list):
-        prompt = [
-            {**m, "content": parts_of(m["content"])}
-            if isinstance(m.get("content"), str) and places.search(m["content"])
-            else m
-            for m in prompt
-        ]
-    for kind, n in found.items():
-        items = media[kind]
-        if items is not None and n != len(items):
-            raise DataError(
-                f"{where}: the text has {n} × <{kind}> and {keys[kind]} holds {len(items)}; "
-                "write one placeholder for each"
-            )
-    return prompt
-
-
-def _url(item: Any) -> Any:
-    """A medium as the URL of a content part: bytes (or their `data:` URL), a path, a URL."""
-    if isinstance(item, Mapping):
-        item = item.get("bytes") or item.get("path") or item.get("url") or item.get("image")
-    return data_url(item) if isinstance(item, bytes) else item

@@ -131,7 +131,7 @@ class Producer:
         self._pace.adopt(reclaimed.kept)
         for prompt_uid in reclaimed.again:
             self.ledger.dropped(prompt_uid, PRODUCER_GONE, returned=True)
-        self._source.put_back(reclaimed.again.values(), "resumed", counts=False)
+        self._source.put_back(reclaimed.again.values())
 
     def metrics(self) -> dict[str, float]:
         """`rollouts/failed` so far, and how long generation could not go on."""
@@ -324,11 +324,10 @@ class Producer:
                 )
         self.ledger.dropped(prompt_uid, reason, returned=returned and task is not None)
         if task is not None and returned:
-            self._put_back(task, reason)
+            self._put_back(task)
 
-    def _put_back(self, task: Task, reason: str) -> None:
-        of_its_own = reason not in (INFRASTRUCTURE, FORGOTTEN, SURPLUS)
-        self._source.put_back([task], reason, counts=of_its_own)
+    def _put_back(self, task: Task) -> None:
+        self._source.put_back([task])
         self._drained.clear()
         self._returned.set()
 
@@ -342,7 +341,7 @@ class Producer:
                 continue  # trained; its lease was acked
             if (task := self.in_flight.pop(prompt_uid, None)) is not None:
                 self.ledger.dropped(prompt_uid, FORGOTTEN, returned=True)
-                self._put_back(task, FORGOTTEN)
+                self._put_back(task)
                 self._pace.lost(prompt_uid)
 
     async def _start(self, prompt_uid: str, task: Task, n: int, min_n: int, channel: str) -> None:
