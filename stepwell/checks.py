@@ -56,7 +56,7 @@ from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.config import DataConfig
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.errors import ConfigError, TrainerError
-from stepwell.trainer.rewards import build_manager
+from stepwell.trainer.rewards import RewardManager
 from stepwell.trainer.rollout.agents import load_agent
 
 _KNOWN = (TrainerError, BackendError, GatewayError, DataPoolError)
@@ -355,7 +355,7 @@ def agent(config: RunConfig) -> None:
 def reward(config: RunConfig) -> None:
     if config.rollout.reward is not None:
         with named("rollout.reward"):
-            build_manager(config.rollout.reward)
+            RewardManager(config.rollout.reward)
 
 
 def backend(config: RunConfig) -> None:

@@ -88,6 +88,8 @@ PUBLISHED_S = 30.0
 """A trainer that is stopped while it publishes ends what it began, for so long."""
 WATCH_S = 0.5
 """A killed trainer is noticed within this."""
+SAMPLES = 64
+"""Rows of an evaluation's sample table that trackers are given; its file has all of them."""
 EVALUATION_ATTEMPTS = 3
 """Evaluations of which not one rollout finished, in a row, that end the run."""
 
@@ -245,9 +247,9 @@ async def _train(
         for e in trainer.validator.finished():
             display.evaluation(e.step, e.score, e.tool_use)
             if e.weights_step != LOST:
-                trainer.checkpoints.score(e.weights_step, e.value(config.validation.metric))
+                trainer.checkpoints.score(e.weights_step, e.score)
             table = samples_path(config.run.dir, e.step)
-            metrics.table("val/samples", COLUMNS, read_samples(table, config.validation.samples))
+            metrics.table("val/samples", COLUMNS, read_samples(table, SAMPLES))
 
     async def evaluate(mode: str = "blocking") -> None:
         display.status(f"evaluating on {len(tasks)} prompts" if tasks else HELD_OUT)

@@ -28,13 +28,13 @@ from stepwell.trainer.rewards import (
     RewardManager,
     RewardResult,
     RewardSample,
-    build_manager,
 )
 from stepwell.trainer.rewards.overlong import punished
 
 log = logging.getLogger(__name__)
 
 NOT_CONFIGURED = "the agent returned None and there is no rollout.reward"
+MAX_FAILED_BATCHES = 3
 GROUP_TOO_SMALL = "too few of the group were scored"
 EXTRA = "reward_extra_info"
 """Key of a trajectory's metadata: what the reward function said beside the score."""
@@ -64,7 +64,7 @@ class Scorer:
         self._overlong = overlong
         config = RewardConfig(function=reward) if isinstance(reward, str) else reward
         self._config = config
-        self._manager: RewardManager | None = build_manager(config) if config else None
+        self._manager = RewardManager(config) if config else None
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer_path) if config else None
         self._failed_batches = 0
         self.unscored: Counter[str] = Counter()
@@ -78,8 +78,8 @@ class Scorer:
             None, of an evaluation: every score counts, and the caller sees to the failures.
 
         Raises:
-            RewardError: nothing of a training batch could be scored, `max_failed_batches` times
-                running.
+            RewardError: nothing of a training batch could be scored, `MAX_FAILED_BATCHES` times
+                running: a reward that never works would else use up the data in silence.
         """
         rewarded = await self._reward(groups)
         scored: list[Group] = []
@@ -182,9 +182,7 @@ class Scorer:
         if not groups:
             return
         self._failed_batches = 0 if scored else self._failed_batches + 1
-        limits = RewardConfig.model_fields["max_failed_batches"]
-        limit = self._config.max_failed_batches if self._config else limits.default
-        if self._failed_batches >= limit:
+        if self._failed_batches >= MAX_FAILED_BATCHES:
             causes = ", ".join(f"{n} × {cause}" for cause, n in self.unscored.most_common(3))
             raise RewardError(
                 f"no trajectory could be scored in {self._failed_batches} batches running "

@@ -11,28 +11,26 @@ Its state, `rollout/stepwell_state_N.pt`, lies beside slime's checkpoint N: the 
 data, and what was added with the tokens it has.
 
 Owns: slime's interface `DataSource`, and what slime's arguments say to Stepwell. Does not own:
-leases (`slime_pool.py`), the order of prompts (`data.py`). Lives in `trainer` since it needs the
+leases (`slime_pool.py`), the order of prompts (`data/`). Lives in `trainer` since it needs the
 pool and the prompt source; backends see neither.
 """
 
 from __future__ import annotations
 
 import io
-import os
-import pickle
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stepwell.backends.slime_samples import sample_class
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.remote.start import connect
 from stepwell.datapool.types import TRAIN, VAL, Group
-from stepwell.trainer.config import JsonlSource, ParquetSource, SourceConfig
+from stepwell.trainer.config import JsonlSource, ParquetSource
 from stepwell.trainer.data import PromptSource, Task
 from stepwell.trainer.errors import CheckpointError, ConfigError, DataError
 from stepwell.trainer.slime_pool import SlimePool, write_durably
@@ -41,8 +39,7 @@ PREFIX = "stepwell_"
 
 
 class SlimeConfig(BaseModel):
-    """What slime's `--custom-config-path` says to Stepwell, each name with `stepwell_` before it;
-    or the environment, e.g. `STEPWELL_POOL`."""
+    """What slime's `--custom-config-path` says to us, each name with `stepwell_` before it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -59,24 +56,19 @@ class SlimeConfig(BaseModel):
     lease_s: float = Field(default=600.0, gt=0)
     """How long groups stay leased after the rollout manager's process died; renewed while it
     lives. A restart gives them back at once."""
-    data: dict[str, Any] | None = None
-    """Prompts for `get_samples`, as a `data.train` section; null = slime's `--prompt-data`."""
 
     @classmethod
     def of(cls, args: Any) -> SlimeConfig:
-        """Reads slime's arguments, and the environment for what they do not say.
+        """Reads slime's arguments.
 
         Raises:
             ConfigError: a `stepwell_` name that is unknown, or a wrong value.
         """
-        given: dict[str, Any] = {
-            name: os.environ[variable]
-            for name in cls.model_fields
-            if name != "data" and (variable := (PREFIX + name).upper()) in os.environ
+        given = {
+            name.removeprefix(PREFIX): value
+            for name, value in vars(args).items()
+            if name.startswith(PREFIX)
         }
-        for name, value in vars(args).items():
-            if name.startswith(PREFIX):
-                given[name.removeprefix(PREFIX)] = value
         try:
             return cls.model_validate(given)
         except ValidationError as e:
@@ -91,8 +83,8 @@ class SlimeConfig(BaseModel):
 class PoolDataSource:
     """For slime's `--data-source-path`: prompts, and the groups that slime has from the pool.
 
-    `get_samples` hands out prompts as they are in the data (`--prompt-data`, or `stepwell_data`),
-    for rollout functions that generate; `generate_rollout` needs none.
+    `get_samples` hands out prompts as they are in the data (`--prompt-data`), for rollout functions
+    that generate; `generate_rollout` needs none.
 
     Args:
         args: slime's.
@@ -106,7 +98,7 @@ class PoolDataSource:
         self.config = SlimeConfig.of(args)
         self.buffer: list[list[Any]] = []
         """Groups of samples that were added, which go out before anything new."""
-        self._prompts = _prompt_source(args, self.config)
+        self._prompts = _prompt_source(args)
         self._n_groups = 0
         self._saved = -1
         """The last rollout that slime saved."""
@@ -117,9 +109,8 @@ class PoolDataSource:
     def pool(self) -> SlimePool:
         """Connected to when it is first needed."""
         save, load = (_folder(self.args, name) for name in ("save", "load"))
-        name, namespace = self.config.pool, self.config.namespace
         return SlimePool(
-            lambda: connect(name, namespace),
+            connect(self.config.pool, self.config.namespace),
             self.config.channel,
             self.config.lease_s,
             save if self._saves else None,
@@ -184,7 +175,14 @@ class PoolDataSource:
         done = -1 if rollout_id is None else rollout_id
         folder = _folder(self.args, "load")
         if folder is not None and (path := _state_path(folder, done)).exists():
-            self.load_state_dict(_read_state(path))
+            try:
+                state = torch.load(path, weights_only=False)  # our own file; samples are no tensors
+            except Exception as e:  # what is damaged fails in many ways
+                raise CheckpointError(
+                    f"{path} cannot be read ({type(e).__name__}: {e}); remove it to start with the "
+                    "data from the beginning"
+                ) from e
+            self.load_state_dict(state)
         self._saved = self._resumes = done
 
     def __len__(self) -> int:
@@ -225,8 +223,8 @@ class PoolDataSource:
     def _next_group(self) -> list[Any]:
         if self._prompts is None:
             raise DataError(
-                "there are no prompts to hand out; set --prompt-data, or stepwell_data in "
-                "--custom-config-path (agents that call the gateway bring their own)"
+                "there are no prompts to hand out; set --prompt-data (agents that call the "
+                "gateway bring their own)"
             )
         task = self._prompts.next()
         n = self.args.n_samples_per_prompt
@@ -261,30 +259,7 @@ def _state_path(folder: Path, rollout_id: int) -> Path:
     return folder / "rollout" / f"stepwell_state_{rollout_id}.pt"
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        state = torch.load(path, weights_only=False)  # our own file; samples are no tensors
-    except (pickle.UnpicklingError, EOFError, OSError, RuntimeError, ValueError, LookupError) as e:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(e).__name__}: {e}); remove it to start with the data "
-            "from the beginning"
-        ) from e
-    if not isinstance(state, dict) or not {"prompts", "n_groups", "buffer"} <= state.keys():
-        raise CheckpointError(
-            f"{path} is no state of a PoolDataSource; remove it to start with the data from the "
-            "beginning"
-        )
-    return state
-
-
-def _prompt_source(args: Any, config: SlimeConfig) -> PromptSource | None:
-    tokenizer = _folder(args, "hf_checkpoint")
-    if config.data is not None:
-        try:
-            section: SourceConfig = TypeAdapter(SourceConfig).validate_python(config.data)
-        except ValidationError as e:
-            raise ConfigError(f"stepwell_data: {e}") from e
-        return PromptSource(section, tokenizer_path=tokenizer)
+def _prompt_source(args: Any) -> PromptSource | None:
     if getattr(args, "prompt_data", None) is None:
         return None
     if args.apply_chat_template:
@@ -305,5 +280,5 @@ def _prompt_source(args: Any, config: SlimeConfig) -> PromptSource | None:
             shuffle=args.rollout_shuffle,
             shuffle_seed=args.rollout_seed,
         ),
-        tokenizer_path=tokenizer,
+        tokenizer_path=_folder(args, "hf_checkpoint"),
     )

@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,29 +54,27 @@ class SlimePool:
     """Groups of one channel for one slime run, which is the channel's only consumer.
 
     Args:
-        client: made where it is called first; used in this object's own event loop only.
+        pool: used in this object's own event loop only.
         save, load: the folders of slime's checkpoints; None: no file is written, or read.
     """
 
     def __init__(
         self,
-        client: Callable[[], DataPoolClient],
+        pool: DataPoolClient,
         channel: str,
         lease_s: float,
         save: Path | None = None,
         load: Path | None = None,
     ) -> None:
-        self._connect = client
-        self._client: DataPoolClient | None = None
+        self._pool = pool
         self._channel = channel
-        self._lease_s = lease_s
+        self._leases = LeaseKeeper(pool, channel, lease_s)
         self._file = None if save is None else save / FILE
         self._sources = {folder / FILE for folder in (save, load) if folder is not None}
         self._rollout_of: dict[str, int] = {}
         """prompt_uid -> rollout, of the groups that slime has and that the pool still holds."""
         self.dropped: Counter[str] = Counter()
         """Groups that were dropped here, by reason."""
-        self._keeper: LeaseKeeper | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="stepwell-slime", daemon=True
@@ -91,7 +89,7 @@ class SlimePool:
     @property
     def redelivered(self) -> int:
         """Groups that the pool served again after their lease ran out, and slime did not get."""
-        return 0 if self._keeper is None else self._keeper.redelivered
+        return self._leases.redelivered
 
     def take(self, rollout_id: int, n_groups: int, group_size: int) -> list[Group]:
         """Lease `n_groups` groups of up to `group_size` scored rollouts for a rollout; waits.
@@ -126,27 +124,12 @@ class SlimePool:
     # -- in the loop -------------------------------------------------------------------------
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        if self._client is None:
-            self._client = self._connect()
-            self._keeper = LeaseKeeper(self._client, self._channel, self._lease_s)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:  # interrupted while waiting: what was begun is undone
             future.cancel()
             raise
-
-    @property
-    def _pool(self) -> DataPoolClient:
-        if self._client is None:
-            raise RuntimeError("the pool is asked before `_call` connected to it; this is a bug")
-        return self._client
-
-    @property
-    def _leases(self) -> LeaseKeeper:
-        if self._keeper is None:
-            raise RuntimeError("a lease is asked for before `_call` connected; this is a bug")
-        return self._keeper
 
     async def _take(self, rollout_id: int, n_groups: int, group_size: int) -> list[Group]:
         self._leases.start()

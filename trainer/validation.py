@@ -4,11 +4,10 @@
               │                     training goes on                          │
               └────── pinned: v + 1 is not published before they end ◄────────┘
 
-All rollouts of an evaluation come from one policy version. With one engine that is so because the
-next publication waits for them (`validation.pin: hold`): optimizer steps, leases and training
-rollouts go on, under weights that get older meanwhile. Every step is checked all the same: a
-rollout with a token of another version is left out and counted as `mixed`. With `pin: drop`
-nothing waits, and that check is what pins.
+All rollouts of an evaluation come from one policy version, because the next publication waits for
+them: optimizer steps, leases and training rollouts go on, under weights that get older meanwhile.
+Every step is checked all the same: a rollout with a token of another version (a roll-back waits for
+nothing) is left out and counted as `mixed`.
 
 Worked example: `every` 20, a publication every 2 updates, an evaluation as long as 5 updates.
 At update 20 version 10 is published and pinned; the publications of 22 and 24 do not happen; at 25
@@ -16,7 +15,7 @@ the evaluation has ended and version 11 is published, with the weights of 25.
 
 Owns the figures of an evaluation and its sample table. Does not own: running agents
 (`rollout/`), scoring (`scoring.py`), publishing (`publisher.py`), which checkpoint is the best
-(`checkpoint.py`, told `Evaluation.value`).
+(`checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import VAL, Group, Trajectory
 from stepwell.trainer.config import ValidationConfig
 from stepwell.trainer.data import Task
-from stepwell.trainer.errors import ConfigError, StarvedError
+from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.scoring import Scorer, why_lost
 
@@ -93,21 +92,6 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """`val/{data_source}/mean@n`, `val/{data_source}/pass@k` and `…/short`, see `figures`."""
 
-    def value(self, metric: str) -> float:
-        """`score`, or an entry of `metrics`: what the best checkpoint goes by.
-
-        Raises:
-            ConfigError: there is no such figure.
-        """
-        if metric == "score":
-            return self.score
-        if metric not in self.metrics:
-            raise ConfigError(
-                f"validation.metric is {metric!r}, which the evaluation at step {self.step} does "
-                f"not have; it has score, {', '.join(self.metrics)}"
-            )
-        return self.metrics[metric]
-
     def as_metrics(self) -> dict[str, float]:
         """Every figure, under `val/…`."""
         return {
@@ -123,10 +107,6 @@ class Evaluation:
         }
 
 
-class _NonePinnedError(StarvedError):
-    """Rollouts finished, and every one of them is mixed."""
-
-
 class Validator(ABC):
     """Evaluates the policy, beside training or while it waits.
 
@@ -136,7 +116,7 @@ class Validator(ABC):
     """
 
     pins: ClassVar[bool]
-    """Whether publications may have to wait for an evaluation (`validation.pin`)."""
+    """Whether publications may have to wait for an evaluation."""
 
     def __init__(
         self,
@@ -178,20 +158,17 @@ class Validator(ABC):
         """Begin an evaluation beside training; `finished` has it when it has ended.
 
         Args:
-            then: called when publications need not wait any more, with what `run` returned; with
-            nothing if no rollout of it was pinned.
+            then: called when publications need not wait any more, with what `run` returned.
         """
         if self._task is not None:
             raise RuntimeError("an evaluation is under way; await `join` before the next")
-        if self.pins and self.config.pin == "hold":
+        if self.pins:
             self._free.clear()
 
         async def work() -> None:
             evaluations: list[Evaluation] = []
             try:
                 evaluations = await self._persistently(tasks, policy)
-            except _NonePinnedError as e:
-                log.warning("no evaluation at step %d: %s", policy.step, e)
             finally:
                 self._free.set()
             await then(evaluations)
@@ -203,8 +180,6 @@ class Validator(ABC):
         for _ in range(ATTEMPTS - 1):
             try:
                 return await self.run(tasks, policy, beside_training=True)
-            except _NonePinnedError:
-                raise
             except StarvedError as e:
                 log.warning("evaluating step %d again: %s", policy.step, e)
         return await self.run(tasks, policy, beside_training=True)
@@ -249,7 +224,7 @@ class Validator(ABC):
         """Evaluate `policy`, which the engines serve now.
 
         Raises:
-            StarvedError: not one rollout is left to take the mean of.
+            StarvedError: not one rollout finished.
         """
 
     def metrics(self) -> dict[str, float]:
@@ -292,10 +267,10 @@ class TaskValidator(Validator):
         self, tasks: Sequence[Task], policy: Policy, *, beside_training: bool = False
     ) -> list[Evaluation]:
         """Roll out `tasks`, `n` times each, and score them; the engines serve `policy`. One
-        evaluation, whose sample table is written.
+        evaluation, whose sample table is written; none if every rollout is mixed.
 
         Raises:
-            StarvedError: not one rollout is left to take the mean of.
+            StarvedError: not one rollout finished.
         """
         began = time.monotonic()
         n = self.config.n
@@ -304,21 +279,12 @@ class TaskValidator(Validator):
         pinned = [only_of(group, policy.version) for group in groups]
         finished = sum(len(g.trajectories) for g in groups)
         trajectories = [t for g in pinned for t in g.trajectories]
-        if not trajectories:
-            problem = f"none of {len(tasks) * n} evaluation rollouts finished"
-            if finished:
-                raise _NonePinnedError(
-                    f"{problem} under the version it began with, {policy.version}: weights were "
-                    "published meanwhile; set validation.pin to hold"
-                )
+        if not finished:
             why = await why_lost(self._pool, VAL, self._scorer, self._folder)
-            raise StarvedError(f"{problem}; {why}")
-        metrics = figures(
-            pinned,
-            n,
-            pass_at=self.config.pass_at or powers_of_two(n),
-            pass_reward=self.config.pass_reward,
-        )
+            raise StarvedError(f"none of {len(tasks) * n} evaluation rollouts finished; {why}")
+        if not trajectories:
+            log.warning("no evaluation at step %d: weights were published meanwhile", policy.step)
+            return []
         await asyncio.to_thread(self._write, pinned, policy)
         evaluation = Evaluation(
             step=policy.step,
@@ -330,7 +296,7 @@ class TaskValidator(Validator):
             weights_step=policy.weights_step,
             mixed=finished - len(trajectories),
             seconds=time.monotonic() - began,
-            metrics=metrics,
+            metrics=figures(pinned, n, pass_reward=self.config.pass_reward),
         )
         return self._report([evaluation])
 
@@ -370,10 +336,8 @@ def powers_of_two(n: int) -> list[int]:
     return [*(1 << i for i in range((n - 1).bit_length())), n]
 
 
-def figures(
-    groups: Iterable[Group], n: int, *, pass_at: Sequence[int], pass_reward: float
-) -> dict[str, float]:
-    """Per data source, each prompt counting once:
+def figures(groups: Iterable[Group], n: int, *, pass_reward: float) -> dict[str, float]:
+    """Per data source, each prompt counting once; k: the powers of two below n, and n:
 
     - `val/{source}/mean@{n}`: mean over prompts of the mean reward of their finished rollouts;
     - `val/{source}/pass@{k}`: mean over prompts with at least k finished rollouts of `pass_at_k`;
@@ -388,7 +352,7 @@ def figures(
     result: dict[str, float] = {}
     for source, prompts in sorted(rewards.items()):
         result[f"val/{source}/mean@{n}"] = float(np.mean([np.mean(p) for p in prompts]))
-        for k in pass_at:
+        for k in powers_of_two(n):
             chances = [
                 pass_at_k(len(p), sum(r >= pass_reward for r in p), k)
                 for p in prompts

@@ -21,7 +21,7 @@ from stepwell.gateway.app import create_app
 from stepwell.gateway.config import GatewayConfig
 from stepwell.gateway.wiring import Wiring
 from stepwell.trainer.config import RewardConfig, RolloutConfig
-from stepwell.trainer.rewards import build_manager
+from stepwell.trainer.rewards import RewardManager
 from stepwell.trainer.rollout.worker import RolloutWorker
 from tests.gateway.conftest import QUICKSTART, local_pool, make_tokenizer, port_of, serving
 from tests.helpers import serving_posts
@@ -131,4 +131,4 @@ async def test_an_agent_of_the_readme_runs(
 def test_the_judge_of_the_readme_is_a_reward_function(tmp_path: Path) -> None:
     (snippet,) = (s for s in SNIPPETS if SHOWS["judge"] in s)
     (tmp_path / "my_judge.py").write_text(snippet)
-    build_manager(RewardConfig(function=f"{tmp_path / 'my_judge.py'}:score"))
+    RewardManager(RewardConfig(function=f"{tmp_path / 'my_judge.py'}:score"))

@@ -541,7 +541,12 @@ def test_columns_that_no_task_is_made_of_are_not_read(tmp_path: Path) -> None:
     task = only_of(kind="parquet", path=tmp_path / "i.parquet", label_key=None)
     assert task["question"] == "a?"
     with pytest.raises(DataError, match=r"has no 'prompt'.*it has images, question"):
-        only_of(kind="parquet", path=tmp_path / "i.parquet", prompt_key="prompt", label_key=None)
+        only_of(
+            kind="parquet",
+            path=tmp_path / "i.parquet",
+            prompt_key="prompt",
+            label_key="question",
+        )
 
 
 def only_of(**fields: Any) -> Task:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -22,10 +21,8 @@ from stepwell.gateway.tokens.graph import Turn as GatewayTurn
 from stepwell.gateway.tokens.render import ChatRenderer
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.trainer.masks import (
-    LossMaskGenerator,
     MaskedRow,
     MaskError,
-    TurnwiseMasks,
     mask_generator,
     to_steps,
 )
@@ -332,24 +329,6 @@ def test_a_row_is_what_the_gateway_would_have_built_in_a_rollout(
     assert ids == row.token_ids.tolist()
 
 
-def test_rows_as_the_template_shows_them_train_each_turn_in_its_own_context() -> None:
-    generator = mask_generator("qwen", tokenizer("qwen3"), thinking="template")
-    first, second = generator.rows(THOUGHTFUL)
-    assert written("qwen3", first) == ["<think>\nEasy.\n</think>\n\n4<|im_end|>"]
-    assert written("qwen3", second) == ["<think>\nHard.\n</think>\n\n6<|im_end|>"]
-    shown = tokenizer("qwen3").apply_chat_template(
-        THOUGHTFUL[:3], add_generation_prompt=True, return_dict=False
-    )
-    assert second.token_ids[: second.turns[0].start].tolist() == shown
-    assert "Easy." not in text_of("qwen3", shown)
-
-
-def test_one_row_of_a_rewritten_conversation_is_refused_with_the_remedy() -> None:
-    generator = mask_generator("qwen", tokenizer("qwen3"), thinking="template")
-    with pytest.raises(MaskError, match=r"before messages\[3\] .* 2 rows, not one; .*'preserve'"):
-        generator(THOUGHTFUL)
-
-
 def test_a_distilled_models_thought_is_written_after_the_prompt_that_opens_it() -> None:
     row = mask_generator("distill_qwen", tokenizer("deepseek"))(THOUGHTFUL)
     assert written("deepseek", row) == [
@@ -390,7 +369,7 @@ def test_a_message_with_step_loss_mask_0_is_context(family: str) -> None:
 
 
 def test_what_follows_the_last_answer_is_left_out() -> None:
-    generator = mask_generator("chatml", tokenizer("chatml"))
+    generator = mask_generator("qwen", tokenizer("chatml"))
     messages = chat(("one?", "uno"))
     more = generator([*messages, {"role": "user", "content": "two?"}])
     assert more.token_ids.tolist() == generator(messages).token_ids.tolist()
@@ -437,30 +416,10 @@ def test_blocks_that_do_not_match_the_messages_are_refused() -> None:
 # ── names ────────────────────────────────────────────────────────────────────────────────────────
 
 
-class FirstAnswerMasks(TurnwiseMasks):
-    """A user's own: only the words before the first full stop."""
-
-    def _turn(
-        self, messages: Sequence[Message], index: int, tools: list[Message] | None
-    ) -> tuple[str, str]:
-        prompt = self._render(messages[:index], tools, prompt=True)
-        return prompt, messages[index]["content"].partition(".")[0]
-
-
-def test_a_generator_of_ones_own_is_named_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "my_masks", sys.modules[__name__])
-    generator = mask_generator("my_masks:FirstAnswerMasks", tokenizer("chatml"))
-    assert isinstance(generator, LossMaskGenerator)
-    assert written("chatml", generator(chat(("a", "yes. no")))) == ["yes"]
-
-
 @pytest.mark.parametrize(
     ("name", "family", "message"),
     [
-        ("qwenn", "chatml", "is 'qwenn', which cannot be imported.*choose auto, generation"),
-        ("json:JSONDecoder", "chatml", "which is no LossMaskGenerator"),
-        ("qwen", "llama3", "QwenMasks is for templates with '<|im_start|>'"),
-        ("llama3", "chatml", "Llama3Masks is for templates"),
+        ("qwenn", "chatml", "is 'qwenn'; choose auto, generation"),
         ("distill_qwen", "chatml", "DistillQwenMasks is for templates with '<｜Assistant｜>'"),
     ],
 )
@@ -490,12 +449,9 @@ def test_the_shipped_models_own_template_is_masked() -> None:
 # ── Steps ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("thinking", ["preserve", "template"])
 @given(messages=conversations(tools=True, reasoning=True))
-def test_steps_hold_every_turn_once_and_extend_their_parents(
-    thinking: str, messages: list[Message]
-) -> None:
-    generator = mask_generator("qwen", tokenizer("qwen3"), thinking=thinking)  # type: ignore[arg-type]
+def test_steps_hold_every_turn_once_and_extend_their_parents(messages: list[Message]) -> None:
+    generator = mask_generator("qwen", tokenizer("qwen3"))
     steps = to_steps(generator, messages, TOOLS, trajectory_uid="t", prompt_uid="p", reward=1.0)
     assert [s.metadata["message_index"] for s in steps] == [
         i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("step_loss_mask", 1)
@@ -508,8 +464,7 @@ def test_steps_hold_every_turn_once_and_extend_their_parents(
             before = [*parent.prompt_ids.tolist(), *parent.response_ids.tolist()]
             assert step.prompt_ids.tolist()[: len(before)] == before
             assert len(step.prompt_ids) > len(before)
-    if thinking == "preserve":
-        assert [s.parent_index for s in steps] == [None, *range(len(steps) - 1)][: len(steps)]
+    assert [s.parent_index for s in steps] == [None, *range(len(steps) - 1)][: len(steps)]
     assert [s.reward for s in steps] == [None] * (len(steps) - 1) + [1.0] * bool(steps)
     assert [s.is_last for s in steps] == [False] * (len(steps) - 1) + [True] * bool(steps)
 

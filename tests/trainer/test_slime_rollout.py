@@ -482,13 +482,9 @@ def test_another_data_source_is_refused() -> None:
         generate_rollout(slime_args(), 0, [])
 
 
-def test_settings_come_from_slimes_arguments_or_else_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("STEPWELL_NAMESPACE", "stepwell-run")
-    monkeypatch.setenv("STEPWELL_LEASE_S", "30")
+def test_settings_come_from_slimes_arguments() -> None:
     config = SlimeConfig.of(slime_args(stepwell_lease_s=60))
-    assert (config.namespace, config.lease_s, config.pool) == ("stepwell-run", 60, "data_pool")
+    assert (config.namespace, config.lease_s, config.pool) == (None, 60, "data_pool")
     with pytest.raises(ConfigError, match=r"stepwell_chanel is 'x'.*known: stepwell_pool"):
         SlimeConfig.of(slime_args(stepwell_chanel="x"))
 
@@ -531,7 +527,7 @@ def test_prompts_are_handed_out_in_groups_of_samples(prompts: Path, tmp_path: Pa
 
 def test_the_order_is_that_of_stepwells_own_source(prompts: Path, tmp_path: Path) -> None:
     section = {"kind": "jsonl", "path": str(prompts), "prompt_key": "input", "label_key": "label"}
-    source = source_of(prompts, tmp_path, stepwell_data={**section, "shuffle_seed": 3})
+    source = source_of(prompts, tmp_path, rollout_shuffle=True, rollout_seed=3)
     own = PromptSource(JsonlSource.model_validate({**section, "shuffle_seed": 3}))
     assert [g[0].prompt for g in source.get_samples(7)] == [
         own.next()["question"] for _ in range(7)

@@ -31,7 +31,6 @@ from stepwell.trainer.config.data import (
 )
 from stepwell.trainer.config.publish import GuardConfig, PublishConfig
 from stepwell.trainer.config.rollout import (
-    MANAGERS,
     OverlongBufferConfig,
     RewardConfig,
     RewardFunctionConfig,
@@ -57,7 +56,6 @@ from stepwell.trainer.config.validation import (
 
 __all__ = [
     "LAG_LIMIT",
-    "MANAGERS",
     "AdvantageConfig",
     "Aggregation",
     "AlgorithmConfig",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from stepwell.trainer.section import CallSampling, Section
 
-MANAGERS = ("auto", "naive", "parallel", "batch", "group")
 _SYMPY = {"math", "deepscaler", "dapo"}
 """Built-ins that compute with sympy: now and then seconds for one answer, or for ever."""
 
@@ -40,8 +39,6 @@ class OverlongBufferConfig(Section):
     """L_cache: the punishment grows over the last `len` tokens before `max_resp_len`."""
     penalty_factor: float = Field(default=1.0, ge=0)
     """The whole punishment."""
-    log: bool = True
-    """Adds `overlong_reward` and `overlong` to the metrics."""
 
     @model_validator(mode="after")
     def _fits(self) -> OverlongBufferConfig:
@@ -62,45 +59,27 @@ class RewardConfig(_Scoring):
     """Passed to `function` with every call, or to the class once."""
     by_data_source: dict[str, RewardFunctionConfig] = Field(default_factory=dict)
     """The function (its name, or {function, kwargs}) by the task's `data_source`."""
-    manager: str = Field(default="auto", min_length=1)
+    manager: Literal["auto", "naive", "parallel", "batch", "group"] = "auto"
     """naive: a call per sample. parallel: the same in processes of their own. batch: a call with
     the lists of all. group: a call with the lists of one group's trajectories. auto: parallel for
-    the built-ins that compute with sympy, else naive. Or the dotted path of a class made with this
-    section."""
+    the built-ins that compute with sympy, else naive."""
     reward_key: str = Field(default="score", min_length=1)
     """The number in a dict result; its other keys are metrics."""
     timeout_s: float = Field(default=60.0, gt=0)
     """One call may take this long. A process is killed then; a thread cannot be, and is left."""
     max_attempts: int = Field(default=2, ge=1)
     """Calls before a score is missing for good and its trajectory is left out."""
-    retry_delay_s: float = Field(default=1.0, ge=0)
-    """Before the second call; doubles with each further one."""
     concurrency: int = Field(default=64, ge=1)
     """Calls at once."""
-    processes: int | None = Field(default=None, ge=0)
-    """Worker processes that the calls are made in; 0: threads of the trainer. null: one per core,
-    at most 4, for `parallel`, else 0."""
-    batch_size: int | None = Field(default=None, ge=1)
-    """Samples in one call of `batch`; null: all that there are."""
-    max_failed_batches: int = Field(default=3, ge=1)
-    """So many batches running in which nothing could be scored stop the run: a reward that never
-    works would otherwise use up the data in silence."""
 
     @model_validator(mode="after")
     def _complete(self) -> RewardConfig:
         if self.function is None and not self.by_data_source:
             raise ValueError("function is missing; name one, or some in by_data_source")
-        if self.manager not in MANAGERS and not {".", ":"} & set(self.manager):
-            raise ValueError(
-                f"manager is {self.manager!r}; it should be {', '.join(MANAGERS)} or the dotted "
-                "path of a class"
-            )
         return self
 
     def worker_processes(self, function: str) -> int:
         """Processes for the calls of `function`; 0: threads."""
-        if self.processes is not None:
-            return self.processes
         heavy = self.manager == "auto" and function.removeprefix("boxed_") in _SYMPY
         return min(4, os.cpu_count() or 1) if heavy or self.manager == "parallel" else 0
 

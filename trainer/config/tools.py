@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -42,6 +42,4 @@ class ToolBoxConfig(Section):
     max_parallel_calls: int = Field(default=8, ge=1)
     """Calls of one reply that are run, all at once; the model is told of those that are not."""
     max_response_chars: int = Field(default=8192, ge=16)
-    """A longer result is cut before the model sees it."""
-    keep: Literal["start", "end", "both"] = "both"
-    """Which part of a long result is kept."""
+    """A longer result is cut in the middle before the model sees it."""

@@ -198,7 +198,7 @@ class JsonlFile:
 
     def __getitem__(self, index: int) -> Row:
         _, begin, end = self._lines[3 * index : 3 * index + 3]
-        line = os.pread(self._file.fileno(), end - begin, begin).rstrip()
+        line = os.pread(self._file.fileno(), end - begin, begin).rstrip(b"\r\n")
         try:
             # Not orjson: it makes floats of integers beyond 64 bits.
             row = json.loads(line.decode())
@@ -238,7 +238,7 @@ class ArrowRows:
         columns = [c for c in dataset.column_names if c in wanted]
         self._others = dict.fromkeys(c for c in dataset.column_names if c not in wanted)
         """Read by nobody; a message may name them."""
-        self._rows = dataset.select_columns(columns)
+        self._rows = dataset.select_columns(columns) if columns else dataset
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -4,37 +4,68 @@ Data that went through the gateway needs none of this: its Steps hold the engine
 exists only as messages is tokenised here, so that the tokens the assistant wrote, and no others,
 carry loss::
 
-    messages ──generator(name, tokenizer)──► MaskedRow   token_ids [T], loss_mask [T], turns
-                                                │
-                                                └─ to_steps ──► Step, Step, …  ──► DataPool
+    messages ──mask_generator(name, tokenizer)──► MaskedRow   token_ids [T], loss_mask [T], turns
+                                                     │
+                                                     └─ to_steps ──► Step, Step, …  ──► DataPool
 
-Generators by name (`MASK_GENERATORS`), or by the dotted path of a `LossMaskGenerator`:
+Generators by name (`MASK_GENERATORS`):
 
     auto          the first below that fits the tokenizer's chat template
     generation    the template marks what the model writes: `{% generation %}`
     distill_qwen  DeepSeek's distilled models: `<｜Assistant｜>`, a thought that the prompt opens
-    qwen, chatml  `<|im_start|>assistant … <|im_end|>`
-    llama3        `<|start_header_id|>assistant<|end_header_id|> … <|eot_id|>`
-    prefix        any template: what a conversation gains by one more message
+    prefix        any template: what a conversation gains by one more message; also as qwen, llama3
 
 Owns: which tokens are the assistant's. Does not own: templates and tokenizers (transformers), what
 is done with the mask. Loads no torch.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from stepwell.trainer.errors import MaskError
-from stepwell.trainer.masks.base import LossMaskGenerator, MaskedRow, Thinking, Turn
-from stepwell.trainer.masks.registry import MASK_GENERATORS, mask_generator
+from stepwell.trainer.masks.base import LossMaskGenerator, MaskedRow, Turn
+from stepwell.trainer.masks.generation import BLOCK, GenerationMasks
 from stepwell.trainer.masks.steps import to_steps
-from stepwell.trainer.masks.turnwise import TurnwiseMasks
+from stepwell.trainer.masks.turnwise import ASSISTANT, DistillQwenMasks, PrefixMasks
 
 __all__ = [
     "MASK_GENERATORS",
     "LossMaskGenerator",
     "MaskError",
     "MaskedRow",
-    "Thinking",
     "Turn",
-    "TurnwiseMasks",
     "mask_generator",
     "to_steps",
 ]
+
+MASK_GENERATORS: Mapping[str, type[LossMaskGenerator]] = MappingProxyType(
+    {
+        "generation": GenerationMasks,
+        "distill_qwen": DistillQwenMasks,
+        "prefix": PrefixMasks,
+        "qwen": PrefixMasks,
+        "llama3": PrefixMasks,
+    }
+)
+
+
+def mask_generator(
+    name: str, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> LossMaskGenerator:
+    """The generator registered under `name`, or "auto".
+
+    Raises:
+        MaskError: there is none, or it is not for this tokenizer.
+    """
+    if name == "auto":
+        template = str(getattr(tokenizer, "chat_template", ""))
+        name = "distill_qwen" if ASSISTANT in template else "prefix"
+        name = "generation" if BLOCK.search(template) else name
+    if name not in MASK_GENERATORS:
+        raise MaskError(
+            f"the mask generator is {name!r}; choose auto, {', '.join(MASK_GENERATORS)}"
+        )
+    return MASK_GENERATORS[name](tokenizer, chat_template_kwargs)

@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,6 @@ from stepwell.trainer.errors import MaskError
 
 Message: TypeAlias = dict[str, Any]
 Tool: TypeAlias = dict[str, Any]
-Thinking: TypeAlias = Literal["preserve", "template"]
 
 STEP_LOSS_MASK = "step_loss_mask"
 """A message with 0 here has no loss (slime's key); 1 if absent."""
@@ -45,12 +44,10 @@ class MaskedRow:
 
 
 class LossMaskGenerator(ABC):
-    """Makes rows of conversations in OpenAI's form. Subclass it and implement `rows`, or subclass
-    `TurnwiseMasks`.
+    """Makes rows of conversations in OpenAI's form. Subclass it and implement `rows`.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        thinking: what a row holds of past reasoning that the template strips (`turnwise.py`).
         chat_template_kwargs: for the template, e.g. {"enable_thinking": False}.
 
     Raises:
@@ -60,8 +57,6 @@ class LossMaskGenerator(ABC):
     def __init__(
         self,
         tokenizer: Any,
-        *,
-        thinking: Thinking = "preserve",
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -69,10 +64,7 @@ class LossMaskGenerator(ABC):
                 f"the tokenizer ({type(tokenizer).__name__}) has no chat template, without which "
                 "messages have no text; add a chat_template.jinja to the model's folder"
             )
-        if thinking not in ("preserve", "template"):
-            raise MaskError(f"thinking is {thinking!r}; it is 'preserve' or 'template'")
         self.tokenizer = tokenizer
-        self._thinking = thinking
         self._template_args = dict(chat_template_kwargs or {})
 
     def __call__(
@@ -87,9 +79,8 @@ class LossMaskGenerator(ABC):
         if len(rows) > 1:
             at = rows[1].turns[0].message_index
             raise MaskError(
-                f"before messages[{at}] the chat template rewrites what came before (it strips "
-                f"past reasoning), so the conversation is {len(rows)} rows, not one; use rows() or "
-                "to_steps(), or thinking='preserve' to keep the reasoning in the context"
+                f"before messages[{at}] the chat template rewrites what came before, so the "
+                f"conversation is {len(rows)} rows, not one; use rows() or to_steps()"
             )
         return rows[0]
 

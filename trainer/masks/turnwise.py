@@ -11,12 +11,12 @@ included. A generator says what these texts are (`_turn`); here they become rows
     mask      0 0 0 0  1 1 1 1 1   0 0 0 0 0 0 0 0   1 1 1 1 1
 
 Thinking templates (Qwen3's, DeepSeek's) show the reasoning of a past turn no more, so what the
-model wrote is not what it is given back. `thinking` says what a row then holds:
+model wrote is not what it is given back. The reasoning stays in the context, as the gateway keeps
+it: what the template writes after the turn is found by rendering a nonce in the turn's place. Where
+that cannot be told a new row begins, with loss on its new turns only.
 
-    preserve   the reasoning stays in the context, as the gateway keeps it (`gateway.thinking`): one
-               row, and what the template writes after the turn is found by rendering a nonce in
-               the turn's place
-    template   exactly what the template shows: a new row begins, with loss on its new turns only
+    prefix         any template: what a conversation gains by one more message
+    distill_qwen   DeepSeek-R1's distilled models, whose template cannot show a turn as it was
 
 Each part of a row is tokenised on its own, as it is in a rollout, where the prompt ends before the
 response is sampled; so no token ever lies on both sides of a border.
@@ -38,11 +38,11 @@ from stepwell.trainer.masks.base import (
     LossMaskGenerator,
     MaskedRow,
     Message,
-    Thinking,
     Tool,
     Turn,
     check_messages,
     for_template,
+    reasoning_of,
 )
 
 
@@ -58,13 +58,9 @@ class TurnwiseMasks(LossMaskGenerator):
     """Makes rows of turns. Subclass it and implement `_turn`."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        thinking: Thinking = "preserve",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__(tokenizer, thinking=thinking, chat_template_kwargs=chat_template_kwargs)
+        super().__init__(tokenizer, chat_template_kwargs)
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         any_special = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         self._closed = re.compile(f"(?:{any_special})(?=\\s*\\Z)")
@@ -99,7 +95,7 @@ class TurnwiseMasks(LossMaskGenerator):
             new: str | None = None
             if rows and prompt.startswith(text):
                 new = prompt[len(text) :]
-            elif rows and self._thinking == "preserve":
+            elif rows:
                 new = self._after_turn(messages, last, index, tools)
             if new is None:
                 rows.append([Part(prompt)])
@@ -187,3 +183,87 @@ class TurnwiseMasks(LossMaskGenerator):
             ids += new
             mask += [int(loss)] * len(new)
         return MaskedRow(np.asarray(ids, np.int32), np.asarray(mask, np.int8), tuple(turns))
+
+
+class PrefixMasks(TurnwiseMasks):
+    """By the difference that a message makes: message i of the assistant is what the text gains
+    from `messages[:i]` with the generation prompt to `messages[:i + 1]`."""
+
+    def _turn(
+        self, messages: Sequence[Message], index: int, tools: list[Tool] | None
+    ) -> tuple[str, str]:
+        prompt = self._render(messages[:index], tools, prompt=True)
+        text = self._render(messages[: index + 1], tools)
+        if not text.startswith(prompt):
+            raise MaskError(
+                f"messages[{index}]: the chat template's generation prompt "
+                f"({prompt[-40:]!r}) does not begin the turn as it is shown afterwards "
+                f"({text[max(0, len(prompt) - 40) :][:80]!r}); use a generator made for this "
+                "template"
+            )
+        response = text[len(prompt) :]
+        thought = reasoning_of(messages[index]).strip()
+        if thought and thought not in response:
+            raise MaskError(
+                f"messages[{index}]: the chat template does not show its reasoning "
+                f"({thought!r:.60}), though it is the last message; take the reasoning out, or use "
+                "a generator made for this template"
+            )
+        end = self._close_end(response)
+        if not response[:end].strip():
+            raise MaskError(f"messages[{index}] renders to nothing; take the message out")
+        return prompt, response[:end]
+
+
+ASSISTANT = "<｜Assistant｜>"
+
+
+class DistillQwenMasks(TurnwiseMasks):
+    """The generation prompt opens the thought (`<｜Assistant｜><think>`), and the template cuts the
+    reasoning out of every assistant message that it shows. So the response is not rendered; it is
+    written as the model writes it::
+
+        prompt     …<｜User｜>2 + 2?<｜Assistant｜><think>\\n
+        response   Easy.\\n</think>\\n\\n4<｜end▁of▁sentence｜>
+
+    A message without reasoning closes the empty thought, as DeepSeek recommends to skip it. Calls
+    of tools are refused: only the template knows their form.
+    """
+
+    def __init__(
+        self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(tokenizer, chat_template_kwargs)
+        if ASSISTANT not in str(tokenizer.chat_template) or not tokenizer.eos_token:
+            raise MaskError(
+                f"DistillQwenMasks is for templates with {ASSISTANT!r} and a tokenizer with an EOS "
+                "token; use 'prefix'"
+            )
+
+    def _turn(
+        self, messages: Sequence[Message], index: int, tools: list[Tool] | None
+    ) -> tuple[str, str]:
+        message = messages[index]
+        if message.get("tool_calls"):
+            raise MaskError(
+                f"messages[{index}] calls tools, which distill_qwen cannot write; use 'prefix' if "
+                "the template shows them after the generation prompt"
+            )
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            raise MaskError(f"messages[{index}]: content is {content!r:.80}; it is a string")
+        prompt = self._render(messages[:index], tools, prompt=True)
+        thought = reasoning_of(message).strip("\n")
+        answer = content.partition("</think>")[2] if "</think>" in content else content
+        answer = answer.lstrip("\n")
+        if not thought.strip() and not answer.strip():
+            raise MaskError(f"messages[{index}] is empty; take the message out")
+        if prompt.rstrip().endswith("<think>"):
+            # Opened with or without its line break; the thought begins on a line of its own.
+            begin = "" if prompt.endswith("\n") else "\n"
+            said = f"{begin}{thought}\n</think>\n\n{answer}"
+        elif thought:
+            said = f"<think>\n{thought}\n</think>\n\n{answer}"
+        else:
+            said = answer
+        return prompt, said + str(self.tokenizer.eos_token)

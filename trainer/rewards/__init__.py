@@ -33,7 +33,7 @@ from stepwell.trainer.rewards.errors import (
     RewardTimeoutError,
     RewardValueError,
 )
-from stepwell.trainer.rewards.manager import RewardManager, build_manager
+from stepwell.trainer.rewards.manager import RewardManager
 
 __all__ = [
     "BUILT_IN",
@@ -47,7 +47,6 @@ __all__ = [
     "RewardSample",
     "RewardTimeoutError",
     "RewardValueError",
-    "build_manager",
     "last_boxed",
     "load_reward",
     "score_with",

@@ -21,11 +21,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from stepwell.trainer.config import (
-    MANAGERS,
-    RewardConfig,
-    RewardFunctionConfig,
-)
+from stepwell.trainer.config import RewardConfig, RewardFunctionConfig
 from stepwell.trainer.errors import RewardError
 from stepwell.trainer.rewards.base import (
     RewardResult,
@@ -37,7 +33,7 @@ from stepwell.trainer.rewards.base import (
     read_result,
     read_results,
 )
-from stepwell.trainer.rewards.errors import RewardLoadError, RewardValueError
+from stepwell.trainer.rewards.errors import RewardValueError
 from stepwell.trainer.rewards.worker import RewardProcess
 from stepwell.trainer.threads import in_thread
 
@@ -47,38 +43,16 @@ Outcome: TypeAlias = RewardResult | RewardError
 """A missing score is the error that it is missing for."""
 
 
-class RewardManager(Protocol):
-    """What `RewardConfig.manager` may name by dotted path: a class made with the `RewardConfig`."""
-
-    async def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
-        """One outcome per sample; raises for no failure of a reward."""
-        ...
-
-    async def aclose(self) -> None: ...
+RETRY_S = 0.1
+"""Before the second call; doubles with each further one."""
 
 
-def build_manager(config: RewardConfig) -> RewardManager:
-    """The manager of `config`.
+class RewardManager:
+    """Scores by one section: naive, parallel, batch or group, see `RewardConfig.manager`.
 
     Raises:
-        RewardLoadError: a function, or the manager's class, cannot be found or made.
+        RewardLoadError: a function cannot be found or made.
     """
-    if config.manager in MANAGERS:
-        return Manager(config)
-    from stepwell.datapool.dotted import resolve  # half of what a worker process would wait for
-
-    try:
-        manager: RewardManager = resolve(config.manager)(config)
-    except Exception as e:  # any error of foreign code at import
-        raise RewardLoadError(
-            f"rollout.reward.manager is {config.manager!r}, which cannot be made "
-            f"({type(e).__name__}: {e}); name a class as package.module:Class"
-        ) from e
-    return manager
-
-
-class Manager:
-    """The built-in managers: naive, parallel, batch and group, see `RewardConfig.manager`."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -93,6 +67,7 @@ class Manager:
             )
 
     async def score(self, samples: Sequence[RewardSample]) -> list[Outcome]:
+        """One outcome per sample; raises for no failure of a reward."""
         units = self._units(samples)
         scored = await asyncio.gather(
             *(self._unit(caller, [samples[i] for i in indices]) for caller, indices in units)
@@ -104,8 +79,9 @@ class Manager:
         return outcomes
 
     async def aclose(self) -> None:
-        for caller in self._callers():
-            await caller.aclose()
+        for caller in (*self._by_source.values(), self._default):
+            if caller is not None:
+                await caller.aclose()
 
     def _caller(self, function: RewardFunctionConfig) -> _Caller:
         processes = self._config.worker_processes(function.function)
@@ -114,10 +90,6 @@ class Manager:
         if processes == 0:
             return _InThread(reward)
         return _InProcesses(function, processes, describe(reward, "…"))
-
-    def _callers(self) -> list[_Caller]:
-        default = [self._default] if self._default is not None else []
-        return [*self._by_source.values(), *default]
 
     def _units(self, samples: Sequence[RewardSample]) -> list[tuple[_Caller, list[int]]]:
         """Which samples go into one call; those without a function are in none."""
@@ -132,14 +104,7 @@ class Manager:
             elif self._config.manager == "batch":
                 key = id(caller)
             by_unit.setdefault(key, (caller, []))[1].append(i)
-        size = self._config.batch_size
-        if self._config.manager != "batch" or size is None:
-            return list(by_unit.values())
-        return [
-            (caller, indices[at : at + size])
-            for caller, indices in by_unit.values()
-            for at in range(0, len(indices), size)
-        ]
+        return list(by_unit.values())
 
     async def _unit(self, caller: _Caller, samples: Sequence[RewardSample]) -> list[Outcome]:
         """The outcomes of one call; what is missing is asked for again. A group is one question,
@@ -150,7 +115,7 @@ class Manager:
             if not todo:
                 break
             if attempt:
-                await asyncio.sleep(self._config.retry_delay_s * 2 ** (attempt - 1))
+                await asyncio.sleep(RETRY_S * 2 ** (attempt - 1))
             if self._config.manager == "group":
                 todo = list(range(len(samples)))
             async with self._slots:
@@ -163,25 +128,15 @@ class Manager:
 
     async def _call(self, caller: _Caller, samples: Sequence[RewardSample]) -> Sequence[Outcome]:
         config = self._config
-        sources = sorted({s.data_source for s in samples})
-        call = caller.describe(", ".join(sources))
+        call = caller.describe(", ".join(sorted({s.data_source for s in samples})))
+        args = [(s.data_source, s.solution_str, s.ground_truth, s.extra_info) for s in samples]
         try:
-            if config.manager not in ("batch", "group"):
-                (s,) = samples
-                result = await caller.call(
-                    config.timeout_s,
-                    call,
-                    (s.data_source, s.solution_str, s.ground_truth, s.extra_info),
-                )
-                return [read_result(result, call, config.reward_key)]
-            lists = (
-                [s.data_source for s in samples],
-                [s.solution_str for s in samples],
-                [s.ground_truth for s in samples],
-                [s.extra_info for s in samples],
-            )
-            results = await caller.call(config.timeout_s, call, lists)
-            return read_results(results, len(samples), call, config.reward_key)
+            if config.manager in ("batch", "group"):
+                lists = tuple(map(list, zip(*args, strict=True)))
+                results = await caller.call(config.timeout_s, call, lists)
+                return read_results(results, len(samples), call, config.reward_key)
+            result = await caller.call(config.timeout_s, call, args[0])
+            return [read_result(result, call, config.reward_key)]
         except RewardError as e:
             return [e] * len(samples)
 

@@ -25,7 +25,6 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 TAIL = 1000
 """Characters at the end of an answer without a box that are searched for its last expression."""
 DAPO_TAIL = 300
-STRICT_BOX_TAIL = 100
 
 _WORDS = re.compile(r"[A-Za-z]{2,}(?:[ '.-]+[A-Za-z.]+)*")
 
@@ -74,23 +73,16 @@ def dapo(
     solution_str: str,
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
-    *,
-    strict_box_verify: bool = False,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """DAPO's rule (arXiv 2503.14476, §2.4): 1.0 if right, else -1.0; `acc` and `pred` beside it.
 
-    The answer is the last line `Answer: …` of the last 300 characters. With `strict_box_verify` it
-    is the last \\boxed{} of the last 100, compared as text.
+    The answer is the last line `Answer: …` of the last 300 characters.
     """
     truths = _truths(ground_truth, data_source)
-    if strict_box_verify:
-        pred = last_boxed(solution_str[-STRICT_BOX_TAIL:])
-        right = pred is not None and pred.strip() in truths
-    else:
-        lines = re.findall(r"(?i)answer\s*:[ \t]*([^\n]+)", solution_str[-DAPO_TAIL:])
-        pred = lines[-1].strip() if lines else None
-        right = pred is not None and _any_equal(_as_answer(pred), truths)
+    lines = re.findall(r"(?i)answer\s*:[ \t]*([^\n]+)", solution_str[-DAPO_TAIL:])
+    pred = lines[-1].strip() if lines else None
+    right = pred is not None and _any_equal(_as_answer(pred), truths)
     return {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
 
 

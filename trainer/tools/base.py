@@ -22,8 +22,6 @@ import inspect
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -35,19 +33,9 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What OpenAI's API takes for the name of a function."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolResponse:
-    """What a call gives back: `text` for the model, or content parts (`parts`, in OpenAI's form,
-    e.g. images) in its place."""
-
-    text: str = ""
-    parts: tuple[Mapping[str, Any], ...] = ()
-
-
-ToolResult: TypeAlias = (
-    "str | ToolResponse | tuple[str | ToolResponse, float | None, dict[str, Any]]"
-)
-"""The response alone, or with a step reward (None: none) and metrics."""
+ToolResult: TypeAlias = Any
+"""What a call gives back, for the model: text, or data that becomes JSON. Or a tuple of that and a
+step reward (None: none); what verl's tools have as a third value is not read."""
 
 
 class Tool:
@@ -70,16 +58,16 @@ class Tool:
         tool_schema: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = dict(config or {})
-        self._given = dict(tool_schema) if tool_schema is not None else None
-        self.name = self.tool_schema["function"]["name"]
-
-    @cached_property
-    def tool_schema(self) -> dict[str, Any]:
+        self._model: type[BaseModel] | None = None
+        if tool_schema is None:
+            function, skip = self._signed
+            name = self.name or type(self).__name__.lower()
+            self._model = _parameters(function, name, skip)
+            tool_schema = _schema(function, name, self._model)
+        self.tool_schema = _checked(tool_schema, self.name or type(self).__name__)
         """The OpenAI function schema: {"type": "function", "function": {name, description,
         parameters}}."""
-        if self._given is not None:
-            return _checked(self._given, type(self).__name__)
-        return derive_schema(self._function, self.name or type(self).__name__.lower(), skip=1)
+        self.name = self.tool_schema["function"]["name"]
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin an instance, with the task's `create_kwargs`; returns its id."""
@@ -95,10 +83,9 @@ class Tool:
             ToolError: what the model is to be told; any other error is told with its type.
             ToolUnavailableError: the rollout is to be aborted.
         """
-        result: ToolResult = await _awaited(
-            self._function, instance_id, **self.arguments(parameters), **kwargs
-        )
-        return result
+        function, skip = self._signed
+        arguments = self.arguments(parameters) | kwargs
+        return await _awaited(function, *[instance_id][:skip], **arguments)
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         """The reward of what the instance has come to, with the task's `calc_reward_kwargs`; None:
@@ -114,12 +101,13 @@ class Tool:
         Raises:
             ToolError: they do not fit the schema; says how, for the model to read.
         """
-        if self._given is not None:
+        if self._model is None:
             return _validate_json(parameters, self.tool_schema)
         return _validate_model(parameters, self._model)
 
     @property
-    def _function(self) -> Callable[..., Any]:
+    def _signed(self) -> tuple[Callable[..., Any], int]:
+        """The function whose signature is the schema, and how many leading parameters are not."""
         call = getattr(self, "call", None)
         if call is None:
             raise ToolConfigError(
@@ -127,12 +115,7 @@ class Tool:
                 "write `async def call(self, instance_id, …) -> str`, or give it a schema and an "
                 "`execute`"
             )
-        function: Callable[..., Any] = call
-        return function
-
-    @cached_property
-    def _model(self) -> type[BaseModel]:
-        return _parameters(self._function, self.name, skip=1)
+        return call, 1
 
 
 class FunctionTool(Tool):
@@ -152,59 +135,32 @@ class FunctionTool(Tool):
         super().__init__({}, tool_schema)
 
     @property
-    def _function(self) -> Callable[..., Any]:
-        plain = self._plain
-
-        async def call(instance_id: str, **arguments: Any) -> Any:
-            return await _awaited(plain, **arguments)
-
-        return call
-
-    @cached_property
-    def tool_schema(self) -> dict[str, Any]:
-        if self._given is not None:
-            return _checked(self._given, self.name)
-        return derive_schema(self._plain, self.name)
-
-    @cached_property
-    def _model(self) -> type[BaseModel]:
-        return _parameters(self._plain, self.name)
+    def _signed(self) -> tuple[Callable[..., Any], int]:
+        return self._plain, 0
 
 
 # ── schemas ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def derive_schema(function: Callable[..., Any], name: str, skip: int = 0) -> dict[str, Any]:
-    """The OpenAI function schema of `function` from its signature and docstring.
-
-    Args:
-        skip: leading parameters that the model does not give.
-
-    Raises:
-        ToolConfigError: a parameter has no type, or one that JSON cannot express.
-    """
+def _schema(function: Callable[..., Any], name: str, model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAI function schema of `function`, whose parameters are those of `model`."""
     try:
-        parameters = _parameters(function, name, skip).model_json_schema()
-    except ToolConfigError:
-        raise
+        parameters = model.model_json_schema()
     except Exception as e:  # pydantic has one error per way a type can be unfit
         raise ToolConfigError(f"tool {name}: its signature gives no JSON schema ({e})") from e
     parameters.pop("title", None)
     for parameter in parameters.get("properties", {}).values():
         parameter.pop("title", None)
-    said = inspect.getdoc(function) or ""
-    schema = {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": " ".join(said.partition("\n\n")[0].split()),
-            "parameters": parameters,
-        },
-    }
-    return _checked(schema, name)
+    said = " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+    return {"name": name, "description": said, "parameters": parameters}
 
 
-def _parameters(function: Callable[..., Any], name: str, skip: int = 0) -> type[BaseModel]:
+def _parameters(function: Callable[..., Any], name: str, skip: int) -> type[BaseModel]:
+    """The parameters of `function` that the model gives, as a model of pydantic's.
+
+    Raises:
+        ToolConfigError: one has no type, or one that JSON cannot express.
+    """
     fields: dict[str, Any] = {}
     signature = inspect.signature(function, eval_str=True)
     for parameter in list(signature.parameters.values())[skip:]:
@@ -219,25 +175,24 @@ def _parameters(function: Callable[..., Any], name: str, skip: int = 0) -> type[
             raise ToolConfigError(f"tool {name}: parameter {parameter.name} has no type; add one")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (parameter.annotation, default)
-    model: type[BaseModel] = create_model(
-        name, __config__=ConfigDict(extra="forbid", protected_namespaces=()), **fields
-    )
+    config = ConfigDict(extra="forbid", protected_namespaces=())
+    try:
+        model: type[BaseModel] = create_model(name, __config__=config, **fields)
+    except Exception as e:  # pydantic has one error per way a type can be unfit
+        raise ToolConfigError(f"tool {name}: its signature gives no JSON schema ({e})") from e
     return model
 
 
-def _checked(schema: dict[str, Any], owner: str) -> dict[str, Any]:
-    if "function" not in schema and "name" in schema:
-        schema = {"type": "function", "function": schema}
-    function = schema.get("function")
+def _checked(schema: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    function = schema.get("function", schema)
     if not isinstance(function, Mapping) or not NAME.fullmatch(str(function.get("name", ""))):
         raise ToolConfigError(
             f"tool {owner}: tool_schema is {schema!r:.120}; it should be {{type: function, "
             "function: {name, description, parameters}} with a name of at most 64 letters, "
             "digits, - and _"
         )
-    function = dict(function)
-    function.setdefault("parameters", {"type": "object", "properties": {}})
-    return {"type": "function", "function": function}
+    parameters = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"parameters": parameters, **function}}
 
 
 def _validate_model(parameters: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:

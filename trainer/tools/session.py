@@ -20,19 +20,17 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import yaml
 from pydantic import ValidationError
-from yaml import YAMLError
 
 from stepwell.datapool.dotted import resolve
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
-from stepwell.trainer.tools.base import FunctionTool, Tool, ToolResponse
+from stepwell.trainer.tools.base import FunctionTool, Tool
 from stepwell.trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
 
 log = logging.getLogger(__name__)
@@ -45,10 +43,10 @@ class CallResult:
     """One call, as it ended."""
 
     name: str
-    response: ToolResponse
+    text: str
+    """For the model."""
     reward: float | None = None
     """What `execute` gave for this step; None: nothing."""
-    metrics: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     """None, or "unknown_tool", "arguments", "refused" (a ToolError), "failed", "timeout",
     "too_many"."""
@@ -83,15 +81,14 @@ class ToolBox:
 
     @classmethod
     def from_yaml(cls, path: Path | str) -> ToolBox:
-        """The tools of a file (`trainer/config/tools.py`); omegaconf's interpolation works.
+        """The tools of a file (`trainer/config/tools.py`).
 
         Raises:
             ToolConfigError: it cannot be read, or a key or value in it is wrong.
         """
         try:
-            raw = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-            config = ToolBoxConfig.model_validate(raw)
-        except (OSError, OmegaConfBaseException, YAMLError) as e:
+            config = ToolBoxConfig.model_validate(yaml.safe_load(Path(path).read_bytes()))
+        except (OSError, yaml.YAMLError) as e:
             raise ToolConfigError(f"{path} cannot be read ({str(e).splitlines()[0]})") from e
         except ValidationError as e:
             problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in e.errors())
@@ -237,7 +234,7 @@ class ToolSession:
         results = [task.result() for task in running]
         self.results += results
         return [
-            {"role": "tool", "tool_call_id": call.get("id", ""), "content": self._content(result)}
+            {"role": "tool", "tool_call_id": call.get("id", ""), "content": self._cut(result.text)}
             for call, result in zip(calls, results, strict=True)
         ]
 
@@ -326,20 +323,12 @@ class ToolSession:
     def _of_stage(self, name: str, stage: str) -> dict[str, Any]:
         return dict(self._kwargs.get(name, {}).get(f"{stage}_kwargs") or {})
 
-    def _content(self, result: CallResult) -> Any:
-        text = self._cut(result.response.text)
-        if not result.response.parts:
-            return text
-        said = [{"type": "text", "text": text}] if text else []
-        return [*said, *map(dict, result.response.parts)]
-
     def _cut(self, text: str) -> str:
-        most, keep = self._config.max_response_chars, self._config.keep
+        most = self._config.max_response_chars
         if len(text) <= most:
             return text
-        left_out = CUT.format(len(text) - most)
-        start = {"start": most, "end": 0, "both": most - most // 2}[keep]
-        return text[:start] + left_out + text[len(text) - (most - start) :]
+        end = most // 2
+        return text[: most - end] + CUT.format(len(text) - most) + text[len(text) - end :]
 
 
 def _made(creating: asyncio.Task[str]) -> bool:
@@ -347,12 +336,10 @@ def _made(creating: asyncio.Task[str]) -> bool:
 
 
 def _result(name: str, result: Any) -> CallResult:
-    response, reward, metrics = result if isinstance(result, tuple) else (result, None, {})
-    if not isinstance(response, ToolResponse):
-        text = response if isinstance(response, str) else json.dumps(response, default=str)
-        response = ToolResponse(text)
-    return CallResult(name, response, None if reward is None else float(reward), metrics or {})
+    response, reward, *_ = (*result, None) if isinstance(result, tuple) else (result, None)
+    text = response if isinstance(response, str) else json.dumps(response, default=str)
+    return CallResult(name, text, None if reward is None else float(reward))
 
 
 def _error(name: str, kind: str, message: str) -> CallResult:
-    return CallResult(name, ToolResponse(f"error: {message}"), error=kind)
+    return CallResult(name, f"error: {message}", error=kind)

@@ -20,11 +20,11 @@ from stepwell.trainer.rewards import (
     RewardConfig,
     RewardCrashError,
     RewardLoadError,
+    RewardManager,
     RewardResult,
     RewardSample,
     RewardTimeoutError,
     RewardValueError,
-    build_manager,
 )
 from stepwell.trainer.rewards.overlong import overlong_penalty
 from tests.helpers import gone
@@ -47,7 +47,7 @@ def write(tmp_path: Path) -> Write:
 
 @asynccontextmanager
 async def managing(**config: Any) -> AsyncIterator[Any]:
-    manager = build_manager(RewardConfig(**{"retry_delay_s": 0.0, **config}))
+    manager = RewardManager(RewardConfig(**config))
     try:
         yield manager
     finally:
@@ -106,22 +106,15 @@ async def test_a_data_source_without_a_function_is_missing_and_the_others_are_sc
     assert "'new'; name it in rollout.reward.by_data_source" in str(results[1])
 
 
-@pytest.mark.parametrize("processes", [0, 1])
-async def test_batch_gives_the_function_the_lists_of_all(write: Write, processes: int) -> None:
+async def test_batch_gives_the_function_the_lists_of_all(write: Write) -> None:
     function = write(
         f"def score{SIGNATURE}:\n"
         "    n = len(solution_str)\n"
         "    assert len(data_source) == len(ground_truth) == len(extra_info) == n\n"
         "    return [{'score': int(s), 'n': n} for s in solution_str]\n"
     )
-    samples = [sample(str(n)) for n in range(5)]
-    whole = await outcomes(samples, function=function, manager="batch", processes=processes)
+    whole = await outcomes([sample(str(n)) for n in range(5)], function=function, manager="batch")
     assert whole == [RewardResult(float(n), {"n": 5}) for n in range(5)]
-    parts = await outcomes(
-        samples, function=function, manager="batch", batch_size=2, processes=processes
-    )
-    assert [r.extra["n"] for r in parts] == [2, 2, 2, 2, 1]
-    assert scores(parts) == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 async def test_batch_asks_again_only_for_what_is_missing() -> None:
@@ -171,22 +164,6 @@ async def test_a_group_is_asked_again_as_a_whole(write: Write) -> None:
     assert scores(results) == [4.0, 4.0]
 
 
-async def test_a_manager_of_ones_own_is_named_by_dotted_path() -> None:
-    results = await outcomes([sample()], function="exact_match", manager=f"{__name__}:Mine")
-    assert scores(results) == [0.75]
-    with pytest.raises(RewardLoadError, match="no_such_module"):
-        build_manager(RewardConfig(function="exact_match", manager="no_such_module:Mine"))
-
-
-class Mine:
-    def __init__(self, config: RewardConfig) -> None: ...
-
-    async def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        return [RewardResult(0.75) for _ in samples]
-
-    async def aclose(self) -> None: ...
-
-
 # ── what is missing ──────────────────────────────────────────────────────────────────────────────
 
 
@@ -200,9 +177,7 @@ async def test_a_reward_that_raises_is_called_again_and_then_missing(
         f"    print(file=open({str(calls)!r}, 'a'))\n"
         "    raise ValueError('the disc is full')\n"
     )
-    results = await outcomes(
-        [sample()], function=function, manager=manager, max_attempts=3, processes=None
-    )
+    results = await outcomes([sample()], function=function, manager=manager, max_attempts=3)
     assert scores(results) == [RewardCrashError]
     assert "raised ValueError: the disc is full" in str(results[0])
     assert len(calls.read_text()) == 3
@@ -216,9 +191,7 @@ async def test_a_failure_that_passes_costs_nothing(write: Write, manager: str) -
         "    calls.append(1)\n"
         "    return None if len(calls) < 3 else 1.0\n"
     )
-    results = await outcomes(
-        [sample()], function=function, manager=manager, max_attempts=3, processes=None
-    )
+    results = await outcomes([sample()], function=function, manager=manager, max_attempts=3)
     assert scores(results) == [1.0]
 
 
@@ -292,7 +265,6 @@ async def test_a_process_that_hangs_is_killed_with_all_that_it_started(
         manager="parallel",
         timeout_s=5.0,
         max_attempts=1,
-        processes=1,
     )
     assert scores(results) == [1.0, RewardTimeoutError, 1.0]
     for pid in map(int, (tmp_path / "pids").read_text().split()):
@@ -320,9 +292,7 @@ async def test_a_process_that_dies_is_a_missing_score_and_is_replaced(
         f"import os, sys\ndef score{SIGNATURE}:\n    {death} if solution_str == 'die' else 0\n"
         "    return float(os.getpid())\n"
     )
-    results = await outcomes(
-        [sample("die"), sample("live")], function=function, manager="parallel", processes=1
-    )
+    results = await outcomes([sample("die"), sample("live")], function=function, manager="parallel")
     assert scores(results[:1]) == [RewardCrashError]
     assert "its process died" in str(results[0])
     assert results[1].score != os.getpid()
@@ -334,9 +304,7 @@ async def test_what_a_function_prints_or_cannot_pickle_breaks_no_call(write: Wri
         "    print('debug', flush=True)\n"
         "    return {'score': 1.0, 'open': open(__file__)} if solution_str == 'file' else 1.0\n"
     )
-    results = await outcomes(
-        [sample("file"), sample("4")], function=function, manager="parallel", processes=1
-    )
+    results = await outcomes([sample("file"), sample("4")], function=function, manager="parallel")
     assert scores(results) == [RewardCrashError, 1.0]
 
 
@@ -386,7 +354,7 @@ async def test_the_process_ends_with_its_owner_however_that_dies(
 
 
 async def test_built_ins_that_compute_run_in_processes_by_themselves() -> None:
-    async with managing(function="math", by_data_source={"words": "f1"}, processes=None) as m:
+    async with managing(function="math", by_data_source={"words": "f1"}) as m:
         results = await m.score([sample(r"\boxed{8/2}"), sample("red", "red fox", "words")])
         busy = [p.pid for p in m._default._all if p.pid is not None]
         assert len(busy) == 1
@@ -418,7 +386,7 @@ def test_the_overlong_penalty_is_monotone_and_bounded(a: int, cache: int, factor
     ("config", "message"),
     [
         ({}, "function is missing"),
-        ({"function": "f1", "manager": "parrallel"}, "should be auto, naive, parallel"),
+        ({"function": "f1", "manager": "parrallel"}, "should be 'auto', 'naive', 'parallel'"),
         ({"function": "f1", "timeout_s": 0}, "greater than 0"),
         ({"function": "f1", "fn": "f1"}, "Extra inputs"),
     ],
@@ -435,7 +403,7 @@ def test_a_name_alone_is_a_section() -> None:
 @pytest.mark.parametrize("function", ["no_such", "remote"])
 def test_a_function_that_cannot_be_had_is_an_error_at_the_start(function: str) -> None:
     with pytest.raises(RewardLoadError):
-        build_manager(RewardConfig(function=function, manager="parallel"))
+        RewardManager(RewardConfig(function=function, manager="parallel"))
 
 
 @pytest.mark.parametrize(
