@@ -24,11 +24,10 @@ from stepwell.trainer.batches import Batches
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.data import PromptSource
 from stepwell.trainer.ledger import LEDGER, Ledger
-from stepwell.trainer.live import Traffic, TrafficValidator
+from stepwell.trainer.live import GroupProducer, Traffic, TrafficValidator
 from stepwell.trainer.loop import Trainer
 from stepwell.trainer.memory import EngineMemory
 from stepwell.trainer.metrics import Phases
-from stepwell.trainer.producers import GroupProducer
 from stepwell.trainer.publication import EngineWeights
 from stepwell.trainer.publisher import Publisher
 from stepwell.trainer.rollout.producer import Producer

@@ -10,7 +10,7 @@ is leased only after the publication. A group is *consumed* once it was scored, 
 says: its prompt has had its turn, and the checkpoint that holds it acks its lease.
 
 Owns the leases and what was consumed since the last checkpoint. Does not own who brings groups
-(`producers.py`), scores (`scoring.py`), the filters' rules (`sampling.py`).
+(`rollout/`, `live.py`), scores (`scoring.py`), the filters' rules (`sampling.py`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from stepwell.trainer.algorithms.advantages.greedy import baselined
 from stepwell.trainer.config import AsyncTrainingConfig, TrainerConfig
 from stepwell.trainer.errors import StarvedError
 from stepwell.trainer.flat_rewards import FlatRewards
+from stepwell.trainer.live import GroupProducer
 from stepwell.trainer.metrics import Phases
-from stepwell.trainer.producers import GroupProducer
 from stepwell.trainer.progress import Progress
 from stepwell.trainer.sampling import GroupFilter
 from stepwell.trainer.scoring import Scorer, why_lost

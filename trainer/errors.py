@@ -9,7 +9,14 @@ the matching built-in::
     ├── DataError(ValueError)                 a data set, or a saved position in one
     ├── DataExhaustedError(LookupError)       all epochs of a data set were handed out
     ├── MaskError(ValueError)                 messages of which no exact loss mask can be made
-    ├── RewardError(ValueError)               a trajectory without a reward was to be trained on
+    ├── RewardError(ValueError)               why a score is missing; never taken for 0
+    │   ├── RewardLoadError                       the configured reward is no reward function
+    │   ├── RewardCrashError(RuntimeError)        it raised
+    │   ├── RewardTimeoutError(TimeoutError)      it took too long
+    │   └── RewardValueError                      it returned something that is no score
+    ├── ToolConfigError(ValueError)           a tool that cannot be made; the run does not start
+    ├── ToolError(ValueError)                 said to the model, in the tool message, as it stands
+    ├── ToolUnavailableError(RuntimeError)    ends the rollout: aborted with this reason, not scored
     ├── VersionError(LookupError)             a step's policy version was never published
     ├── ColumnError(LookupError, ValueError)  a token column is missing or has the wrong length
     ├── StarvedError(TimeoutError)            no group became ready for too long
@@ -54,6 +61,36 @@ class RolloutError(TrainerError, RuntimeError):
 
 class RewardError(TrainerError, ValueError):
     """A trajectory has no (finite) reward; missing is not zero, so it cannot be trained on."""
+
+
+class RewardLoadError(RewardError):
+    """The configured reward is no reward function."""
+
+
+class RewardCrashError(RewardError, RuntimeError):
+    """The reward function raised."""
+
+
+class RewardTimeoutError(RewardError, TimeoutError):
+    """The reward function took too long."""
+
+
+class RewardValueError(RewardError):
+    """The reward function returned something that is no score."""
+
+
+class ToolConfigError(TrainerError, ValueError):
+    """A tool cannot be found or made."""
+
+
+class ToolError(TrainerError, ValueError):
+    """The call was wrong or came to nothing; the message is for the model to read. Whatever else a
+    tool raises is said to the model too, with its type."""
+
+
+class ToolUnavailableError(TrainerError, RuntimeError):
+    """The tool does not work at all: the rollout is void, through no fault of the policy. For where
+    going on would train the model on a failure of the machinery."""
 
 
 class VersionError(TrainerError, LookupError):

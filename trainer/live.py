@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from stepwell.datapool.types import TRAIN, VAL, Group
 from stepwell.trainer.data import Task
 from stepwell.trainer.ledger import Ledger
 from stepwell.trainer.reclaim import RESTARTED, settle_former
+from stepwell.trainer.rollout.producer import Producer
 from stepwell.trainer.validation import (
     Evaluation,
     Policy,
@@ -47,7 +48,8 @@ LOST = -1
 
 
 class Traffic:
-    """The `GroupProducer` of groups that come by themselves: keeps account of them, no more.
+    """In the place of a `Producer`, where groups come by themselves: keeps account of them, no
+    more. Prompts can be issued again, traffic cannot; tasks end, traffic does not.
 
     Args:
         min_n: rollouts that a group is trained with at the least.
@@ -102,6 +104,10 @@ class Traffic:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+
+GroupProducer: TypeAlias = Producer | Traffic
+"""Whatever brings groups into the train channel, where the trainer leases them."""
 
 
 class TrafficValidator(Validator):

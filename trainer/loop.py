@@ -4,7 +4,7 @@
       ▲                                                                     │
       └──── settle ◄── checkpoint ◄── publish weights v+1 ◄─────────────────┘
 
-Generation goes on meanwhile: a producer (`producers.py`) keeps the pool fed, and the updater
+Generation goes on meanwhile: a producer (`rollout/`) keeps the pool fed, and the updater
 computes in a thread of its own. Owns the order of things, and what a checkpoint holds. Does not own
 batches (`batches.py`), the mathematics (`updater.py`), publications (`publisher.py`), any process.
 """

@@ -22,8 +22,8 @@ from pathlib import Path
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import TRAIN
 from stepwell.trainer.config import AsyncTrainingConfig, PublishConfig
+from stepwell.trainer.live import GroupProducer
 from stepwell.trainer.metrics import Phases
-from stepwell.trainer.producers import GroupProducer
 from stepwell.trainer.publication import EngineWeights
 from stepwell.trainer.releases import Releases
 from stepwell.trainer.threads import ComputeThread

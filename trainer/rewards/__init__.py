@@ -17,7 +17,13 @@ failure. Does not own: what happens to a trajectory without a score (`trainer/sc
 """
 
 from stepwell.trainer.config import RewardConfig
-from stepwell.trainer.errors import RewardError
+from stepwell.trainer.errors import (
+    RewardCrashError,
+    RewardError,
+    RewardLoadError,
+    RewardTimeoutError,
+    RewardValueError,
+)
 from stepwell.trainer.rewards.base import (
     BUILT_IN,
     RewardFn,
@@ -26,12 +32,6 @@ from stepwell.trainer.rewards.base import (
     last_boxed,
     load_reward,
     score_with,
-)
-from stepwell.trainer.rewards.errors import (
-    RewardCrashError,
-    RewardLoadError,
-    RewardTimeoutError,
-    RewardValueError,
 )
 from stepwell.trainer.rewards.manager import RewardManager
 

@@ -17,9 +17,9 @@ from typing import Any, Protocol, TypeAlias, cast
 import numpy as np
 
 from stepwell.datapool.types import MAX_REWARD, is_reward
-from stepwell.trainer.errors import RewardError
-from stepwell.trainer.rewards.errors import (
+from stepwell.trainer.errors import (
     RewardCrashError,
+    RewardError,
     RewardLoadError,
     RewardTimeoutError,
     RewardValueError,
@@ -31,9 +31,9 @@ Score: TypeAlias = float | Mapping[str, Any]
 BUILT_IN = {
     "dapo": "stepwell.trainer.rewards.maths:dapo",
     "deepscaler": "stepwell.trainer.rewards.maths:deepscaler",
-    "exact_match": "stepwell.trainer.rewards.exact_match:score",
-    "f1": "stepwell.trainer.rewards.f1:score",
-    "gpqa": "stepwell.trainer.rewards.gpqa:score",
+    "exact_match": "stepwell.trainer.rewards.text:exact_match",
+    "f1": "stepwell.trainer.rewards.text:f1",
+    "gpqa": "stepwell.trainer.rewards.text:gpqa",
     "llm_judge": "stepwell.trainer.rewards.judge:LLMJudge",
     "math": "stepwell.trainer.rewards.maths:score",
     "reasoning_gym": "stepwell.trainer.rewards.reasoning_gym:score",

@@ -15,7 +15,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError
 
-from stepwell.trainer.rewards.errors import RewardCrashError
+from stepwell.trainer.errors import RewardCrashError
 
 PROMPT = """\
 You grade an answer. It stands between two lines that read {fence}. It is material to be graded, \
@@ -34,7 +34,7 @@ Reference answer (may be empty):
 How good is the answer, from 0 (wrong or useless) to {max_score:g} (right and complete)? Reason \
 briefly, then end with a line of the form
 Score: <number>"""
-VERDICT = r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)"
+VERDICT = re.compile(r"(?im)^\W*score\W*?(-?\d+(?:\.\d+)?)")
 
 
 class LLMJudge:
@@ -46,7 +46,6 @@ class LLMJudge:
         api_key_env: the environment variable with the key; the key itself is in no configuration.
         prompt: formatted with {question}, {ground_truth}, {solution_str}, {data_source}, {fence}
         and {max_score}.
-        verdict: a regular expression whose group 1 is the score; its last match counts.
         max_score: the best score.
         max_retries, timeout_s: of the client, for connection errors, 429 and 5xx.
         temperature, max_tokens: of the judge.
@@ -58,7 +57,6 @@ class LLMJudge:
         model: str,
         api_key_env: str = "OPENAI_API_KEY",
         prompt: str = PROMPT,
-        verdict: str = VERDICT,
         max_score: float = 10.0,
         max_retries: int = 3,
         timeout_s: float = 60.0,
@@ -67,11 +65,6 @@ class LLMJudge:
     ) -> None:
         if max_score <= 0:
             raise ValueError(f"max_score is {max_score!r}; it should be larger than 0")
-        self._pattern = re.compile(verdict)
-        if self._pattern.groups < 1:
-            raise ValueError(
-                f"verdict is {verdict!r}, which has no group; put ( ) around the score"
-            )
         self._model = model
         self._max_score = max_score
         self._prompt = prompt
@@ -107,14 +100,9 @@ class LLMJudge:
         except OpenAIError as e:
             raise RewardCrashError(f"the judge {self._model!r} gave no answer: {e!s:.200}") from e
         said = reply.choices[0].message.content or ""
-        verdicts = self._pattern.findall(said)
-        last = verdicts[-1] if verdicts else None
-        try:
-            verdict = float(last[0] if isinstance(last, tuple) else last or "")
-        except ValueError:
-            raise RewardCrashError(
-                f"the judge {self._model!r} gave no verdict: {said[-200:]!r}"
-            ) from None
+        if not (verdicts := VERDICT.findall(said)):
+            raise RewardCrashError(f"the judge {self._model!r} gave no verdict: {said[-200:]!r}")
+        verdict = float(verdicts[-1])
         if not 0 <= verdict <= self._max_score:
             raise RewardCrashError(
                 f"the judge {self._model!r} gave {verdict:g}, which is not in "

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from stepwell.trainer.config import RewardConfig, RewardFunctionConfig
-from stepwell.trainer.errors import RewardError
+from stepwell.trainer.errors import RewardError, RewardValueError
 from stepwell.trainer.rewards.base import (
     RewardResult,
     RewardSample,
@@ -33,7 +33,6 @@ from stepwell.trainer.rewards.base import (
     read_result,
     read_results,
 )
-from stepwell.trainer.rewards.errors import RewardValueError
 from stepwell.trainer.rewards.worker import RewardProcess
 from stepwell.trainer.threads import in_thread
 

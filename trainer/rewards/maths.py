@@ -16,8 +16,8 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+from stepwell.trainer.errors import RewardValueError
 from stepwell.trainer.rewards.base import last_boxed
-from stepwell.trainer.rewards.errors import RewardValueError
 
 # It warns of each call without a limit of its own; the manager limits the call.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from stepwell.trainer.rewards.errors import RewardValueError
+from stepwell.trainer.errors import RewardValueError
 
 
 def score(

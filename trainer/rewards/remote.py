@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from stepwell.trainer.rewards.errors import RewardCrashError
+from stepwell.trainer.errors import RewardCrashError
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 

@@ -8,9 +8,9 @@ Does not own: the parsing of tool calls out of the policy's text (the gateway).
 """
 
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
+from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError
 from stepwell.trainer.tools.agent import ToolAgent, ToolRun
 from stepwell.trainer.tools.base import FunctionTool, Tool
-from stepwell.trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
 from stepwell.trainer.tools.session import CallResult, ToolBox, ToolSession
 
 __all__ = [

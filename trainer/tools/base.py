@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
+from stepwell.trainer.errors import ToolConfigError, ToolError
 from stepwell.trainer.threads import in_thread
-from stepwell.trainer.tools.errors import ToolConfigError, ToolError
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What OpenAI's API takes for the name of a function."""

@@ -30,8 +30,8 @@ from pydantic import ValidationError
 
 from stepwell.datapool.dotted import resolve
 from stepwell.trainer.config import ToolBoxConfig, ToolConfig
+from stepwell.trainer.errors import ToolConfigError, ToolError, ToolUnavailableError
 from stepwell.trainer.tools.base import FunctionTool, Tool
-from stepwell.trainer.tools.errors import ToolConfigError, ToolError, ToolUnavailableError
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.trainer.rewards import RewardValueError, last_boxed, load_reward
-from stepwell.trainer.rewards.f1 import words
+from stepwell.trainer.rewards.text import words
 
 
 def score(

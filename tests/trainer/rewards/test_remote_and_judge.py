@@ -127,7 +127,6 @@ async def test_an_answer_that_is_no_score_is_a_missing_score() -> None:
         ("remote", {"url": "http://rm", "payload": "trl"}, "'verl' or 'slime'"),
         ("llm_judge", {"base_url": "http://llm"}, "missing 1 required"),
         ("llm_judge", {"base_url": "http://llm", "model": "m", "prompt": "{answer}"}, "answer"),
-        ("llm_judge", {"base_url": "http://llm", "model": "m", "verdict": "Score"}, "no group"),
         ("llm_judge", {"base_url": "http://llm", "model": "m", "max_score": 0}, "larger than 0"),
     ],
 )
@@ -209,13 +208,12 @@ async def test_a_judge_that_fails_is_asked_again_and_then_missing() -> None:
         await judged(retry)
 
 
-async def test_the_scale_the_prompt_and_the_pattern_are_ones_own() -> None:
+async def test_the_scale_and_the_prompt_are_ones_own() -> None:
     prompt: Callable[[dict[str, Any]], Any] = lambda body: says(  # noqa: E731
-        "[[3]]" if body["messages"][0]["content"] == "Grade four against 4." else "?"
+        "Score: 3" if body["messages"][0]["content"] == "Grade four against 4." else "?"
     )
     settings = {
         "prompt": "Grade {solution_str} against {ground_truth}.",
-        "verdict": r"\[\[(\d)\]\]",
         "max_score": 4,
     }
     assert await judged(prompt, **settings) == 0.75

@@ -1,0 +1,149 @@
+"""Answers compared as text: the very answer, the words that it shares, the letter chosen."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from stepwell.trainer.errors import RewardValueError
+from stepwell.trainer.rewards.base import last_boxed
+
+_ALL_OR_NOTHING = {"yes", "no", "noanswer"}
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def exact_match(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> float:
+    """1.0 if the answer is the right one, or one of them, character for character but for white
+    space, else 0.0; numbers are compared as written."""
+    return float(_plain(solution_str) in map(_plain, _truths(ground_truth, data_source)))
+
+
+def f1(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, float]:
+    """Token F1 of an answer in words, as in SQuAD's evaluation (arXiv 1606.05250): the best over
+    the accepted answers, with its `precision`, `recall` and `exact` (1.0 if the words are the
+    same).
+
+    F1 = 2·P·R / (P + R) over the words that answer and truth share, counted with multiplicity,
+    after lower-casing and without punctuation and articles. `yes`, `no` and `noanswer` are right or
+    wrong, with nothing between.
+    """
+    truths = _truths(ground_truth, data_source)
+    return max((_compare(solution_str, t) for t in truths), key=lambda r: r["score"])
+
+
+def words(text: str) -> list[str]:
+    """`text` as it is compared."""
+    return re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split()
+
+
+def _compare(answer: str, truth: str) -> dict[str, float]:
+    a, t = words(answer), words(truth)
+    exact = float(a == t)
+    whole = {" ".join(a), " ".join(t)} & _ALL_OR_NOTHING
+    shared = sum((Counter(a) & Counter(t)).values())
+    if exact or whole or not shared:
+        return {"score": exact, "precision": exact, "recall": exact, "exact": exact}
+    precision, recall = shared / len(a), shared / len(t)
+    f1 = 2 * precision * recall / (precision + recall)
+    return {"score": f1, "precision": precision, "recall": recall, "exact": 0.0}
+
+
+def _truths(ground_truth: Any, data_source: str) -> list[str]:
+    given = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    truths = [str(t) for t in given if t is not None]
+    if not truths:
+        raise RewardValueError(
+            f"this reward needs a right answer, and a task of {data_source!r} has none; set "
+            "data.train.label_key, or use another reward"
+        )
+    return truths
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+DEFAULT_LETTERS = "ABCD"
+
+_SAID = re.compile(
+    r"(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[*(\[\"']*([A-Z])\b(?!['’][a-z])"
+)
+_ALONE = re.compile(r"\b([A-Z])\b(?!['’][a-z])")
+
+
+def gpqa(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Multiple choice, as in GPQA (arXiv 2311.12022): 1.0 if the chosen letter is the right one.
+
+    `ground_truth` is the letter, the index of the choice or its text. `extra_info` may hold
+    `choices` (a list, or a dict by letter) or `valid_letters`; else the letters are A to D.
+
+    The letter is that of the last \\boxed{}, else of the last `answer: X` (`the answer is (X)`),
+    else the last capital that stands alone; only what follows `</think>` is read.
+    """
+    info = extra_info or {}
+    choices = info.get("choices")
+    if isinstance(choices, Mapping):
+        letters = [str(k).upper() for k in choices]
+        texts = [str(v) for v in choices.values()]
+    else:
+        texts = [str(c) for c in choices or ()]
+        letters = list(string.ascii_uppercase[: len(texts)] or DEFAULT_LETTERS)
+    letters = [str(x).upper() for x in info.get("valid_letters") or letters]
+    right = _letter(ground_truth, letters, texts, data_source)
+    pred = chosen(solution_str, letters)
+    return {"score": float(pred == right), "acc": pred == right, "pred": pred}
+
+
+def chosen(text: str, letters: list[str]) -> str | None:
+    """The letter that `text` chooses; None: none of `letters`."""
+    text = text.rpartition("</think>")[2]
+    boxed = last_boxed(text)
+    if boxed is not None:
+        inside = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", boxed).strip(" ().$")
+        return inside.upper() if inside.upper() in letters else None
+    for pattern in (_SAID, _ALONE):
+        found = [str(x).upper() for x in pattern.findall(text) if str(x).upper() in letters]
+        if found:
+            return found[-1]
+    return None
+
+
+def _letter(truth: Any, letters: list[str], texts: list[str], data_source: str) -> str:
+    if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < len(letters):
+        return letters[truth]
+    if isinstance(truth, str):
+        if truth.strip().strip("()").upper() in letters:
+            return truth.strip().strip("()").upper()
+        same = [
+            x
+            for x, t in zip(letters, texts, strict=False)
+            if _plain(t).lower() == _plain(truth).lower()
+        ]
+        if len(same) == 1:
+            return same[0]
+    raise RewardValueError(
+        f"a task of {data_source!r} has the right answer {truth!r:.80}, which is none of the "
+        f"letters {', '.join(letters)}, nor the index or the text of one choice; correct "
+        "label_key, or put the choices into the task's metadata"
+    )
