@@ -238,10 +238,7 @@ def test_a_filter_that_does_not_exist_is_refused_with_the_known_ones(tmp_path: P
             ],
             r"keep_best is 1 with validation.every 3.*make validation.every a multiple",
         ),
-        (
-            ["validation.n=2", "validation.pass_at=[1,4]"],
-            r"pass_at is \[1, 4\] with n 2",
-        ),
+        (),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
