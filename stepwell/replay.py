@@ -7,7 +7,7 @@ The names are slime's (`--save-debug-rollout-data`, `--load-debug-rollout-data`)
 pool, engine, gateway or Ray. It changes nothing of the run: figures go to `run.dir`/replay.
 
 A recording that does not begin at step 0 needs the checkpoint that it began from (`run.resume`).
-Does not own the training on a recording (`trainer/replay.py`).
+Does not own the training on a recording (`trainer/recording.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from stepwell.config import RunConfig
 from stepwell.console import Display
 from stepwell.layout import CHECKPOINTS
 from stepwell.trackers import build_trackers
-from stepwell.trainer import replay as recorded
+from stepwell.trainer import recording
 from stepwell.trainer.checkpoint import CheckpointStore
 from stepwell.trainer.metrics import MetricsWriter
-from stepwell.trainer.recording import recordings
 from stepwell.training import build_updater
 
 REPLAY = "replay"
@@ -36,7 +35,7 @@ def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
         CheckpointError: nothing is recorded there, or not from where the model stands.
     """
     where = config.trainer.load_debug_rollout_data
-    batches = recordings(where) if where is not None else []
+    batches = recording.recordings(where) if where is not None else []
     folder = config.run.dir / REPLAY
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     updater = build_updater(config, backend)
@@ -51,7 +50,7 @@ def replay(config: RunConfig, backend: TrainingBackend) -> dict[str, Any]:
         with MetricsWriter(folder, build_trackers(folder, config)) as metrics:
             display.status(f"training on {len(batches)} recorded batches")
             per_sync = config.async_training.trigger_parameter_sync_step
-            for step in recorded.replay(updater, batches, per_sync):
+            for step in recording.replay(updater, batches, per_sync):
                 metrics.write(step)
                 display.step(step)
             display.status(f"figures are in {folder / 'metrics.jsonl'}")

@@ -1,23 +1,30 @@
-"""The files of debug rollout data: every batch as it came to the advantages.
+"""The files of debug rollout data: every batch as it came to the advantages, and training on them.
 
     trainer.save_debug_rollout_data=DIR     DIR/{rollout_id}.pt, or a file name with {rollout_id}
 
 `rollout_id` is the number of optimizer steps before the batch: a batch that a resumed run does
-again replaces the one that was lost. Does not own training on them (`replay.py`).
+again replaces the one that was lost.
+
+A replay gives the updater what the recorded run gave it, with the versions and counters of then, so
+on the CPU its losses are equal bit for bit. It publishes nothing and leaves no checkpoint. Does not
+own the mathematics (`updater.py`).
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import CheckpointError
+from stepwell.trainer.metrics import Phases
 from stepwell.trainer.progress import Progress
+from stepwell.trainer.updater import Updater, record_of
 
 FORMAT = 3
 """Raised with every change that a recording of before would not survive; that one is refused."""
@@ -25,17 +32,7 @@ FORMAT = 3
 _FIELD = "{rollout_id}"
 
 
-_UNREADABLE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    pickle.UnpicklingError,
-    *(ImportError, AttributeError, TypeError),  # classes of another release
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Recording:
+class Recording(NamedTuple):
     """One batch, as it came to the advantages."""
 
     groups: tuple[Group, ...]
@@ -44,11 +41,10 @@ class Recording:
     """Before the batch."""
 
 
-def recording_path(where: str, rollout_id: int) -> Path:
+def recording_path(where: str, rollout_id: int | str) -> Path:
     """The file of a batch: `where` with {rollout_id} filled in, or a folder."""
-    if _FIELD in where:
-        return Path(where.replace(_FIELD, str(rollout_id)))
-    return Path(where) / f"{rollout_id}.pt"
+    template = where if _FIELD in where else str(Path(where) / f"{_FIELD}.pt")
+    return Path(template.replace(_FIELD, str(rollout_id)))
 
 
 def record_batch(where: str | None, groups: Sequence[Group], progress: Progress) -> None:
@@ -78,13 +74,9 @@ def recordings(where: str) -> list[tuple[int, Path]]:
     Raises:
         CheckpointError: there is nothing.
     """
-    pattern = recording_path(where, 0).with_name(Path(where).name if _FIELD in where else "*.pt")
-    before, _, after = (Path(where).name if _FIELD in where else f"{_FIELD}.pt").partition(_FIELD)
-    found = []
-    for path in pattern.parent.glob(f"{before}*{after}"):
-        number = path.name.removeprefix(before).removesuffix(after)
-        if number.isdecimal():
-            found.append((int(number), path))
+    template = recording_path(where, _FIELD)
+    name = re.compile(re.escape(template.name).replace(re.escape(_FIELD), r"(\d+)"))
+    found = [(int(m[1]), p) for p in template.parent.glob("*") if (m := name.fullmatch(p.name))]
     if not found:
         raise CheckpointError(
             f"trainer.load_debug_rollout_data is {where!r}, where no batch is recorded; name what "
@@ -100,7 +92,7 @@ def load_recording(path: Path) -> Recording:
     """
     try:
         raw = torch.load(path, map_location="cpu", weights_only=False)
-    except _UNREADABLE as e:
+    except Exception as e:  # what is damaged, or of classes that are gone, fails in many ways
         raise CheckpointError(f"{path} cannot be read ({e}); record the run again") from e
     found = raw.get("format", 1)
     if found != FORMAT:
@@ -109,3 +101,40 @@ def load_recording(path: Path) -> Recording:
             "release that wrote it, or record the run again"
         )
     return Recording(raw["groups"], raw["progress"])
+
+
+def replay(
+    updater: Updater, batches: Sequence[tuple[int, Path]], updates_per_sync: int
+) -> Iterator[dict[str, Any]]:
+    """Train on the recorded batches; yields the metrics of each optimizer step.
+
+    Args:
+        updates_per_sync: optimizer steps between two publications of the recorded run.
+
+    Raises:
+        CheckpointError: a batch is missing: it does not begin where the one before ended.
+    """
+    progress, phases = updater.progress, Phases()
+    for rollout_id, path in batches:
+        if rollout_id != progress.updates:
+            raise CheckpointError(
+                f"{path} begins after optimizer step {rollout_id}, but the model is at "
+                f"{progress.updates}; set run.resume to the checkpoint step_{rollout_id}, "
+                "or restore the missing recordings"
+            )
+        recording = load_recording(path)
+        progress.become(recording.progress)
+        mark = time.monotonic()
+        with phases("prepare"):
+            prepared = updater.prepare(recording.groups)
+        for indices, groups in prepared.mini_batches:
+            with phases("train"):
+                update = updater.step(prepared.batch, indices)
+            if progress.updates % updates_per_sync == 0:  # the table moves as it did
+                progress.version += 1
+                progress.published[progress.version] = progress.updates
+            times = phases.take(time.monotonic() - mark)
+            progress.train_s += times["time/step_s"]
+            told = record_of(progress, groups, times["time/step_s"])
+            yield {**told, **prepared.metrics, **update, **times}
+            mark = time.monotonic()

@@ -16,8 +16,13 @@ from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.trainer.config import AlgorithmConfig, AsyncTrainingConfig
 from stepwell.trainer.errors import CheckpointError
 from stepwell.trainer.progress import Progress
-from stepwell.trainer.recording import load_recording, record_batch, recording_path, recordings
-from stepwell.trainer.replay import replay
+from stepwell.trainer.recording import (
+    load_recording,
+    record_batch,
+    recording_path,
+    recordings,
+    replay,
+)
 from stepwell.trainer.updater import Updater
 from tests.trainer.small_run import RecordingBackend
 

@@ -238,7 +238,6 @@ def test_a_filter_that_does_not_exist_is_refused_with_the_known_ones(tmp_path: P
             ],
             r"keep_best is 1 with validation.every 3.*make validation.every a multiple",
         ),
-        (),
     ],
 )
 def test_settings_that_cannot_work_are_refused(

@@ -29,7 +29,6 @@ class RemoteReward:
         at random so that many callers do not return together. `Retry-After` is obeyed instead.
         timeout_s: of one try.
         headers: of each request, e.g. {"Authorization": "Bearer …"}.
-        connections: to the server, at once.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class RemoteReward:
         backoff_s: float = 1.0,
         timeout_s: float = 30.0,
         headers: Mapping[str, str] | None = None,
-        connections: int = 64,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url is {url!r}; give one that begins with http:// or https://")
@@ -52,7 +50,6 @@ class RemoteReward:
         self._backoff_s = backoff_s
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = dict(headers or {})
-        self._connections = connections
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(
@@ -104,11 +101,7 @@ class RemoteReward:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:  # made where a loop runs
-            self._session = aiohttp.ClientSession(
-                timeout=self._timeout,
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=self._connections),
-            )
+            self._session = aiohttp.ClientSession(timeout=self._timeout, headers=self._headers)
         return self._session
 
 
