@@ -7,9 +7,16 @@ parameters and its formula, is in its file below `trainer/algorithms/` or in a p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    PlainValidator,
+    SerializeAsAny,
+    ValidationInfo,
+    model_validator,
+)
 
 from stepwell.backends.config import CriticConfig
 from stepwell.backends.registry import Registry
@@ -21,19 +28,41 @@ from stepwell.trainer.algorithms.policy_losses.base import PolicyLoss
 from stepwell.trainer.algorithms.registry import ESTIMATORS, METHODS, POLICY_LOSSES
 from stepwell.trainer.section import Section
 
+OwnOptions: TypeAlias = Annotated[SerializeAsAny[Options], Field(validate_default=True)]
+
+
+def _known(registry: Registry[Any]) -> AfterValidator:
+    """A name of the registry's."""
+
+    def check(name: str) -> str:
+        registry.load(name)
+        return name
+
+    return AfterValidator(check)
+
+
+def _own(registry: Registry[Any], key: str) -> PlainValidator:
+    """The hyper-parameters of the member that `key` names."""
+
+    def read(value: Any, info: ValidationInfo) -> Options:
+        name = info.data.get(key)  # none if it is wrong, which is told already
+        return own_options(registry.load(name).options, value, name) if name else Options()
+
+    return PlainValidator(read)
+
 
 class AdvantageConfig(Section):
     """How rewards become advantages (`algorithms/advantages/`); the keys are in `algorithm`."""
 
     own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"adv_options": ESTIMATORS}
 
-    adv_estimator: str = "grpo"
+    adv_estimator: Annotated[str, _known(ESTIMATORS)] = "grpo"
     """grpo, dr_grpo, rloo, opo, gpg, remax, reinforce_plus_plus, reinforce_plus_plus_baseline, gae
     (verl's names), reinforce_running, or a plug-in's `Estimator` by name or dotted path. `gae`
     trains a critic (`algorithm.critic`); `remax` runs one greedy rollout more per prompt as the
     baseline, which is not trained; `reinforce_running` is for groups of one, as traffic has them:
     its baseline is the mean reward of late."""
-    adv_options: SerializeAsAny[Options] = Field(default=Options(), validate_default=True)
+    adv_options: Annotated[OwnOptions, _own(ESTIMATORS, "adv_estimator")] = Options()
     """Hyper-parameters that the estimator has alone."""
     credit: Credit | None = None
     """What gets one advantage. `trajectory`: its step rewards are summed and all its tokens share
@@ -47,18 +76,6 @@ class AdvantageConfig(Section):
     whiten: bool = True
     """Scale the batch's advantages to mean 0 and variance 1 over tokens, where the estimator says
     so: reinforce_plus_plus, reinforce_plus_plus_baseline, gae. `reinforce_running` divides only."""
-
-    @field_validator("adv_estimator")
-    @classmethod
-    def _known_estimator(cls, value: str) -> str:
-        ESTIMATORS.load(value)
-        return value
-
-    @field_validator("adv_options", mode="plain")
-    @classmethod
-    def _estimators_own(cls, value: Any, info: ValidationInfo) -> Options:
-        name = info.data.get("adv_estimator")  # none if it is wrong, which is told already
-        return own_options(ESTIMATORS.load(name).options, value, name) if name else Options()
 
     @model_validator(mode="after")
     def _fits(self) -> AdvantageConfig:
@@ -105,10 +122,10 @@ class LossConfig(Section):
 
     own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"options": POLICY_LOSSES}
 
-    policy: str = "ppo"
+    policy: Annotated[str, _known(POLICY_LOSSES)] = "ppo"
     """ppo, gspo, cispo, sapo, clip_cov, kl_cov, gpg, sft, or a plug-in's `PolicyLoss` by name or
     dotted path."""
-    options: SerializeAsAny[Options] = Field(default=Options(), validate_default=True)
+    options: Annotated[OwnOptions, _own(POLICY_LOSSES, "policy")] = Options()
     """Hyper-parameters that the policy loss has alone."""
     clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
     """The ratio π/π_prox earns nothing below 1 - clip_ratio_low (A < 0). Default 0.2; `gspo` 3e-4;
@@ -147,18 +164,6 @@ class LossConfig(Section):
             return data  # the field's own validator says so, with the key
         return {"clip_ratio_low": low, "clip_ratio_high": high, **data}
 
-    @field_validator("policy")
-    @classmethod
-    def _known_policy(cls, value: str) -> str:
-        POLICY_LOSSES.load(value)
-        return value
-
-    @field_validator("options", mode="plain")
-    @classmethod
-    def _policys_own(cls, value: Any, info: ValidationInfo) -> Options:
-        name = info.data.get("policy")  # none if it is wrong, which is told already
-        return own_options(POLICY_LOSSES.load(name).options, value, name) if name else Options()
-
     @model_validator(mode="after")
     def _scale_factor_set(self) -> LossConfig:
         if self.loss_agg_mode.endswith("-norm") != (self.loss_scale_factor is not None):
@@ -183,14 +188,14 @@ class OffPolicyConfig(Section):
 
     own_keys: ClassVar[Mapping[str, Registry[Any]]] = {"options": METHODS}
 
-    method: str = "staleness_aware"
+    method: Annotated[str, _known(METHODS)] = "staleness_aware"
     """A preset of the fields below; what is given beside it wins. `staleness_aware`: the
     defaults. `none`: no weight, no mask. `tis`, `mis`, `icepop`: token-level truncation at 2,
     masking above 2, masking outside [0.5, 5]; `geometric_…`, `sequence_…` with ρ shared over a
     step. `decoupled`: plain ρ. `bypass`: π_prox is the behaviour policy, nothing is recomputed.
     `opsm`: bad steps that the policy has left are masked. Or a plug-in's `OffPolicyMethod` by name
     or dotted path."""
-    options: SerializeAsAny[Options] = Field(default=Options(), validate_default=True)
+    options: Annotated[OwnOptions, _own(METHODS, "method")] = Options()
     """Hyper-parameters that the method has alone."""
     proximal: Literal["recompute", "rollout"] = "recompute"
     """π_prox, the centre of the trust region: the policy before the batch, recomputed, or the
@@ -241,18 +246,6 @@ class OffPolicyConfig(Section):
             return {**METHODS.load(method).preset, **data}
         except ValueError:
             return data  # the field's own validator says so, with the key
-
-    @field_validator("method")
-    @classmethod
-    def _known_method(cls, value: str) -> str:
-        METHODS.load(value)
-        return value
-
-    @field_validator("options", mode="plain")
-    @classmethod
-    def _methods_own(cls, value: Any, info: ValidationInfo) -> Options:
-        name = info.data.get("method")  # none if it is wrong, which is told already
-        return own_options(METHODS.load(name).options, value, name) if name else Options()
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> OffPolicyConfig:

@@ -31,7 +31,6 @@ from stepwell.trainer.rewards.base import (
     RewardSample,
     last_boxed,
     load_reward,
-    score_with,
 )
 from stepwell.trainer.rewards.manager import RewardManager
 
@@ -49,5 +48,4 @@ __all__ = [
     "RewardValueError",
     "last_boxed",
     "load_reward",
-    "score_with",
 ]

@@ -13,9 +13,9 @@ from stepwell.trainer.rewards import (
     RewardValueError,
     load_reward,
 )
-from stepwell.trainer.rewards import score_with as _score_with
 from stepwell.trainer.rewards.base import close
 from tests.helpers import serving_posts
+from tests.trainer.rewards.scoring import score_with as _score_with
 
 Reply = Any
 """A status, a body, or a function of the request's body."""

@@ -17,8 +17,8 @@ from stepwell.trainer.rewards import (
     RewardTimeoutError,
     RewardValueError,
     load_reward,
-    score_with,
 )
+from tests.trainer.rewards.scoring import score_with
 
 SIGNATURE = "(data_source, solution_str, ground_truth, extra_info, **kwargs)"
 WriteReward = Callable[[str], Path]
