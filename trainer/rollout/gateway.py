@@ -27,14 +27,6 @@ _DOWN = frozenset({429, 500, 502, 503, 504})
 """The gateway answers, but has no room, is stopping, or its pool or engine is away."""
 
 
-class _UnavailableError(Exception):
-    """To be asked again, after `seconds`."""
-
-    def __init__(self, message: str, seconds: float) -> None:
-        super().__init__(message)
-        self.seconds = seconds
-
-
 class ClosedError(RolloutError):
     """The trajectory has ended: completed, aborted, or closed by the pool with its group."""
 
@@ -58,44 +50,58 @@ class GatewayClient:
 
     async def ready(self, patience_s: float) -> None:
         """Returns once the gateway answers and has an engine. Raises as `ask`."""
-        await self.ask_any("/ready", None, patience_s)
+        await self.ask("/ready", None, patience_s)
 
-    async def was_disturbed(self, since: float, replica: str | None = None) -> bool:
+    async def was_disturbed(self, since: float, replica: str = "") -> bool:
         """Whether the gateway (or the one replica) was restarted, or lost engine or pool, after
         `since` (monotonic)."""
         try:
-            urls = self._urls if replica is None else (replica,)
-            answer = await self._ask([f"{url}/health" for url in urls], None, PATIENCE_S)
+            answer = await self.ask(f"{replica}/health", None)
         except UnreachableError:
             return True
         # The gateway's clock is not ours: both count seconds back from now.
         return float(answer["undisturbed_s"]) < time.monotonic() - since
 
     async def ask(
-        self, url: str, body: dict[str, Any] | None, patience_s: float = PATIENCE_S
+        self, where: str, body: dict[str, Any] | None, patience_s: float = PATIENCE_S
     ) -> dict[str, Any]:
         """The answer to a POST of `body`, or to a GET without one.
+
+        Args:
+            where: a URL; or a path, at the first replica that can be reached.
 
         Raises:
             ClosedError: the trajectory has ended.
             UnreachableError: nobody answered within `patience_s`.
             RolloutError: the gateway refuses it.
         """
-        return await self._ask([url], body, patience_s)
-
-    async def ask_any(
-        self, path: str, body: dict[str, Any] | None, patience_s: float = PATIENCE_S
-    ) -> dict[str, Any]:
-        """The answer of the first replica that can be reached. Raises as `ask`."""
-        return await self._ask([f"{url}{path}" for url in self._urls], body, patience_s)
+        urls = [f"{url}{where}" for url in self._urls] if where.startswith("/") else [where]
+        method, give_up = "GET" if body is None else "POST", time.monotonic() + patience_s
+        for url in cycle(urls):
+            pause_s = RETRY_S
+            try:
+                async with self._connected().request(method, url, json=body) as response:
+                    if response.status < 400:
+                        return cast(dict[str, Any], await response.json())
+                    text = await response.text()
+                    why = f"{response.status}: {text:.300}"
+                    if response.status not in _DOWN:
+                        error = ClosedError if '"trajectory_closed"' in text else RolloutError
+                        raise error(f"{url} answered {why}")
+                    after = response.headers.get("retry-after", "")
+                    pause_s = max(pause_s, min(float(after), 5.0)) if after.isdecimal() else pause_s
+            except (aiohttp.ClientError, TimeoutError) as e:
+                why = str(e) or type(e).__name__
+            if time.monotonic() + pause_s >= give_up:
+                raise UnreachableError(f"{url} could not be reached for {patience_s:g} s ({why})")
+            await asyncio.sleep(pause_s)
+        raise RolloutError("there is no gateway to reach")
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _ask(
-        self, urls: Sequence[str], body: dict[str, Any] | None, patience_s: float
-    ) -> dict[str, Any]:
+    def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             headers = {}
             if self._key is not None:
@@ -105,34 +111,4 @@ class GatewayClient:
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total=ANSWER_S),
             )
-        give_up = time.monotonic() + patience_s
-        for url in cycle(urls):
-            pause_s = RETRY_S
-            try:
-                return await self._ask_once(self._session, url, body)
-            except (aiohttp.ClientError, TimeoutError, _UnavailableError) as e:
-                if isinstance(e, _UnavailableError):
-                    pause_s = max(pause_s, e.seconds)
-                if time.monotonic() + pause_s >= give_up:
-                    raise UnreachableError(
-                        f"{url} could not be reached for {patience_s:g} s ({e or type(e).__name__})"
-                    ) from e
-            await asyncio.sleep(pause_s)
-        raise RolloutError("there is no gateway to reach")
-
-    @staticmethod
-    async def _ask_once(
-        session: aiohttp.ClientSession, url: str, body: dict[str, Any] | None
-    ) -> dict[str, Any]:
-        method = "GET" if body is None else "POST"
-        async with session.request(method, url, json=body) as response:
-            if response.status in _DOWN:
-                text = await response.text()
-                after = response.headers.get("retry-after", "")
-                seconds = min(float(after), 5.0) if after.isdecimal() else 0.0
-                raise _UnavailableError(f"{response.status}: {text:.300}", seconds)
-            if response.status >= 400:
-                text = await response.text()
-                error = ClosedError if '"trajectory_closed"' in text else RolloutError
-                raise error(f"{url} answered {response.status}: {text:.300}")
-            return cast(dict[str, Any], await response.json())
+        return self._session

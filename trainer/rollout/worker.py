@@ -186,7 +186,7 @@ class RolloutWorker:
         """How it ended: COMPLETE, CLOSED, INFRASTRUCTURE, or what the agent failed with."""
         began = time.monotonic()
         try:
-            started = await self._gateway.ask_any(
+            started = await self._gateway.ask(
                 "/init_trajectory",
                 {
                     # Chosen here, so that asking again opens no second one.
