@@ -107,7 +107,9 @@ def open_table(config: TableConfig) -> Table:
         parts = [Part(n, JsonlFile(f)) for n, f in zip(_names(files), files, strict=True)]
     table = Table(parts)
     if not len(table):
-        raise DataError(f"{describe(config)} has no tasks; write one per line or row")
+        raise DataError(
+            f"{describe(config)} has no tasks; write one JSON object per line, or a row"
+        )
     return table
 
 
