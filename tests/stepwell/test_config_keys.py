@@ -91,6 +91,7 @@ def _texts(source: str) -> Iterator[str]:
 
 def _keys_in(text: str) -> set[str]:
     """Words of `text` that look like keys: they begin with a section, or end as a key does."""
+    text = re.sub(r"\{[^{}]*\}", "", text)  # of `str.format`: code, no key
     words = re.findall(r"(?<![\w./-])[a-z_]+(?:\.[a-z_]+)+(?![\w(/])", text)
     return {
         word
