@@ -27,6 +27,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from stepwell.gateway.reply.parser import ReplyParser, ReplyText
 from stepwell.quickstart.agent import MAX_TOKENS, TOOLS, calculator
 from stepwell.trainer.rewards.reasoning_gym import score
 
@@ -308,15 +309,15 @@ def measure(
         responses = sample(model, list(state.values()))
         following: dict[int, list[int]] = {}
         for (i, prompt), response in zip(state.items(), responses, strict=True):
-            try:
-                message = tokenizer.parse_response(tokenizer.decode(response), prefix="")
-            except ValueError:
-                continue
-            if calls := message.get("tool_calls"):
+            text = str(tokenizer.decode(response)).removesuffix("<|im_end|>")
+            parser, reply = ReplyParser(tools=True, reasoning=False), ReplyText()
+            for delta in (*parser.feed(text), *parser.finish()):
+                reply.add(delta)
+            if reply.tool_calls:
                 used.add(i)
-                result = calculator(json.dumps(calls[0]["function"]["arguments"]))
+                result = calculator(reply.tool_calls[0].arguments)
                 following[i] = prompt + response + demonstrations.tool_result(result)
-            elif score("chain_sum", message.get("content", ""), some[i]["answer"]):
+            elif score("chain_sum", reply.content, some[i]["answer"]):
                 right.add(i)
         state = following
     return {

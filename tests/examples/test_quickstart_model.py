@@ -8,6 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from stepwell.gateway.config import GatewayConfig
+from stepwell.gateway.reply.reader import ReplyFormat
+from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.quickstart.agent import MAX_TOKENS, TOOLS
 from stepwell.quickstart.make_model import (
     EVAL_SEED,
@@ -121,8 +124,9 @@ def test_a_demonstration_is_token_for_token_what_the_template_renders(
     messages: list[dict[str, Any]] = [{"role": "user", "content": task["question"]}]
     for part, _ in episode[1:-1]:
         text = cast(str, tokenizer.decode(part))
-        if calls := tokenizer.parse_response(text, prefix=ASSISTANT).get("tool_calls"):
-            messages.append(called(json.dumps(calls[0]["function"]["arguments"])))
+        if "<tool_call>" in text:
+            call = json.loads(text.split("<tool_call>\n")[1].split("\n</")[0])
+            messages.append(called(json.dumps(call["arguments"])))
         else:
             result = text.split("<tool_response>\n")[1].split("\n</")[0]
             messages.append({"role": "tool", "tool_call_id": "call_0", "content": result})
@@ -200,44 +204,35 @@ def test_content_may_be_missing_or_come_in_parts(tokenizer: PreTrainedTokenizerF
         assert render(tokenizer, USER, message).endswith(f"{ASSISTANT}<|im_end|>\n")
 
 
-# ── the response template ────────────────────────────────────────────────────────────────────────
+# ── how a gateway reads its replies ──────────────────────────────────────────────────────────────
 
 
-def parsed(tokenizer: PreTrainedTokenizerFast, text: str) -> dict[str, Any]:
-    prefix = render(tokenizer, USER, tools=TOOLS, add_generation_prompt=True)
-    return cast(dict[str, Any], tokenizer.parse_response(text, prefix=prefix))
-
-
-def test_a_response_is_parsed_into_content_calls_and_reasoning(
+@pytest.mark.parametrize(
+    ("reply", "content", "calls"),
+    [
+        ("46", "46", []),
+        (tool_call("1"), "", ["1"]),
+        (
+            f"Let me see.\n{tool_call('1')}\n{tool_call('2')}",
+            *("Let me see.\n", ["1", "2"]),
+        ),
+        ('<tool_call>\n{"name": "calc', '<tool_call>\n{"name": "calc', []),
+        ("<tool_call>\n</tool_call>", "<tool_call>\n</tool_call>", []),
+    ],
+)
+def test_a_reply_is_read_into_content_and_calls(
     tokenizer: PreTrainedTokenizerFast,
+    reply: str,
+    content: str,
+    calls: list[str],
 ) -> None:
-    one = {"name": "calculator", "arguments": {"expression": "1"}}
-    two = {"name": "calculator", "arguments": {"expression": "2"}}
-    assert parsed(tokenizer, "46<|im_end|>") == {"role": "assistant", "content": "46"}
-    assert parsed(tokenizer, f"{tool_call('1')}<|im_end|>") == {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": one}],
-    }
-    assert parsed(
-        tokenizer,
-        f"<think>Hm.</think>Let me see.\n{tool_call('1')}\n{tool_call('2')}<|im_end|>",
-    ) == {
-        "role": "assistant",
-        "reasoning_content": "Hm.",
-        "content": "Let me see.",
-        "tool_calls": [{"type": "function", "function": f} for f in (one, two)],
-    }
-
-
-def test_a_response_cut_off_in_its_text_is_parsed_as_far_as_it_goes(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    assert parsed(tokenizer, "4") == {"role": "assistant", "content": "4"}
-
-
-@pytest.mark.parametrize("text", ['<tool_call>\n{"name": "calc', "<tool_call>\n</tool_call>"])
-def test_a_call_that_is_no_json_is_a_value_error(
-    tokenizer: PreTrainedTokenizerFast, text: str
-) -> None:
-    with pytest.raises(ValueError, match="could not parse region as JSON"):
-        parsed(tokenizer, text)
+    chat = ChatTokenizer.load(str(MODEL))
+    prompt = chat.encode(render(tokenizer, USER, tools=TOOLS, add_generation_prompt=True))
+    reader = ReplyFormat(chat, GatewayConfig()).reader(
+        prompt, tools=TOOLS, parse_tools=True, stop=()
+    )
+    reader.take(tokenizer.encode(f"{reply}<|im_end|>"))
+    reader.finish()
+    assert reader.text.content == content
+    found = [json.loads(call.arguments)["expression"] for call in reader.text.tool_calls]
+    assert found == calls
