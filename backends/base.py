@@ -8,7 +8,7 @@ whose trainer owns its loop; a backend that Stepwell's loop drives implements th
                             └── train_step(batch, loss_fn) × n ──► save_weights ──► state_dict
 
 Owns: the interface, the batch and loss types that cross it, and backends by name (`BACKENDS`).
-Does not own: the list of names (`registry.py`), any model (`torch_backend.py`), any formula
+Does not own: the list of names (`registry.py`), any model (`torch/backend.py`), any formula
 (`trainer/algorithms/`).
 """
 

@@ -117,7 +117,7 @@ OPTIMIZER_OPTIONS: dict[str, tuple[str, ...]] = {
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (`backends/lora.py`) instead of training every weight."""
+    """Low-rank adapters (`backends/torch/lora.py`) instead of training every weight."""
 
     rank: int = Field(default=16, ge=1)
     """Width r of the update B·A."""
@@ -131,7 +131,7 @@ class LoraConfig(Section):
 
 
 class TorchBackendConfig(Section):
-    """How `backends/torch_backend.py` trains the model."""
+    """How `backends/torch/backend.py` trains the model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes cuda when there is one."""
@@ -152,7 +152,7 @@ class TorchBackendConfig(Section):
     of one layer at a time for a third more compute."""
     logits_mb: int = Field(default=256, ge=1)
     """float32 logits that exist at once, in MB. Beyond it the LM head goes over the response
-    positions in chunks and again in the backward pass (`backends/chunked_head.py`)."""
+    positions in chunks and again in the backward pass (`backends/torch/chunked_head.py`)."""
     optimizer: Literal["adamw", "adamw_8bit", "adafactor", "sgd"] = "adamw"
     """`adamw_8bit`: bitsandbytes, moments in a quarter of the memory; `adafactor`: factored second
     moments, no first (arXiv:1804.04235), `lr` is relative to each tensor's RMS; `sgd`: no
@@ -239,9 +239,9 @@ class TorchBackendConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model that `adv_estimator: gae` trains (`backends/critic.py`). How it computes
-    (device, dtype, rows, micro-batches, optimizer, ranks) is the `backend` section's; it has no
-    LoRA."""
+    """The value model that `adv_estimator: gae` trains (`backends/torch/critic.py`). How it
+    computes (device, dtype, rows, micro-batches, optimizer, ranks) is the `backend` section's; it
+    has no LoRA."""
 
     path: Path | None = None
     """Hugging Face directory of its backbone, with the policy's vocabulary; null = `model.path`."""
@@ -272,7 +272,7 @@ class CriticConfig(Section):
 
 
 class VerlConfig(Section):
-    """How `backends/verl_backend.py` lays Steps out for verl."""
+    """How `backends/verl/backend.py` lays Steps out for verl."""
 
     rows: Literal["merged", "step"] = "merged"
     """`merged`: one row per branch of a trajectory, what tools wrote between its turns masked.

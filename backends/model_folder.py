@@ -8,7 +8,7 @@ one that needs more memory than there is.
     tokenizer, chat template
 
 Owns what is read of the folder and the bytes that training it takes. Does not own loading it
-(`torch_backend.py`, the engines). Loads no torch.
+(`torch/backend.py`, the engines). Loads no torch.
 """
 
 from __future__ import annotations

@@ -190,9 +190,9 @@ BACKEND_NAMES = Names(
     group="stepwell.backends",
     key="trainer.backend",
     built_in={
-        "torch": "stepwell.backends.torch_backend:TorchBackend",
-        "verl": "stepwell.backends.verl_backend:VerlBackend",
-        "slime": "stepwell.backends.slime_backend:SlimeBackend",
+        "torch": "stepwell.backends.torch.backend:TorchBackend",
+        "verl": "stepwell.backends.verl.backend:VerlBackend",
+        "slime": "stepwell.backends.slime.backend:SlimeBackend",
     },
 )
 

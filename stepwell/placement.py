@@ -15,8 +15,8 @@ the ranks take both GPUs of 10.0.0.2 (2 < 10: addresses are not compared as text
 of 10.0.0.10. A single rank lives in the driver's own process; its bundle is on the driver's node.
 
 Owns the plan and the group. Does not own starting anything in it (`cluster.py`,
-`backends/ranks.py`) or making room: colocated, the engine's `--mem-fraction-static` has to leave
-the trainer its half.
+`backends/torch/ranks.py`) or making room: colocated, the engine's `--mem-fraction-static` has to
+leave the trainer its half.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from stepwell.backends.base import TrainingBackend, build_backend
-from stepwell.backends.critic import Critic
+from stepwell.backends.torch.critic import Critic
 from stepwell.backends.weights import WeightStore
 from stepwell.cluster import Parts
 from stepwell.config import RunConfig

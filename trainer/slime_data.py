@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stepwell.backends.slime_samples import sample_class
+from stepwell.backends.slime.samples import sample_class
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.remote.start import connect
 from stepwell.datapool.types import TRAIN, VAL, Group

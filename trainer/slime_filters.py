@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from stepwell.backends.slime_samples import SlimeSample
+from stepwell.backends.slime.samples import SlimeSample
 from stepwell.datapool.selection import Drop, Filter, GroupInfo, Verdict
 
 

@@ -10,7 +10,7 @@ gets them, so that a restart knows of each lease whether the checkpoint it loads
 does not matter whether `settle` was reached after that checkpoint was written.
 
 Owns: which rollout has which groups, the file, the thread that an event loop runs in. Does not own:
-the leases (`datapool/remote/lease_keeper.py`), what a group becomes (`backends/slime_samples.py`),
+the leases (`datapool/remote/lease_keeper.py`), what a group becomes (`backends/slime/samples.py`),
 when slime saves (`slime_rollout.py`).
 """
 
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import orjson
 
-from stepwell.backends.slime_samples import rollouts_of
+from stepwell.backends.slime.samples import rollouts_of
 from stepwell.datapool.errors import DataPoolError, GroupClosedError, UnknownGroupError
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, by_lease

@@ -2,7 +2,7 @@
 
     --rollout-function-path            stepwell.trainer.slime_rollout.generate_rollout
     --data-source-path                 stepwell.trainer.slime_data.PoolDataSource
-    --custom-reward-post-process-path  stepwell.backends.slime_backend.post_process_rewards
+    --custom-reward-post-process-path  stepwell.backends.slime.backend.post_process_rewards
     --custom-config-path               stepwell.yaml        {stepwell_namespace: stepwell-NAME, …}
 
     slime                     generate_rollout                    PoolDataSource          DataPool
@@ -19,7 +19,7 @@ gets all rollouts of them, `--n-samples-per-prompt` each. Without `--save-interv
 saves, and a rollout's groups are acked when the next one is asked for.
 
 Owns: slime's rollout function. Does not own: the data source (`slime_data.py`), leases
-(`slime_pool.py`), samples (`backends/slime_samples.py`).
+(`slime_pool.py`), samples (`backends/slime/samples.py`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from stepwell.backends.slime_backend import CENTRED
-from stepwell.backends.slime_samples import Converted, as_slime, to_samples
+from stepwell.backends.slime.backend import CENTRED
+from stepwell.backends.slime.samples import Converted, as_slime, to_samples
 from stepwell.datapool.dotted import resolve
 from stepwell.datapool.types import Group
 from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.slime_data import PoolDataSource
 from stepwell.trainer.slime_pool import SlimePool, scored
 
-REWARD_HOOK = "stepwell.backends.slime_backend.post_process_rewards"
+REWARD_HOOK = "stepwell.backends.slime.backend.post_process_rewards"
 
 
 class TrainOutput(NamedTuple):

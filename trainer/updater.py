@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import TokenBatch, TrainingBackend
-from stepwell.backends.critic import Critic
+from stepwell.backends.torch.critic import Critic
 from stepwell.datapool.types import Group
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.kl import kl_in_reward, next_coef

@@ -24,7 +24,7 @@ from benchmarks.pool.systems import Stepwell
 from benchmarks.pool.workload import GROUPS_PER_FETCH, VOCABULARY, chunks, workload_a
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.rows import micro_batches
-from stepwell.backends.torch_backend import TorchBackend, TorchBatch
+from stepwell.backends.torch.backend import TorchBackend, TorchBatch
 from stepwell.datapool.process import settle_heap
 
 

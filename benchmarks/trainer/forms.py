@@ -25,7 +25,7 @@ from benchmarks.trainer.trl_forms import Trl
 from stepwell.backends.base import LossOutput
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.rows import RowForm
-from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch.backend import TorchBackend
 from stepwell.datapool.types import Step
 
 

@@ -17,8 +17,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from stepwell.backends.chunked_head import chunk_tokens, chunked
-from stepwell.backends.forward import only_positions, score
+from stepwell.backends.torch.chunked_head import chunk_tokens, chunked
+from stepwell.backends.torch.forward import only_positions, score
 from tests.backends.models import SMALL, SMALL_GPT2
 
 VOCAB = 97

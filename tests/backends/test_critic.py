@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config
 
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.config import CriticConfig, TorchBackendConfig
-from stepwell.backends.critic import Critic, ValueLoss, ValueModel, explained_variance
 from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
-from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch.backend import TorchBackend
+from stepwell.backends.torch.critic import Critic, ValueLoss, ValueModel, explained_variance
 from stepwell.datapool.types import Group, Step, Trajectory
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.losses import loss_columns, make_loss_fn

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stepwell.backends import fsdp, ranks, torch_backend
 from stepwell.backends.base import LossOutput, Mean, TrainingBackend, build_backend
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, RankError
-from stepwell.backends.fsdp import Ranks
-from stepwell.backends.ranks import RayRanks
 from stepwell.backends.rows import build_rows, computed_tokens
+from stepwell.backends.torch import backend, fsdp, model, ranks
+from stepwell.backends.torch.fsdp import Ranks
+from stepwell.backends.torch.ranks import RayRanks
 from stepwell.datapool.types import Step
 from tests.backends.models import VOCAB, qwen3, save_model, step
 
@@ -87,8 +87,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_a_chunked_head(config: TorchBackendConfig, path: Path) -> TrainingBackend:
-    torch_backend.chunk_tokens = lambda limit_mb, vocab: 5
-    return torch_backend.TorchBackend(config, path)
+    model.chunk_tokens = lambda limit_mb, vocab: 5
+    return backend.TorchBackend(config, path)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -136,7 +136,7 @@ def test_every_row_is_computed_by_one_rank_and_rounds_are_balanced(
 
 
 def test_more_ranks_than_processes_are_refused_with_the_remedy(model_path: Path) -> None:
-    from stepwell.backends.torch_backend import TorchBackend
+    from stepwell.backends.torch.backend import TorchBackend
 
     with pytest.raises(BackendConfigError, match=r"ranks is 2, but 1 process share"):
         TorchBackend(config_of(ranks=2), model_path)

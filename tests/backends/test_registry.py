@@ -23,7 +23,7 @@ from stepwell.backends.engines.commands import ENGINES, CommandLine, Launch, com
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError, EngineStartError
 from stepwell.backends.registry import BACKEND_NAMES
-from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch.backend import TorchBackend
 from stepwell.placement import wanted_gpus
 from stepwell.plugins import show_plugins
 from stepwell.presets import load_config
@@ -104,8 +104,8 @@ def listed() -> str:
 
 def test_the_torch_backend_is_found_by_name_and_by_dotted_path() -> None:
     assert backend_class("torch") is TorchBackend
-    assert backend_class("stepwell.backends.torch_backend:TorchBackend") is TorchBackend
-    assert backend_class("stepwell.backends.torch_backend.TorchBackend") is TorchBackend
+    assert backend_class("stepwell.backends.torch.backend:TorchBackend") is TorchBackend
+    assert backend_class("stepwell.backends.torch.backend.TorchBackend") is TorchBackend
 
 
 def test_every_built_in_name_can_be_imported_and_has_a_line_about_it() -> None:

@@ -22,9 +22,9 @@ from torch import Tensor
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.config import VerlConfig
 from stepwell.backends.rows import build_rows
-from stepwell.backends.slime_backend import SlimeBackend, train_data
-from stepwell.backends.slime_samples import to_samples
-from stepwell.backends.verl_backend import VerlBackend, lay_out
+from stepwell.backends.slime.backend import SlimeBackend, train_data
+from stepwell.backends.slime.samples import to_samples
+from stepwell.backends.verl.backend import VerlBackend, lay_out
 from stepwell.datapool.types import Group, Step
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn
@@ -434,7 +434,7 @@ def test_verls_own_token_mean_is_ours_without_coefficients() -> None:
 @pytest.mark.skipif(not HAS_VERL, reason="make test-verl runs it, where verl is")
 @pytest.mark.parametrize("form", ["merged", "step"])
 def test_verls_own_advantages_are_ours_however_many_rows_a_trajectory_has(form: Any) -> None:
-    from stepwell.backends.verl_backend import compute_advantage
+    from stepwell.backends.verl.backend import compute_advantage
 
     steps = steps_of(GROUPS)
     wanted = compute_advantages(GROUPS, AdvantageConfig()).columns["advantages"]

@@ -15,8 +15,8 @@ import torch
 
 from stepwell.backends.base import backend_class
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.slime_backend import SlimeBackend, post_process_rewards, train_data
-from stepwell.backends.slime_samples import (
+from stepwell.backends.slime.backend import SlimeBackend, post_process_rewards, train_data
+from stepwell.backends.slime.samples import (
     NO_LOG_PROBS,
     OTHER_TEMPERATURE,
     SlimeSample,

@@ -12,8 +12,8 @@ import pytest
 import ray
 import torch
 
-from stepwell.backends.slime_backend import SlimeBackend, train_data
-from stepwell.backends.slime_samples import as_slime, to_samples
+from stepwell.backends.slime.backend import SlimeBackend, train_data
+from stepwell.backends.slime.samples import as_slime, to_samples
 from stepwell.datapool import PoolConfig, connect, start_data_pool
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.config import AdvantageConfig

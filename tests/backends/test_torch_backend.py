@@ -33,7 +33,7 @@ from stepwell.backends.errors import (
     UnsupportedByBackendError,
 )
 from stepwell.backends.rows import build_rows, micro_batches
-from stepwell.backends.torch_backend import TorchBackend, TorchBatch
+from stepwell.backends.torch.backend import TorchBackend, TorchBatch
 from stepwell.datapool.types import Step
 from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn
 from stepwell.trainer.config import LossConfig

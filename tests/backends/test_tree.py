@@ -25,9 +25,9 @@ from transformers import (
 
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.errors import BackendConfigError
-from stepwell.backends.forward import forward, prepare
 from stepwell.backends.rows import RowForm, build_rows, micro_batches
-from stepwell.backends.tree import Node, Tree, _TreeAttention, enable, is_enabled, pack
+from stepwell.backends.torch.forward import forward, prepare
+from stepwell.backends.torch.tree import Node, Tree, _TreeAttention, enable, is_enabled, pack
 from stepwell.datapool.types import Step, TokenIds
 from tests.backends.models import SMALL, SMALL_GPT2, VOCAB, plain_forward
 

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from stepwell.backends.base import build_backend
 from stepwell.backends.config import TorchBackendConfig, VerlConfig
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.verl_backend import Layout, VerlBackend, lay_out, trained_steps
-from stepwell.backends.verl_feed import VerlFeed
-from stepwell.backends.verl_queue import queue_rows
+from stepwell.backends.verl.backend import Layout, VerlBackend, lay_out, trained_steps
+from stepwell.backends.verl.feed import VerlFeed
+from stepwell.backends.verl.queue import queue_rows
 from stepwell.datapool import DataPoolClient, PoolConfig, client_of, start_data_pool
 from stepwell.datapool.errors import LeaseExpiredError, PoolUnavailableError
 from stepwell.datapool.types import GREEDY, Group, Lease, Step, Trajectory, VersionSpan

@@ -33,10 +33,10 @@ from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_pad
 
 from stepwell.backends.config import TorchBackendConfig, VerlConfig
 from stepwell.backends.errors import BatchError
-from stepwell.backends.fsdp import full
-from stepwell.backends.torch_backend import TorchBackend
-from stepwell.backends.verl_backend import VerlBackend, compute_advantage
-from stepwell.backends.verl_queue import put
+from stepwell.backends.torch.backend import TorchBackend
+from stepwell.backends.torch.fsdp import full
+from stepwell.backends.verl.backend import VerlBackend, compute_advantage
+from stepwell.backends.verl.queue import put
 from stepwell.datapool.types import Group
 from stepwell.trainer.algorithms.advantages.columns import compute_advantages
 from stepwell.trainer.algorithms.losses import coefficients, make_loss_fn

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch.backend import TorchBackend
 from stepwell.checks import training_prompts
 from stepwell.config import RunConfig
 from stepwell.datapool.config import PoolConfig

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch.backend import TorchBackend
 from stepwell.checks import training_prompts
 from stepwell.cluster import start_cluster
 from stepwell.config import RunConfig

@@ -35,9 +35,9 @@ def test_no_text_installs_stepwell_or_an_extra_of_it_by_name() -> None:
 @pytest.mark.parametrize(
     ("file", "extra"),
     [
-        ("backends/lora.py", "lora"),
-        ("backends/optimizers.py", "8bit"),
-        ("backends/verl_backend.py", "verl"),
+        ("backends/torch/lora.py", "lora"),
+        ("backends/torch/optimizers.py", "8bit"),
+        ("backends/verl/backend.py", "verl"),
         ("backends/engines/sglang.py", "sglang"),
     ],
 )

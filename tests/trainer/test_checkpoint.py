@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stepwell.backends.checksums import seal
 from stepwell.backends.config import TorchBackendConfig
-from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch.backend import TorchBackend
 from stepwell.config import RunConfig, RunSection
 from stepwell.datapool.store.journal import Journal
 from stepwell.datapool.types import Group

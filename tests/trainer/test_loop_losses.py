@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepwell.backends.torch_backend import TorchBackend, TorchBatch
+from stepwell.backends.torch.backend import TorchBackend, TorchBatch
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper
 from stepwell.datapool.types import TRAIN, Group, Lease, Step, Trajectory
 from stepwell.presets import load_config

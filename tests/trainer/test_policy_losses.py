@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stepwell.backends.base import TokenBatch
 from stepwell.backends.config import TorchBackendConfig
-from stepwell.backends.torch_backend import TorchBackend
+from stepwell.backends.torch.backend import TorchBackend
 from stepwell.datapool.types import Step
 from stepwell.trainer.algorithms.kl import KlConfig
 from stepwell.trainer.algorithms.losses import loss_columns, make_loss_fn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from types import SimpleNamespace
 
-from stepwell.backends.slime_samples import SlimeSample
+from stepwell.backends.slime.samples import SlimeSample
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.selection import (
     Drop,

@@ -18,7 +18,7 @@ import ray
 import stepwell.datapool.remote.lease_keeper
 import stepwell.trainer.slime_pool
 from stepwell.backends.errors import BatchError
-from stepwell.backends.slime_samples import SlimeSample, as_slime
+from stepwell.backends.slime.samples import SlimeSample, as_slime
 from stepwell.datapool import DataPoolClient, PoolConfig, Step, connect, start_data_pool
 from stepwell.trainer.config import JsonlSource
 from stepwell.trainer.data import PromptSource

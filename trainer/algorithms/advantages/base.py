@@ -16,7 +16,7 @@ signal: exactly 0.
 
 Files beside this one hold an estimator or a small family each: its formula and its entry, an
 `Estimator`. Pure functions in float64, without torch. Does not own: which token is of which unit
-(`columns.py`), rewards (`rewards/`), the critic (`backends/critic.py`), the loss.
+(`columns.py`), rewards (`rewards/`), the critic (`backends/torch/critic.py`), the loss.
 
 Worked example, rewards [1, 0, 0, 1]: mean 0.5, unbiased std 0.577, GRPO advantages ±0.866.
 """

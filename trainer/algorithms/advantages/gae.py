@@ -1,4 +1,4 @@
-"""Generalized Advantage Estimation, with a critic (`backends/critic.py`).
+"""Generalized Advantage Estimation, with a critic (`backends/torch/critic.py`).
 
     δ_k = r_k + γ V_{k+1} - V_k        A_k = δ_k + γ λ A_{k+1}        0 behind the last
 

@@ -31,7 +31,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,17 +38,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import logging as transformers_logging
 
-from stepwell.backends import lora, ranks, tree
 from stepwell.backends.base import LossFn, Mean, TokenBatch, TrainingBackend
-from stepwell.backends.chunked_head import chunk_tokens
 from stepwell.backends.config import TorchBackendConfig
 from stepwell.backends.errors import BackendConfigError, BatchError, NonFiniteUpdateError
-from stepwell.backends.forward import forward
-from stepwell.backends.fsdp import (
+from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint
+from stepwell.backends.rows import Row, build_rows, computed_tokens, select
+from stepwell.backends.torch import lora, ranks
+from stepwell.backends.torch.fsdp import (
     Ranks,
     full,
     full_optimizer_state,
@@ -57,10 +53,17 @@ from stepwell.backends.fsdp import (
     reshard,
     shard_like,
 )
-from stepwell.backends.master_weights import MasterWeights
-from stepwell.backends.model_folder import WEIGHT_SUFFIXES, fingerprint
-from stepwell.backends.optimizers import build_optimizer, learning_rate, load_optimizer
-from stepwell.backends.rows import Row, build_rows, computed_tokens, select
+from stepwell.backends.torch.master_weights import MasterWeights
+from stepwell.backends.torch.model import (
+    Policy,
+    aliases_of,
+    checkpoint_layers,
+    device_of,
+    load_model,
+    model_dir,
+    no_progress_bars,
+)
+from stepwell.backends.torch.optimizers import build_optimizer, learning_rate, load_optimizer
 from stepwell.backends.weights.digest import read_tensors
 from stepwell.datapool.types import Step
 
@@ -70,27 +73,6 @@ class TorchBatch(TokenBatch):
     """A `TokenBatch` and the rows that its steps are computed in."""
 
     rows: tuple[Row, ...] = ()
-
-
-class _Policy(torch.nn.Module):
-    """The model and how its rows are scored, as one module: the root that FSDP2 shards. What
-    belongs to no layer (embedding, LM head) is therefore whole until the end of the backward
-    pass, where the chunked head is computed again."""
-
-    def __init__(self, model: Any, config: TorchBackendConfig, device: torch.device) -> None:
-        super().__init__()
-        self.model = model
-        self._device = device
-        vocab = model.get_input_embeddings().num_embeddings
-        self._chunk = chunk_tokens(config.logits_mb, vocab)
-
-    def forward(
-        self, batch: TokenBatch, rows: Sequence[Row], *, entropy: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(log π, entropy | None, token index): [n] each, of the response tokens in `rows`."""
-        return forward(
-            self.model, batch, rows, device=self._device, entropy=entropy, chunk=self._chunk
-        )
 
 
 class TorchBackend(TrainingBackend):
@@ -103,7 +85,7 @@ class TorchBackend(TrainingBackend):
     def __init__(self, config: TorchBackendConfig, model_path: str | Path) -> None:
         self._config = config
         self._model_path = Path(model_path)
-        self._device = _device(config.device)
+        self._device = device_of(config.device)
         self._ranks = Ranks.join(config.ranks, self._device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -115,21 +97,21 @@ class TorchBackend(TrainingBackend):
         self._reference_path = config.reference_path or self._model_path
         # What the run starts with: its checkpoints must not meet other weights there.
         self._started_from = {
-            "model": fingerprint(_model_dir(self._model_path, "model.path")),
-            "reference": fingerprint(_model_dir(self._reference_path, "backend.reference_path")),
+            "model": fingerprint(model_dir(self._model_path, "model.path")),
+            "reference": fingerprint(model_dir(self._reference_path, "backend.reference_path")),
         }
-        self._model = _load(self._model_path, config, frozen=config.lora is not None)
+        self._model = load_model(self._model_path, config, frozen=config.lora is not None)
         if config.lora is not None:
             lora.add_adapters(self._model, config.lora)
         if config.gradient_checkpointing:
-            _checkpoint_layers(self._model)
+            checkpoint_layers(self._model)
         self._policy = self._on_device(self._model)
-        self._aliases = _aliases(self._model)
+        self._aliases = aliases_of(self._model)
         # Sharded weights are float32 too, and FSDP2 gathers them in `dtype`.
         rounded = torch.float32 if config.ranks > 1 else getattr(torch, config.dtype)
         self._masters = MasterWeights(self._model, rounded)
         self._optimizer = build_optimizer(config, self._masters.parameters)
-        self._reference: _Policy | None = None
+        self._reference: Policy | None = None
         self._updates = 0
         self._skipped_updates = 0
         self._skipped_in_a_row = 0
@@ -200,12 +182,12 @@ class TorchBackend(TrainingBackend):
                     f"the reference policy in {self._reference_path} is not the one that the run "
                     "started with; set backend.reference_path to a directory that holds it"
                 )
-            model = _load(self._reference_path, self._config, frozen=True)
+            model = load_model(self._reference_path, self._config, frozen=True)
             self._reference = self._on_device(model.requires_grad_(False))
         return self._score(self._reference, batch)
 
     @torch.no_grad()
-    def _score(self, policy: _Policy, batch: TorchBatch) -> Tensor:
+    def _score(self, policy: Policy, batch: TorchBatch) -> Tensor:
         mine: list[tuple[Tensor, Tensor]] = []
         for rows in self._micro_batches(batch.rows):
             log_probs, _, tokens = policy(batch, rows or [_shortest(batch.rows)], entropy=False)
@@ -286,7 +268,7 @@ class TorchBackend(TrainingBackend):
         adapters = self._adapters() if self._config.lora is not None else None
         if self._ranks.rank != 0:
             return
-        with _no_progress_bars():
+        with no_progress_bars():
             self._model.save_pretrained(target, state_dict=weights)
         # save_pretrained writes the dtype of the master weights.
         config = json.loads((target / "config.json").read_text())
@@ -456,9 +438,9 @@ class TorchBackend(TrainingBackend):
     def _micro_batches(self, rows: Sequence[Row]) -> list[list[Row]]:
         return self._ranks.rounds(rows, self._config.micro_batch_tokens, self._config.rows)
 
-    def _on_device(self, model: Any) -> _Policy:
+    def _on_device(self, model: Any) -> Policy:
         """`model`, ready to score rows; sharded if there are ranks to share it."""
-        policy = _Policy(model, self._config, self._device)
+        policy = Policy(model, self._config, self._device)
         self._ranks.shard(policy, getattr(torch, self._config.dtype))
         return policy.to(self._device)
 
@@ -507,82 +489,8 @@ class TorchBackend(TrainingBackend):
         return lr
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise BackendConfigError("backend.device is 'cuda', but torch sees no GPU; use 'auto'")
-    return torch.device(name)
-
-
-def _load(path: Path, config: TorchBackendConfig, *, frozen: bool) -> Any:
-    """The model on the CPU, in eval mode; in float32 unless `frozen`, which no update rounds."""
-    try:
-        with _no_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=getattr(torch, config.dtype) if frozen else torch.float32,
-                attn_implementation=config.attention,
-                trust_remote_code=config.trust_remote_code,
-                local_files_only=True,
-            )
-    except (OSError, ValueError, ImportError) as e:
-        raise BackendConfigError(
-            f"the model in {str(path)!r} cannot be loaded: {str(e).strip().splitlines()[0]}"
-        ) from e
-    if config.rows == "tree":
-        tree.enable(model, getattr(torch, config.dtype))
-    model.eval()
-    return model
-
-
-def _model_dir(path: Path, key: str) -> Path:
-    if not (path / "config.json").is_file():
-        raise BackendConfigError(
-            f"{key} is {str(path)!r}, which has no config.json; "
-            "point it at a Hugging Face model directory"
-        )
-    return path
-
-
-def _checkpoint_layers(model: Any) -> None:
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
-        raise BackendConfigError(
-            f"backend.gradient_checkpointing is on, but {type(model).__name__} has no layers that "
-            "support it; turn it off and lower micro_batch_tokens instead"
-        )
-    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
-    for layer in layers:
-        # Layers checkpoint in training mode only; what is in them (dropout) stays in eval mode.
-        layer.training = True
-
-
-def _aliases(model: Any) -> dict[str, str]:
-    """Name of a tied weight -> the first name of the same weight."""
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        name = name.replace(".base_layer.", ".")
-        if first.setdefault(id(parameter), name) != name:
-            aliases[name] = first[id(parameter)]
-    return aliases
-
-
 def _shortest(rows: Sequence[Row]) -> Row:
     return min(rows, key=lambda row: row.n_inputs)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """A bar per published version would tear the live display apart."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]  # theirs
 
 
 def _name(step: Step) -> str:

@@ -10,7 +10,7 @@ trajectory of several branches is one rollout of several samples (slime: "compac
 Every response token is trained in exactly one sample; what cannot be trained is masked, and
 counted. Source of the fields: THUDM/slime 0.3.1, `slime/utils/types.py`.
 
-Owns: samples. Does not own: rows (`rows.py`), what slime makes of samples (`slime_backend.py`).
+Owns: samples. Does not own: rows (`rows.py`), what slime makes of samples (`slime/backend.py`).
 Needs no slime.
 """
 

@@ -9,7 +9,7 @@ A batch is sent once, when it is converted; later calls send its columns. An err
 raises (a bad batch) is raised as it is, and the ranks go on. One that only some raise leaves the
 others waiting for a sum: then all are stopped, and the error says which rank failed.
 
-Does not own: the model, the sharding, who computes what (`torch_backend.py`, `fsdp.py`).
+Does not own: the model, the sharding, who computes what (`torch/backend.py`, `fsdp.py`).
 """
 
 from __future__ import annotations

@@ -350,7 +350,7 @@ def tree_attention_forward(
             everywhere = out.new_zeros(out.shape[0], tree.n_tokens, *out.shape[2:])
             out = everywhere.index_copy(1, tree.read, out)
         return out, None
-    # In eval mode throughout (see torch_backend.py): no dropout to pass on.
+    # In eval mode throughout (see torch/backend.py): no dropout to pass on.
     mask = tree.block_mask(query.device)
     flex: tuple[Tensor, Tensor | None] = flex_attention_forward(
         module, query, key, value, mask, scaling=scaling, **kwargs

@@ -6,7 +6,7 @@
 
 V_t is the value of the state before response token t, so it is read where log π(t) is: at the
 position before the token. Rows, micro-batches, precision, sharding and the handling of updates
-that are not finite are the torch backend's (`torch_backend.py`): to it a value is one more score
+that are not finite are the torch backend's (`torch/backend.py`): to it a value is one more score
 of a response token.
 
 Owns: the value head, the value loss, the warm-up. Does not own: returns and advantages.
@@ -26,10 +26,10 @@ from torch.nn.functional import linear
 from stepwell.backends.base import LossOutput, Mean, TokenBatch
 from stepwell.backends.config import CriticConfig, TorchBackendConfig
 from stepwell.backends.errors import BatchError
-from stepwell.backends.forward import prepare
 from stepwell.backends.rows import Row
-from stepwell.backends.torch_backend import TorchBackend, TorchBatch
-from stepwell.backends.tree import is_enabled
+from stepwell.backends.torch.backend import TorchBackend, TorchBatch
+from stepwell.backends.torch.forward import prepare
+from stepwell.backends.torch.tree import is_enabled
 
 
 class Critic:

@@ -4,7 +4,7 @@ The rate is a pure function of the number of updates applied: a resumed run need
 state, a skipped update does not advance it, and a changed `lr` holds from the resume on.
 
 Owns: which class and which parameters decay. Does not own: when a step is taken or skipped, nor
-gradient clipping (`torch_backend.py`).
+gradient clipping (`torch/backend.py`).
 """
 
 from __future__ import annotations

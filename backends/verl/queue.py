@@ -14,7 +14,7 @@ again (a redelivered lease) changes nothing. verl's step s samples with the weig
 left, whose version is s - 1 if engines are told verl's `global_steps` as the version: a group's
 `global_steps` is its oldest version + 1, and verl's staleness limits hold.
 
-Owns: names, tags, fields. Does not own: what a row holds (`verl_rows.py`), TransferQueue.
+Owns: names, tags, fields. Does not own: what a row holds (`verl/rows.py`), TransferQueue.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.verl_backend import REMEDY, require_verl
-from stepwell.backends.verl_rows import VerlRow
+from stepwell.backends.verl.backend import REMEDY, require_verl
+from stepwell.backends.verl.rows import VerlRow
 
 NAMED_OTHERWISE = {"__num_turns__": "num_turns"}
 TAGGED = ("min_global_steps", "max_global_steps")

@@ -9,7 +9,7 @@ the other token by token (`rows.py`), at the same temperature (verl has one per 
 images are refused.
 
 Owns: which rows there are and what each holds. Does not own: padding and `DataProto`
-(`verl_backend.py`) or TransferQueue (`verl_queue.py`).
+(`verl/backend.py`) or TransferQueue (`verl/queue.py`).
 """
 
 from __future__ import annotations

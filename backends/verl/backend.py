@@ -1,7 +1,7 @@
 """Steps for verl (0.9): its `DataProto`, and the rows of its TransferQueue.
 
-    groups ──lease──► verl_feed.py ──convert──► verl_rows.py ──┬─ lay_out ─► DataProto    verl's
-                                                               └─ queue ───► TransferQueue trainers
+    groups ──lease──► feed.py ──convert──► rows.py ──┬─ lay_out ─► DataProto    verl's
+                                                     └─ queue ───► TransferQueue trainers
 
 verl owns the loop and the model; this turns leased Steps into what it trains on::
 
@@ -13,7 +13,7 @@ Every row carries its trajectory's reward G, as the outputs of verl's own agent 
 trajectory must count once in its group however many rows it has: take advantages from Stepwell
 (`columns`), or from verl through `compute_advantage` here.
 
-Owns: padding, `DataProto`, verl's advantages. Does not own: which rows there are (`verl_rows.py`),
+Owns: padding, `DataProto`, verl's advantages. Does not own: which rows there are (`verl/rows.py`),
 formulas (`trainer/`), the loop (verl).
 """
 
@@ -33,7 +33,7 @@ from torch import Tensor
 from stepwell.backends.base import TrainingBackend
 from stepwell.backends.config import VerlConfig
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.verl_rows import VerlRow, build
+from stepwell.backends.verl.rows import VerlRow, build
 from stepwell.datapool.types import GREEDY, Group, Step
 
 DataProto: TypeAlias = Any
@@ -151,7 +151,7 @@ class VerlBackend(TrainingBackend):
             raise BackendConfigError(
                 f"the verl backend was given a {type(config).__name__}; it takes a VerlConfig. "
                 "verl runs its own loop, so `stepwell train` cannot drive it: feed your verl "
-                "trainer from the pool with stepwell.backends.verl_feed.VerlFeed "
+                "trainer from the pool with stepwell.backends.verl.feed.VerlFeed "
                 "(docs/design/backends.md), or set trainer.backend=torch"
             )
         return cls(config, *args, **kwargs)
@@ -168,7 +168,7 @@ class VerlBackend(TrainingBackend):
         columns: Mapping[str, Tensor] | None = None,
         tasks: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> list[VerlRow]:
-        """The rows of `steps`, unpadded; needs no verl. See `verl_rows.build`."""
+        """The rows of `steps`, unpadded; needs no verl. See `rows.build`."""
         return build(steps, form=self.config.rows, columns=columns, tasks=tasks)
 
     def convert(
@@ -188,7 +188,7 @@ class VerlBackend(TrainingBackend):
 
         Raises:
             BackendConfigError: verl is not installed.
-            BatchError: what no batch can be made of; see `verl_rows.build` and `lay_out`.
+            BatchError: what no batch can be made of; see `rows.build` and `lay_out`.
         """
         require_verl()
         from tensordict import TensorDict

@@ -1,6 +1,6 @@
 """slime's train data of Steps, and the statistics of groups that slime asks a hook for.
 
-    Steps ──slime_samples.py──► samples ──► train data: tokens, response_lengths, loss_masks,
+    Steps ──── samples.py ────► samples ──► train data: tokens, response_lengths, loss_masks,
                                    │                     rollout_log_probs, rewards, rollout_ids, …
                                    └─ post_process_rewards ─┘
 
@@ -8,7 +8,7 @@ slime's loss is Σ over samples of (Σ mask · L) / rollout_mask_sums, over the 
 trajectory of three samples with 4, 2 and 2 trained tokens has `rollout_mask_sums` 8 on each: it
 weighs as one. slime's own normalisation of rewards has no such care: it reshapes *samples* by
 `n_samples_per_prompt`, or else takes the whole batch as one group. Hence the hook for
-`--custom-reward-post-process-path`, `stepwell.backends.slime_backend.post_process_rewards`.
+`--custom-reward-post-process-path`, `stepwell.backends.slime.backend.post_process_rewards`.
 
 Sources: THUDM/slime 0.3.1, `slime/ray/rollout.py` (`_post_process_rewards`,
 `_convert_samples_to_train_data`), `slime/backends/megatron_utils/cp_utils.py`.
@@ -27,7 +27,7 @@ import numpy as np
 
 from stepwell.backends.base import TrainingBackend
 from stepwell.backends.errors import BackendConfigError, BatchError
-from stepwell.backends.slime_samples import PADDING, SlimeSample, groups_of, to_samples
+from stepwell.backends.slime.samples import PADDING, SlimeSample, groups_of, to_samples
 from stepwell.datapool.types import Step
 
 EPSILON = 1e-6

@@ -12,7 +12,7 @@ through its attention too): what the others would become there is read by nobody
 fp32 at each step's temperature.
 
 Owns: the model's inputs, the choice of positions, the scoring of logits. Does not own: which rows
-there are and how they are split (`rows.py`), the optimizer (`torch_backend.py`).
+there are and how they are split (`rows.py`), the optimizer (`torch/backend.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from stepwell.backends.base import TokenBatch
-from stepwell.backends.chunked_head import chunked
 from stepwell.backends.rows import Row
-from stepwell.backends.tree import Tree, is_enabled, pack
+from stepwell.backends.torch.chunked_head import chunked
+from stepwell.backends.torch.tree import Tree, is_enabled, pack
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -14,10 +14,10 @@ A batch that is not acked when the loop is left goes back at once; after a crash
 its lease runs out. Leases are renewed while the event loop runs. A step that blocks it for longer
 than `lease_s` loses them: a group that the pool then serves again is recognised and not yielded
 twice, but another consumer of the channel may get it first. For a V1 trainer, `groups()` yields
-what `verl_queue.put` takes.
+what `verl/queue.put` takes.
 
 Owns: what a batch is. Does not own: leases (`datapool/remote/lease_keeper.py`), conversion
-(`verl_backend.py`), the pool.
+(`verl/backend.py`), the pool.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from stepwell.backends.verl_backend import DataProto, VerlBackend
+from stepwell.backends.verl.backend import DataProto, VerlBackend
 from stepwell.datapool.errors import DataPoolError, LeaseExpiredError
 from stepwell.datapool.remote.lease_keeper import LeaseKeeper, LeasingPool
 from stepwell.datapool.types import TRAIN, Group
