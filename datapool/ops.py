@@ -6,10 +6,7 @@ The same record is what a client makes, what travels, what the state machine app
 journal keeps. A change is validated where it is made, so a bad argument is an error of its caller
 before anything is sent. `Op[R]` is answered with an `R`.
 
-To add an operation: a class here (its docstring says what it does and what it raises), a method
-that applies it, named in `METHODS` of `core/channel.py` or, if it is about several channels or a
-lease, in `_ANSWERS` of `core/pool.py`; and, if callers want it by name, a method of
-`remote/client.py`.
+To add an operation, file by file: docs/design/datapool.md.
 
 Owns names, arguments and what each may be, which stands in its type (`Text`, `Seconds`, …) and is
 looked at when an operation is made. Does not own what an operation does to groups (`core/`), how

@@ -276,13 +276,15 @@ class Shards:
 
     async def _open_group(self, op: ops.OpenGroup, timeout_s: float | None) -> ops.SubmitOutcome:
         """Open it once the whole pool has credit for one more."""
-        port = self.ports[shard_of(op.prompt_uid, self.n)]
-        look = asked.WaitCredit(op.prompt_uid, op.channel)
-        if op.channel in self._unlimited or (await port.call(look)).is_known:
-            return await port.call(op, timeout_s)
-        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        home = shard_of(op.prompt_uid, self.n)
+        port, look = self.ports[home], asked.WaitCredit(op.prompt_uid, op.channel)
         line = op.channel, asyncio.get_running_loop()
         lock = self._opening.setdefault(line, asyncio.Lock())
+        if op.channel in self._unlimited or (
+            lock.locked() and (await port.call(look)).is_known  # it need not stand in line
+        ):
+            return await port.call(op, timeout_s)
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         try:
             async with asyncio.timeout(None if timeout_s is None else max(timeout_s, IN_LINE_S)):
                 await lock.acquire()
@@ -298,7 +300,8 @@ class Shards:
                     self._unlimited.add(op.channel)
                 full = _no_credit(credits)
                 left = None if end == math.inf else max(0.0, end - time.monotonic())
-                if full is None or any(credit.shut_down for credit in credits):
+                is_shut = any(credit.shut_down for credit in credits)
+                if full is None or credits[home].is_known or is_shut:
                     return await port.call(op, left)
                 if left == 0:
                     raise PoolFullError(
