@@ -97,11 +97,11 @@ class Shards:
 
     async def call(self, op: Op[R], timeout_s: float | None = 0.0) -> R:
         """As `DataPoolClient.call`."""
+        if self.n == 1:
+            return await self.ports[0].call(op, timeout_s)
         return cast(R, await self._call(op, timeout_s))
 
     async def _call(self, op: Op[Any], timeout_s: float | None) -> Any:
-        if self.n == 1:
-            return await self.ports[0].call(op, timeout_s)
         if (merge := _MERGE.get(type(op))) is not None:
             return merge(op, await self._all(op))
         match op:
