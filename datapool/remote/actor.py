@@ -107,7 +107,7 @@ class DataPoolActor:
         if self._service.incarnation is not None:
             record(self._service.incarnation)
         settle_heap()
-        return_large_blocks(1 << 18)
+        return_large_blocks(1 << 17)
 
     @ray.method(concurrency_group=FINDING)
     def door(self, from_node: str) -> Door:

@@ -43,7 +43,7 @@ from typing import Any
 
 from stepwell.datapool.errors import JournalError, JournalFencedError
 from stepwell.datapool.store.log import Batch, Durability, Log
-from stepwell.datapool.store.segments import Row, encode_record, row_at
+from stepwell.datapool.store.segments import Row, encode_record
 
 ERASE_S = 3000.0
 """Seconds after which a dead row's segment is cleaned, whatever else is in it."""
@@ -183,9 +183,7 @@ class Journal:
         """
         records = self._buffer.rows
         stored = self._log.payloads([row for row in rows if row not in records])
-        return [
-            row_at(records[row], row, 0).payload if row in records else stored[row] for row in rows
-        ]
+        return [b"".join(records[row][1:]) if row in records else stored[row] for row in rows]
 
     @property
     def identity(self) -> str:

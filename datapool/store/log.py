@@ -46,6 +46,7 @@ from stepwell.datapool.store.folder import (
 from stepwell.datapool.store.index import Found, read_log
 from stepwell.datapool.store.segments import (
     Block,
+    Record,
     Row,
     encode_block,
     row_at,
@@ -69,7 +70,7 @@ READ_SEGMENTS = 4
 class Batch:
     """What a transaction changes."""
 
-    rows: dict[int, bytes] = field(default_factory=dict)
+    rows: dict[int, Record] = field(default_factory=dict)
     """Records."""
     deletes: set[int] = field(default_factory=set)
     states: dict[str, bytes] = field(default_factory=dict)
@@ -152,7 +153,7 @@ class Log:
         """
         index, last, newest = self.index, self.last, self._newest
         deleted: dict[int, list[int]] = {}
-        n_bytes = sum(map(len, batch.rows.values()))
+        n_bytes = sum(sum(map(len, record)) for record in batch.rows.values())
         for row in sorted(batch.deletes):
             if (place := index.find(row)) is not None:
                 deleted.setdefault(place[0], []).append(row)
@@ -161,7 +162,7 @@ class Log:
         records, gone, segments = batch.rows, set[int](), None
         moving = self.cleaner.next_rows(newest, batch.deletes, n_bytes or bool(batch))
         if moving:
-            records = records | self._moved(moving)
+            records = records | {row: (moved,) for row, moved in self._moved(moving).items()}
         begins = not newest or index.segments[newest].end >= SEGMENT_BYTES
         if begins or (moving is None and self.cleaner.left()):
             begins = True
@@ -177,7 +178,7 @@ class Log:
             first_row=last.next_row,
             next_row=next_row,
             rows=rows,
-            sizes=[len(records[row]) for row in rows],
+            sizes=[sum(map(len, records[row])) for row in rows],
             deleted=deleted,
             states=self.states | batch.states if begins else batch.states,
             segments=segments,

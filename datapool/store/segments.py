@@ -23,7 +23,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 from xxhash import xxh3_64
@@ -32,6 +32,9 @@ from xxhash import xxh3_64_intdigest as xxh3
 _HEADER = struct.Struct("<Q16sIIQ")
 _SUM_BYTES = 8
 _RECORD = struct.Struct("<QQqHII")
+
+Record: TypeAlias = tuple[bytes, ...]
+"""A row as bytes, in pieces, which are put together when they are written."""
 
 OFFSET_BITS = 36
 OFFSET_MASK = (1 << OFFSET_BITS) - 1
@@ -59,7 +62,7 @@ class PayloadDamagedError(ValueError):
         self.row = row
 
 
-def encode_record(row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> bytes:
+def encode_record(row: int, channel: str, kind: str, head: bytes, *payload: bytes) -> Record:
     """A row as it is stored; its payload in pieces."""
     names = f"{channel}\0{kind}".encode()
     payload_sum = xxh3_64()
@@ -68,7 +71,7 @@ def encode_record(row: int, channel: str, kind: str, head: bytes, *payload: byte
     lengths = len(names), len(head), sum(map(len, payload))
     prefix = _RECORD.pack(0, payload_sum.intdigest(), row, *lengths)[_SUM_BYTES:] + names
     front = prefix + head
-    return b"".join((xxh3(front).to_bytes(_SUM_BYTES, "little"), front, *payload))
+    return xxh3(front).to_bytes(_SUM_BYTES, "little") + front, *payload
 
 
 @lru_cache
@@ -174,20 +177,21 @@ NO_BLOCK = Placed(Block(0, 0, 0, 0, [], [], {}, {}), 0, 0, 0, 0, 0)
 
 
 def encode_block(
-    journal: bytes, block: Block, records: Sequence[bytes], at: int
+    journal: bytes, block: Block, records: Sequence[Record], at: int
 ) -> tuple[bytes, Placed]:
     """The bytes of a transaction that is written there in its segment."""
     packed = msgspec.msgpack.encode(block)
     records_sum = xxh3_64()
-    for record in records:
-        records_sum.update(record)
-    n_bytes = sum(map(len, records))
+    pieces = [piece for record in records for piece in record]
+    for piece in pieces:
+        records_sum.update(piece)
+    n_bytes = sum(map(len, pieces))
     lengths = len(packed), n_bytes, records_sum.intdigest()
     front = _HEADER.pack(0, journal, *lengths)[_SUM_BYTES:] + packed
     checksum = xxh3(front)
     records_at = at + _HEADER.size + len(packed)
     placed = Placed(block, at, records_at, records_at + n_bytes, checksum, lengths[2])
-    return b"".join((checksum.to_bytes(_SUM_BYTES, "little"), front, *records)), placed
+    return b"".join((checksum.to_bytes(_SUM_BYTES, "little"), front, *pieces)), placed
 
 
 def block_at(data: bytes, at: int, journal: bytes) -> Placed | None:
