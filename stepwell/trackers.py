@@ -14,7 +14,6 @@ from typing import Any
 
 from stepwell.config import RunConfig
 from stepwell.run_file import without_secrets
-from stepwell.trainer.errors import ConfigError
 from stepwell.trainer.metrics import Tracker
 
 TENSORBOARD = "tensorboard"
@@ -22,11 +21,7 @@ TENSORBOARD = "tensorboard"
 
 
 def build_trackers(folder: Path, config: RunConfig) -> list[Tracker]:
-    """Those that `logging` asks for.
-
-    Raises:
-        ConfigError: TensorBoard is asked for and its writer is not installed.
-    """
+    """Those that `logging` asks for."""
     trackers: list[Tracker] = []
     if config.logging.wandb != "disabled":
         trackers.append(WandbTracker(folder, config))
@@ -76,13 +71,8 @@ class TensorBoardTracker:
     """Scalars and tables as event files in `folder`, by tensorboardX: no TensorFlow, no server."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as e:
-            raise ConfigError(
-                "logging.tensorboard is true, but tensorboardX is not installed; "
-                "pip install tensorboardX, or set it to false"
-            ) from e
+        from tensorboardX import SummaryWriter  # `checks.py` has asked whether it is there
+
         self._writer = SummaryWriter(logdir=str(folder), flush_secs=10)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
