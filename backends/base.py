@@ -18,11 +18,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
+from stepwell.backends.config import Section
 from stepwell.backends.errors import BackendConfigError, BatchError, UnsupportedByBackendError
 from stepwell.backends.registry import BACKEND_NAMES, Registry, first_line
 from stepwell.datapool.types import Step
@@ -114,6 +116,26 @@ class LossFn(Protocol):
 
 class TrainingBackend(ABC):
     """Adapter to one trainer. Only `convert` is abstract; see the module's docstring."""
+
+    options: ClassVar[type[BaseModel]] = Section
+    """The model of `backend.options`: fields with a type, a default and a docstring."""
+
+    @classmethod
+    def own_options(cls, given: Mapping[str, Any]) -> BaseModel:
+        """`backend.options` as this backend's own model, for its `build`.
+
+        Raises:
+            BackendConfigError: a key is not the model's, or a value is wrong.
+        """
+        try:
+            return cls.options.model_validate(given)
+        except ValidationError as e:
+            wrong = e.errors()[0]
+            key = ".".join(map(str, ("backend.options", *wrong["loc"])))
+            raise BackendConfigError(
+                f"{key} is {wrong['input']!r:.80}: {wrong['msg']}; the options of {cls.__name__} "
+                f"are {', '.join(cls.options.model_fields) or 'none'}"
+            ) from e
 
     @classmethod
     def build(cls, *args: Any, **kwargs: Any) -> TrainingBackend:
@@ -218,11 +240,15 @@ def backend_class(name: str) -> type[TrainingBackend]:
     return BACKENDS.load(name)
 
 
-def loop_backend(name: str) -> type[TrainingBackend]:
+def loop_backend(name: str, options: Mapping[str, Any]) -> type[TrainingBackend]:
     """`backend_class(name)`, if Stepwell's loop can drive it on this machine.
 
+    Args:
+        options: `backend.options`.
+
     Raises:
-        BackendConfigError: it cannot be used, lacks a package, or has not all methods.
+        BackendConfigError: it cannot be used, lacks a package, has not all methods, or takes no
+            such options.
     """
     found = backend_class(name)
     if lacking := found.loop_lacks():
@@ -233,6 +259,7 @@ def loop_backend(name: str) -> type[TrainingBackend]:
         )
     if (missing := found.missing()) is not None:
         raise BackendConfigError(f"trainer.backend is {name!r}: {missing}")
+    found.own_options(options)
     return found
 
 

@@ -7,7 +7,7 @@ Each key stands with its type, bound and meaning. Names of plug-ins (`engine.kin
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -199,6 +199,8 @@ class TorchBackendConfig(Section):
     """CUDA kernels that give the same bits in every run, slower; the CPU's always do."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of a backend that an installed package adds: the keys of its own `options` model."""
 
     @model_validator(mode="after")
     def _scheduler_fits(self) -> TorchBackendConfig:

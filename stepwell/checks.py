@@ -360,10 +360,10 @@ def reward(config: RunConfig) -> None:
 
 def backend(config: RunConfig) -> None:
     """torch's comes with Stepwell; another is imported, and torch with it."""
-    if config.trainer.backend != "torch":
+    if config.trainer.backend != "torch" or config.backend.options:
         from stepwell.backends.base import loop_backend
 
-        loop_backend(config.trainer.backend)
+        loop_backend(config.trainer.backend, config.backend.options)
 
 
 def selections(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ from stepwell.backends.base import (
     build_backend,
     loop_backend,
 )
-from stepwell.backends.config import EngineConfig
+from stepwell.backends.config import EngineConfig, TorchBackendConfig
 from stepwell.backends.engines.commands import ENGINES, CommandLine, Launch, command_line
 from stepwell.backends.engines.supervisor import Supervisor
 from stepwell.backends.errors import BackendConfigError, EngineStartError
@@ -47,6 +47,24 @@ class NeedsForest(Counter):
     def missing(cls):
         return "forest is not installed here; pip install 'counter[forest]'"
 """
+
+OWN_OPTIONS = (
+    COUNTER
+    + """
+from stepwell.backends.config import Section
+
+class CounterOptions(Section):
+    start: int = 0
+
+class FromStart(Counter):
+    options = CounterOptions
+
+    def __init__(self, config, model_path):
+        self.start = self.own_options(config.options).start
+
+    compute_log_probs = train_step = save_weights = state_dict = load_state_dict = print
+"""
+)
 
 ECHO = """
 from stepwell.backends.engines.commands import CommandLine
@@ -160,7 +178,7 @@ def test_what_a_plug_in_lacks_is_told_with_its_remedy(install: Install) -> None:
 @pytest.mark.parametrize("name", ["verl", "slime"])
 def test_a_backend_whose_trainer_runs_the_loop_is_no_choice_for_train(name: str) -> None:
     with pytest.raises(BackendConfigError, match=f"'{name}', which does not implement .*fed from"):
-        loop_backend(name)
+        loop_backend(name, {})
 
 
 def test_a_backend_for_the_loop_is_refused_where_it_lacks_a_package(
@@ -168,14 +186,27 @@ def test_a_backend_for_the_loop_is_refused_where_it_lacks_a_package(
 ) -> None:
     monkeypatch.setattr(TorchBackend, "missing", classmethod(lambda cls: "torch is not here"))
     with pytest.raises(BackendConfigError, match=r"trainer\.backend is 'torch': torch is not here"):
-        loop_backend("torch")
+        loop_backend("torch", {})
 
 
 def test_stepwells_loop_refuses_a_backend_that_only_converts(install: Install) -> None:
     install("counter", "1", module=COUNTER, backends={"count": "counter:Counter"})
     with pytest.raises(BackendConfigError, match=r"'count', which does not implement .*train_step"):
-        loop_backend("count")
-    assert loop_backend("torch") is TorchBackend
+        loop_backend("count", {})
+    assert loop_backend("torch", {}) is TorchBackend
+
+
+def test_a_plug_in_has_options_of_its_own_checked_by_its_own_model(install: Install) -> None:
+    install("counter", "1", module=OWN_OPTIONS, backends={"count": "counter:FromStart"})
+    config = TorchBackendConfig.model_validate({"options": {"start": 3}})
+    assert loop_backend("count", config.options).__name__ == "FromStart"
+    assert vars(build_backend("count", config, "model"))["start"] == 3
+    with pytest.raises(BackendConfigError, match=r"backend\.options\.start is 'x': .*integer"):
+        loop_backend("count", {"start": "x"})
+    with pytest.raises(BackendConfigError, match=r"backend\.options\.stop is 5: .* are start$"):
+        loop_backend("count", {"stop": 5})
+    with pytest.raises(BackendConfigError, match=r"options\.stop is 5: .* TorchBackend are none$"):
+        loop_backend("torch", {"stop": 5})
 
 
 # --- wrong names
