@@ -284,13 +284,14 @@ class Base(NamedTuple):
 
     @classmethod
     def of(cls, step: Step, crc: int) -> Base:
-        digest = xxh3_128(as_bytes(step.prompt_ids))
-        digest.update(as_bytes(step.response_ids))
+        digest = xxh3_128(np.ascontiguousarray(step.prompt_ids).data)
+        digest.update(np.ascontiguousarray(step.response_ids).data)
         return cls(step.step_index, 4 * step.n_tokens, digest.digest(), crc)
 
-    def begins(self, prompt: bytes) -> bool:
-        n = self.n_bytes
-        return len(prompt) >= n and xxh3_128_digest(memoryview(prompt)[:n]) == self.digest
+    def begins(self, prompt: TokenIds) -> bool:
+        n = self.n_bytes // 4
+        own = np.ascontiguousarray(prompt[:n]).data
+        return len(prompt) >= n and xxh3_128_digest(own) == self.digest
 
 
 def pack(step: Step, base: Base | None = None) -> PackedStep:
@@ -299,14 +300,14 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
     Raises:
         InvalidStepError: metadata, multi_modal_data or routed_experts hold what cannot be carried.
     """
-    prompt = as_bytes(step.prompt_ids)
     response = as_bytes(step.response_ids)
-    new, base_crc = b"", 0
-    if base is not None and not base.begins(prompt):
-        base = None
-    if base is not None:
-        new, base_crc = prompt[base.n_bytes :], base.crc
-    crc = crc32(response, crc32(prompt) if base is None else crc32(new, base_crc))
+    prompt, new, base_crc = None, b"", 0
+    if base is not None and base.begins(step.prompt_ids):
+        new, base_crc = step.prompt_ids[base.n_bytes // 4 :].tobytes(), base.crc
+        crc = crc32(response, crc32(new, base_crc))
+    else:
+        base, prompt = None, as_bytes(step.prompt_ids)
+        crc = crc32(response, crc32(prompt))
     log_probs = step.rollout_log_probs
     more = step.version_spans or step.multi_modal_data is not None
     more = more or step.routed_experts is not None
@@ -320,7 +321,7 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
         | _REASONS.index(step.finish_reason) << _REASON_SHIFT,
         step.policy_version,
         math.nan if step.reward is None else step.reward,
-        len(prompt) // 4,
+        len(step.prompt_ids),
         len(new) // 4,
         len(response) // 4,
         crc,
@@ -328,7 +329,7 @@ def pack(step: Step, base: Base | None = None) -> PackedStep:
     )
     columns = new, response, b"" if log_probs is None else as_bytes(log_probs)
     payload = b"".join((header, *columns, _pack_extra(step, more)))
-    return PackedStep(prompt if base is None else None, payload)
+    return PackedStep(prompt, payload)
 
 
 def relative(step: PackedStep, base: Header) -> PackedStep:
