@@ -91,6 +91,8 @@ class Shards:
         self._turn = random.randrange(self.n)
         self._opening: dict[tuple[str, asyncio.AbstractEventLoop], asyncio.Lock] = {}
         """Those who open groups in a channel, one after the other."""
+        self._full: set[tuple[str, asyncio.AbstractEventLoop]] = set()
+        """Those of `_opening` whose first one waits for credit."""
         self._unlimited: set[str] = set()
         """Channels where no group waits for credit."""
         self._background: set[asyncio.Future[Any]] = set()
@@ -281,7 +283,7 @@ class Shards:
         line = op.channel, asyncio.get_running_loop()
         lock = self._opening.setdefault(line, asyncio.Lock())
         if op.channel in self._unlimited or (
-            lock.locked() and (await port.call(look)).is_known  # it need not stand in line
+            line in self._full and (await port.call(look)).is_known  # it need not stand in line
         ):
             return await port.call(op, timeout_s)
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -309,8 +311,10 @@ class Shards:
                         "is leased: raise the limit or timeout_s"
                     )
                 freer = {k: replace(look, before=c.used) for k, c in enumerate(credits)}
+                self._full.add(line)
                 await self._first(freer, left)
         finally:
+            self._full.discard(line)
             lock.release()
 
     # -- news and pages ----------------------------------------------------------------------
