@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from glob import glob
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from stepwell.backends.hub import is_hub_id, offline_if_unreachable
 from stepwell.trainer.config import (
@@ -34,26 +34,10 @@ from stepwell.trainer.errors import DataError
 Row = dict[str, Any]
 
 
-class Rows(Protocol):
-    """The rows of a file or of a split."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Row: ...
-
-    def __iter__(self) -> Iterator[Row]: ...
-
-    def where(self, index: int) -> str:
-        """Names the row in messages."""
-
-    def number(self, index: int) -> int:
-        """The row's, for its id."""
-
-
 class Part(NamedTuple):
     name: str
     """What the ids of its rows begin with."""
-    rows: Rows
+    rows: JsonlFile | ArrowRows
 
 
 class Table:
@@ -220,9 +204,11 @@ class JsonlFile:
         return (self[i] for i in range(len(self)))
 
     def where(self, index: int) -> str:
+        """Names the row in messages."""
         return f"{self._path}:{self.number(index)}"
 
     def number(self, index: int) -> int:
+        """The row's line, for its id."""
         return self._lines[3 * index]
 
 

@@ -11,7 +11,6 @@ carry loss::
 Generators by name (`MASK_GENERATORS`):
 
     auto          the first below that fits the tokenizer's chat template
-    generation    the template marks what the model writes: `{% generation %}`
     distill_qwen  DeepSeek's distilled models: `<｜Assistant｜>`, a thought that the prompt opens
     prefix        any template: what a conversation gains by one more message; also as qwen, llama3
 
@@ -26,10 +25,14 @@ from types import MappingProxyType
 from typing import Any
 
 from stepwell.trainer.errors import MaskError
-from stepwell.trainer.masks.base import LossMaskGenerator, MaskedRow, Turn
-from stepwell.trainer.masks.generation import BLOCK, GenerationMasks
+from stepwell.trainer.masks.base import MaskedRow, Turn
 from stepwell.trainer.masks.steps import to_steps
-from stepwell.trainer.masks.turnwise import ASSISTANT, DistillQwenMasks, PrefixMasks
+from stepwell.trainer.masks.turnwise import (
+    ASSISTANT,
+    DistillQwenMasks,
+    LossMaskGenerator,
+    PrefixMasks,
+)
 
 __all__ = [
     "MASK_GENERATORS",
@@ -43,7 +46,6 @@ __all__ = [
 
 MASK_GENERATORS: Mapping[str, type[LossMaskGenerator]] = MappingProxyType(
     {
-        "generation": GenerationMasks,
         "distill_qwen": DistillQwenMasks,
         "prefix": PrefixMasks,
         "qwen": PrefixMasks,
@@ -63,7 +65,6 @@ def mask_generator(
     if name == "auto":
         template = str(getattr(tokenizer, "chat_template", ""))
         name = "distill_qwen" if ASSISTANT in template else "prefix"
-        name = "generation" if BLOCK.search(template) else name
     if name not in MASK_GENERATORS:
         raise MaskError(
             f"the mask generator is {name!r}; choose auto, {', '.join(MASK_GENERATORS)}"

@@ -1,9 +1,8 @@
-"""What loss-mask generators share: their interface, what they return, what they are given."""
+"""What loss-mask generators are given, and what they return."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -41,61 +40,6 @@ class MaskedRow:
     loss_mask: npt.NDArray[np.int8]
     """int8, [T]: 1 on the tokens the assistant wrote, the token that closes its turn included."""
     turns: tuple[Turn, ...]
-
-
-class LossMaskGenerator(ABC):
-    """Makes rows of conversations in OpenAI's form. Subclass it and implement `rows`.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
-        chat_template_kwargs: for the template, e.g. {"enable_thinking": False}.
-
-    Raises:
-        MaskError: the tokenizer has no chat template, or not the one this generator is for.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        if not getattr(tokenizer, "chat_template", None):
-            raise MaskError(
-                f"the tokenizer ({type(tokenizer).__name__}) has no chat template, without which "
-                "messages have no text; add a chat_template.jinja to the model's folder"
-            )
-        self.tokenizer = tokenizer
-        self._template_args = dict(chat_template_kwargs or {})
-
-    def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
-    ) -> MaskedRow:
-        """The conversation as one row.
-
-        Raises:
-            MaskError: no one sequence is what the model saw and wrote in all turns, or see `rows`.
-        """
-        rows = self.rows(messages, tools)
-        if len(rows) > 1:
-            at = rows[1].turns[0].message_index
-            raise MaskError(
-                f"before messages[{at}] the chat template rewrites what came before, so the "
-                f"conversation is {len(rows)} rows, not one; use rows() or to_steps()"
-            )
-        return rows[0]
-
-    @abstractmethod
-    def rows(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
-    ) -> list[MaskedRow]:
-        """The conversation as few rows as are exact; every assistant message has loss in one.
-
-        What follows the last assistant message is left out: no loss depends on it.
-
-        Raises:
-            MaskError: there is no assistant message, the chat template refuses the conversation,
-            or this generator cannot tell which tokens are the assistant's.
-        """
 
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stepwell.datapool.types import Step
-from stepwell.trainer.masks.base import LossMaskGenerator, Message, Tool
+from stepwell.trainer.masks.base import Message, Tool
+from stepwell.trainer.masks.turnwise import LossMaskGenerator
 
 
 def to_steps(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,6 @@ import numpy as np
 
 from stepwell.trainer.errors import MaskError
 from stepwell.trainer.masks.base import (
-    LossMaskGenerator,
     MaskedRow,
     Message,
     Tool,
@@ -54,21 +53,62 @@ class Part:
     message_index: int | None = None
 
 
-class TurnwiseMasks(LossMaskGenerator):
-    """Makes rows of turns. Subclass it and implement `_turn`."""
+class LossMaskGenerator(ABC):
+    """Makes rows of conversations in OpenAI's form. Subclass it and implement `_turn`.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        chat_template_kwargs: for the template, e.g. {"enable_thinking": False}.
+
+    Raises:
+        MaskError: the tokenizer has no chat template, or not the one this generator is for.
+    """
 
     def __init__(
-        self, tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(tokenizer, chat_template_kwargs)
+        if not getattr(tokenizer, "chat_template", None):
+            raise MaskError(
+                f"the tokenizer ({type(tokenizer).__name__}) has no chat template, without which "
+                "messages have no text; add a chat_template.jinja to the model's folder"
+            )
+        self.tokenizer = tokenizer
+        self._template_args = dict(chat_template_kwargs or {})
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         any_special = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
         self._closed = re.compile(f"(?:{any_special})(?=\\s*\\Z)")
         self._anchor = self._find_anchor(special)
 
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+    ) -> MaskedRow:
+        """The conversation as one row.
+
+        Raises:
+            MaskError: no one sequence is what the model saw and wrote in all turns, or see `rows`.
+        """
+        rows = self.rows(messages, tools)
+        if len(rows) > 1:
+            at = rows[1].turns[0].message_index
+            raise MaskError(
+                f"before messages[{at}] the chat template rewrites what came before, so the "
+                f"conversation is {len(rows)} rows, not one; use rows() or to_steps()"
+            )
+        return rows[0]
+
     def rows(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
     ) -> list[MaskedRow]:
+        """The conversation as few rows as are exact; every assistant message has loss in one.
+
+        What follows the last assistant message is left out: no loss depends on it.
+
+        Raises:
+            MaskError: there is no assistant message, the chat template refuses the conversation,
+            or this generator cannot tell which tokens are the assistant's.
+        """
         with_loss = check_messages(messages)
         shown = [for_template(m) for m in messages]
         return [
@@ -185,7 +225,7 @@ class TurnwiseMasks(LossMaskGenerator):
         return MaskedRow(np.asarray(ids, np.int32), np.asarray(mask, np.int8), tuple(turns))
 
 
-class PrefixMasks(TurnwiseMasks):
+class PrefixMasks(LossMaskGenerator):
     """By the difference that a message makes: message i of the assistant is what the text gains
     from `messages[:i]` with the generation prompt to `messages[:i + 1]`."""
 
@@ -218,7 +258,7 @@ class PrefixMasks(TurnwiseMasks):
 ASSISTANT = "<｜Assistant｜>"
 
 
-class DistillQwenMasks(TurnwiseMasks):
+class DistillQwenMasks(LossMaskGenerator):
     """The generation prompt opens the thought (`<｜Assistant｜><think>`), and the template cuts the
     reasoning out of every assistant message that it shows. So the response is not rendered; it is
     written as the model writes it::
