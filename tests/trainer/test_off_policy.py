@@ -124,7 +124,7 @@ def test_the_cap_makes_the_weight_a_down_weight_unless_it_is_raised() -> None:
 
 def test_on_policy_truncation_is_opt_in() -> None:
     log_ratio = torch.tensor([math.log(0.5), math.log(4.0)])
-    weights = run(log_ratio, [2], [0.0], cap=2.0, weigh_on_policy=True).weights
+    weights = run(log_ratio, [2], [0.0], on_policy_cap=2.0).weights
     torch.testing.assert_close(weights, torch.tensor([0.5, 2.0]))
 
 
@@ -154,16 +154,21 @@ def test_one_hopeless_token_vetoes_its_whole_step() -> None:
     assert result.metrics["off_policy/dropped_steps"] == 1.0
 
 
-def test_a_step_without_log_probs_is_dropped_or_kept_never_taken_for_certain() -> None:
+def test_decay_shrinks_the_weight_with_every_version_beyond_the_threshold() -> None:
+    weights = run(torch.zeros(3), [1, 1, 1], [0.0, 1.1, 2.1], decay=0.5).weights
+    torch.testing.assert_close(weights, torch.tensor([1.0, 0.5, 0.25]))
+
+
+def test_a_step_without_log_probs_is_dropped_or_decayed_never_taken_for_certain() -> None:
     mu = torch.tensor([math.nan, math.nan, -1.0, math.nan])
     args = (torch.tensor([0.0, 0.0, math.log(0.5), 0.0]), [2, 1, 1], [1.1, 1.1, 0.0])
     dropped = run(*args, mu=mu)
     torch.testing.assert_close(dropped.weights, torch.tensor([0.0, 0.0, 0.5, 1.0]))
     assert dropped.metrics["off_policy/missing_steps"] == 2.0
     assert dropped.metrics["off_policy/dropped_steps"] == 1.0
-    kept = run(*args, mu=mu, missing="keep")
-    torch.testing.assert_close(kept.weights, torch.tensor([1.0, 1.0, 0.5, 1.0]))
-    assert kept.metrics["off_policy/missing_steps"] == 2.0
+    decayed = run(*args, mu=mu, missing="decay", missing_decay=0.5)
+    torch.testing.assert_close(decayed.weights, torch.tensor([0.5, 0.5, 0.5, 1.0]))
+    assert decayed.metrics["off_policy/missing_steps"] == 2.0
 
 
 def test_one_unknown_token_makes_the_whole_step_unknown() -> None:
@@ -350,11 +355,12 @@ def test_a_floor_keeps_weights_from_vanishing() -> None:
     torch.testing.assert_close(weights, torch.tensor([0.2, 0.9]))
 
 
-def test_on_policy_steps_are_weighed_likewise_if_so_configured() -> None:
+def test_on_policy_steps_are_weighed_likewise_or_under_a_cap_of_their_own() -> None:
     log_ratio = torch.log(torch.tensor([3.0, 3.0]))
     args = (log_ratio, [1, 1], [0.0, 1.0])
     assert run(*args, cap=2.0).weights.tolist() == [1.0, 2.0]
     assert run(*args, cap=2.0, weigh_on_policy=True).weights.tolist() == [2.0, 2.0]
+    assert run(*args, cap=1.0, on_policy_cap=1.5).weights.tolist() == [1.5, 1.0]
 
 
 def test_normalized_weights_have_mean_one_over_tokens_or_over_steps() -> None:
@@ -442,9 +448,11 @@ def test_columns_of_the_wrong_length_are_refused() -> None:
         {"clip": (1.5, 0.2)},
         {"clip": (0.2, -0.1)},
         {"cap": 0.0},
+        {"decay": 1.5},
         {"capp": 1.0},
         {"floor": 2.0},
         {"method": "ties"},
+        {"granularity": "none", "on_policy_cap": 2.0},
     ],
 )
 def test_an_off_policy_config_out_of_bounds_is_refused(bad: dict[str, object]) -> None:

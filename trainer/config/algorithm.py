@@ -211,6 +211,8 @@ class OffPolicyConfig(Section):
     weigh_on_policy: bool = False
     """On-policy steps are weighed likewise, for engines that differ from the trainer
     numerically; otherwise their weight is 1."""
+    on_policy_cap: float | None = Field(default=None, gt=0)
+    """A cap of their own for on-policy steps; implies `weigh_on_policy`."""
     band: tuple[float, float] | None = None
     """Weight 0 where ρ lies outside [low, high]; null = no mask."""
     band_granularity: Literal["token", "step", "sequence"] | None = None
@@ -230,11 +232,16 @@ class OffPolicyConfig(Section):
     """Weight 0 where A < 0 and the step's mean of log μ/π_prox is above this; null = no mask."""
     mask_on_policy: bool = False
     """`band`, `max_divergence`, `veto`, `clip` and `opsm` hold for on-policy steps too."""
+    decay: float = Field(default=1.0, gt=0, le=1)
+    """Off-policy weights are multiplied by decay^(lag - staleness_threshold); 1 = no decay."""
     normalize: bool = False
     """Divide all weights by their mean over the batch: stale steps then count less only beside
     fresher ones."""
-    missing: Literal["drop", "keep"] = "drop"
-    """An off-policy step without behaviour log-probs: weight 0, or 1. In any case it is counted."""
+    missing: Literal["drop", "decay", "keep"] = "drop"
+    """An off-policy step without behaviour log-probs: weight 0,
+    missing_decay^(lag - staleness_threshold), or 1. In any case it is counted."""
+    missing_decay: float = Field(default=0.5, gt=0, lt=1)
+    """Base of that power."""
 
     @model_validator(mode="before")
     @classmethod
@@ -257,6 +264,11 @@ class OffPolicyConfig(Section):
             )
         if self.cap is not None and self.floor > self.cap:
             raise ValueError(f"floor ({self.floor:g}) is larger than cap ({self.cap:g})")
+        if self.granularity == "none" and self.on_policy_cap is not None:
+            raise ValueError(
+                f"on_policy_cap is {self.on_policy_cap:g} with granularity 'none', where every "
+                "weight is 1; choose token, step or sequence"
+            )
         return self
 
     @property

@@ -5,9 +5,9 @@
                                               the critic alone, leaves the policy what it was
     off-policy   d > staleness_threshold
     ρ_t      = π_prox(t) / μ(t)        fp32; π_prox recomputed once per batch, μ as sampled
-    weight   off-policy: min(cap, ρ), and 0 where masked: by default where A > 0 and ρ > 1.28, or
-                         A < 0 and ρ < 0.8 (`clip`)
-             on-policy:  1, or as off-policy (`weigh_on_policy`)
+    weight   off-policy: min(cap, ρ) · decay^(d - staleness_threshold), and 0 where masked:
+                         by default where A > 0 and ρ > 1.28, or A < 0 and ρ < 0.8 (`clip`)
+             on-policy:  1, or min(on_policy_cap, ρ)
 
 With the default cap of 1 the weight is a down-weight whose mean tells how far the policies are
 apart: E_μ[min(1, ρ)] = Σ min(μ, π) = 1 - TV(π, μ). It is a constant to autograd; PPO's own ratio
@@ -17,7 +17,7 @@ other methods of the field are presets of the same options (`presets.py`); a plu
 weight of its own (`OffPolicyMethod.weigh`).
 
 A step without behaviour log-probs has no ρ. On-policy it needs none; off-policy it is dropped or
-kept. It is never taken for μ = 1 (a log-prob of 0.0), and always counted.
+decayed. It is never taken for μ = 1 (a log-prob of 0.0), and always counted.
 
 Pure functions of flat columns and per-step lags. Does not own: the loss (`../losses.py`), eviction
 of what is too old (the pool).
@@ -110,9 +110,7 @@ def correct(
     for m in masked.values():
         weights = torch.where(m, 0.0, weights)
     # Without μ there is no ratio: what was computed above from 0.0 must not survive.
-    unknown = 0.0 if config.missing == "drop" else 1.0
-    of_unknown = torch.where(steps.spread(x.off_policy), unknown, 1.0)
-    weights = torch.where(known, weights, of_unknown)
+    weights = torch.where(known, weights, steps.spread(_unknown(x, config)))
     if config.normalize:
         weights = _normalized(weights, steps, config)
     return Correction(weights, metrics_of(x, weights, masked, prox, mu))
@@ -120,11 +118,29 @@ def correct(
 
 def _weigh(x: Ratios, config: OffPolicyConfig) -> Tensor:
     """w before any mask, [T]."""
-    if config.granularity == "none":
-        return torch.ones_like(x.log_ratio)
     ratio = x.steps.shared(x.log_ratio, config.granularity).exp()
-    weight = ratio.clamp(min=config.floor, max=config.cap)
-    return weight if config.weigh_on_policy else weight.where(x.steps.spread(x.off_policy), 1.0)
+    one = torch.ones_like(ratio)
+    if config.granularity == "none":
+        stale = fresh = one
+    else:
+        stale = ratio.clamp(min=config.floor, max=config.cap)
+        fresh = one
+        if config.on_policy_cap is not None:
+            fresh = ratio.clamp(max=config.on_policy_cap)
+        elif config.weigh_on_policy:
+            fresh = stale
+    decay = x.steps.spread(torch.pow(config.decay, x.beyond))
+    return torch.where(x.steps.spread(x.off_policy), stale * decay, fresh)
+
+
+def _unknown(x: Ratios, config: OffPolicyConfig) -> Tensor:
+    """w of a step without behaviour log-probs, [S]."""
+    stale = {
+        "drop": torch.zeros_like(x.beyond),
+        "decay": torch.pow(config.missing_decay, x.beyond),
+        "keep": torch.ones_like(x.beyond),
+    }[config.missing]
+    return torch.where(x.off_policy, stale, 1.0)
 
 
 def _masks(x: Ratios, config: OffPolicyConfig) -> dict[str, Tensor]:
