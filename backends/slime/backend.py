@@ -126,10 +126,9 @@ def train_data(args: Any, samples: Sequence[SlimeSample]) -> dict[str, list[Any]
         "source_names": [s.metadata["source_name"] for s in samples],
         "weight_versions": [s.weight_versions for s in samples],
     }
-    for name in ("rollout_routed_experts", "multimodal_train_inputs"):
-        values = [getattr(s, name) for s in samples]
-        if any(v is not None for v in values):
-            data[name] = values
+    routed = [s.rollout_routed_experts for s in samples]
+    if any(r is not None for r in routed):
+        data["rollout_routed_experts"] = routed
     return data
 
 

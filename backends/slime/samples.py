@@ -70,8 +70,6 @@ class SlimeSample:
     """Nothing of it is trained; it stands for its rollout, since slime counts rollouts."""
     rollout_routed_experts: npt.NDArray[Any] | None = None
     """[tokens - 1, layers, experts]: routing of each input position, as sampled."""
-    multimodal_train_inputs: dict[str, Any] | None = None
-    """Processed media (`pixel_values`, …) of the whole sequence."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """`prompt_uid`, `trajectory_uid`, `step_indices`, `source_name`."""
 
@@ -174,7 +172,7 @@ def to_samples(
 
     Raises:
         BatchError: a trajectory without a reward, a group of more than `group_size` or without a
-            rollout, or media or routing that cannot be carried over.
+            rollout, media, or routing that cannot be carried over.
     """
     made: Samples = []
     untrained: Counter[str] = Counter()
@@ -215,6 +213,12 @@ def _samples(
             "out: missing is not 0"
         )
     steps = trajectory.steps
+    for step in steps:
+        if step.multi_modal_data:
+            raise BatchError(
+                f"step {step.trajectory_uid!r}[{step.step_index}] has multi_modal_data; slime is "
+                "given text only"
+            )
     reasons = [_untrained(step, temperature) for step in steps]
     for step, reason in zip(steps, reasons, strict=True):
         if reason is not None:
@@ -224,10 +228,8 @@ def _samples(
         "trajectory_uid": trajectory.trajectory_uid,
         "source_name": source_of(trajectory, group),
     }
-    # The same placeholder ids may stand for other media: only a call's own are sure to be right.
-    media = any(step.multi_modal_data for step in steps)
     made = []
-    for row in build_rows(steps, "step" if media else "merged"):
+    for row in build_rows(steps, "merged"):
         trained = [s for s in row.segments if reasons[s.step] is None]
         indices = [steps[s.step].step_index for s in row.segments]
         sample = _sample(row, trained, steps)
@@ -268,7 +270,6 @@ def _sample(row: Row, trained: Sequence[Segment], steps: Sequence[Step]) -> Slim
         status=_STATUS.get(last.finish_reason or "", "completed"),
         remove_sample=not trained,
         rollout_routed_experts=_routing(row, steps),
-        multimodal_train_inputs=_media(last),
     )
 
 
@@ -305,18 +306,6 @@ def _sources(*owners: Mapping[str, Any]) -> Iterator[str]:
             name = known.get("data_source") if isinstance(known, Mapping) else None
             if isinstance(name, str) and name:
                 yield name
-
-
-def _media(step: Step) -> dict[str, Any] | None:
-    if not step.multi_modal_data:
-        return None
-    if raw := [k for k, v in step.multi_modal_data.items() if not hasattr(v, "shape")]:
-        raise BatchError(
-            f"step {step.trajectory_uid!r}[{step.step_index}]: multi_modal_data {raw} are no "
-            "arrays; slime trains on processed media (pixel_values, image_grid_thw, …): submit "
-            "those"
-        )
-    return dict(step.multi_modal_data)
 
 
 def _routing(row: Row, steps: Sequence[Step]) -> npt.NDArray[Any] | None:

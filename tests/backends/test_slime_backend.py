@@ -232,24 +232,10 @@ def test_routing_is_that_of_the_call_that_sampled_the_token() -> None:
         to_samples([mixed])
 
 
-def test_media_are_those_of_the_call_and_rows_with_media_are_not_merged() -> None:
-    first, second = {"pixel_values": np.ones(3)}, {"pixel_values": np.ones(6)}
-    trajectory = [
-        step(index=0, multi_modal_data=first),
-        step(
-            index=1,
-            prompt_ids=[1, 2, 3, 4, 5, 9],
-            response_ids=[6],
-            multi_modal_data=second,
-            reward=1.0,
-        ),
-    ]
-    a, b = flat(group(trajectory))
-    assert (a.multimodal_train_inputs, b.multimodal_train_inputs) == (first, second)
-    assert (a.loss_mask, b.loss_mask) == ([1, 1], [1])
-    raw = [step(multi_modal_data={"images": ["cat.png"]}, reward=1.0)]
-    with pytest.raises(BatchError, match="processed media"):
-        to_samples([group(raw)])
+def test_media_are_refused_by_name() -> None:
+    media = [step(multi_modal_data={"pixel_values": np.ones(3)}, reward=1.0)]
+    with pytest.raises(BatchError, match="multi_modal_data; slime is given text only"):
+        to_samples([group(media)])
 
 
 # -- train data --------------------------------------------------------------------------------
