@@ -68,6 +68,10 @@ class ChannelConfig(_Section):
     """`return` flags the drop so that the prompt's source issues it again (`get_events`); so it is
     for the train channel of a run whose `async_training.mode` has windows."""
 
+    siblings_wait_s: float = Field(default=60.0, gt=0)
+    """Seconds that an *undeclared* group with enough complete trajectories waits for those of it
+    that are open, so that they are not late."""
+
     group_deadline_s: float | None = Field(default=None, gt=0)
     """Seconds from a group's first sight until it is served with what is complete, or dropped if
     that is less than its `min_rollouts`. `open_group(deadline_s=…)` overrides it; null = never."""

@@ -358,6 +358,7 @@ METHODS: Final[Mapping[type, Callable[[Channel, Any], Any]]] = {
     questions.WaitAvailable: Channel.available,
     questions.WaitCredit: Channel.credit,
     rows.GroupDue: Channel.close_by_deadline,
+    rows.SiblingsAwaited: Channel.end_wait,
     rows.RewardsAwaited: Channel.await_rewards,
     rows.GroupRetired: Channel.retire,
     rows.GroupLeased: Channel.begin_lease,

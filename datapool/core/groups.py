@@ -43,10 +43,12 @@ MAX_QUEUE_SIZE = "max_queue_size"
 MAX_BYTES = "max_bytes"
 DEADLINE: Final = "deadline"
 IDLE: Final = "idle"
+SIBLINGS: Final = "siblings"
 REWARD_WAIT: Final = "reward_wait"
 RETENTION: Final = "retention"
-Timer: TypeAlias = Literal["deadline", "idle", "reward_wait", "retention"]
-"""What a group is due for at some time; the first two and the last are reasons of a drop, too."""
+Timer: TypeAlias = Literal["deadline", "idle", "siblings", "reward_wait", "retention"]
+"""What a group is due for at some time; of these `deadline`, `idle` and `retention` are reasons of
+a drop, too."""
 
 _FULL: Final = {
     "max_outstanding_groups": "holds max_outstanding_groups={limit} open and ready groups",
@@ -349,7 +351,7 @@ class Groups:
         self._ready.pop(group.prompt_uid, None)
         self._held.pop(group.prompt_uid, None)
         self._ready_versions.discard(group.prompt_uid)
-        self._stop_timers(group, REWARD_WAIT)
+        self._stop_timers(group, REWARD_WAIT, SIBLINGS)
 
     def _unqueue(self, group: GroupRecord) -> None:
         """Out of every order that holds live groups."""

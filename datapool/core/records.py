@@ -184,6 +184,9 @@ class GroupRecord(msgspec.Struct, eq=False, gc=False):
     """In the order of completion, which is the order they are served in."""
     prompts: dict[bytes, tuple[bytes, int | None]] = {}
     """Prompts of its root steps, each kept once, and the rows of the log that hold them."""
+    waits: list[float] = []
+    """Of an undeclared one: until when the open siblings of the last complete trajectories are
+    waited for, as far as that is not over."""
     rows: array[int] = msgspec.field(default_factory=lambda: array("q"))
     """Rows of the log that are about this group; they go with it."""
     n_open: int = 0

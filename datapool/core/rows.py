@@ -113,6 +113,12 @@ class GroupDue(_Record, frozen=True, array_like=True, gc=False):
     prompt_uid: str
 
 
+class SiblingsAwaited(_Record, frozen=True, array_like=True, gc=False):
+    """Its open trajectories were waited for long enough."""
+
+    prompt_uid: str
+
+
 class RewardsAwaited(_Record, frozen=True, array_like=True, gc=False):
     """Held for rewards until then; -inf: no longer."""
 

@@ -5,6 +5,9 @@
       │                        │ └──give_back───┘
       └──────deadline, abort───┴──limits, filters, staleness, drop──► dropped(reason)
 
+In an undeclared group a complete trajectory counts once nothing of the group is open, or after
+`siblings_wait_s`: whoever is slower is waited for, and not for ever.
+
 A ready group still takes steps and completions of its open trajectories: whatever is complete
 when it is first leased is served, and from then on its content is frozen. A ready group can be
 *held* (people's marks say so, a reward is missing): it stays, and is not served until that changes.
@@ -16,13 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 from stepwell.datapool.codec import PackedGroup, PackedTrajectory
 from stepwell.datapool.config import SelectionConfig
 from stepwell.datapool.core import rows
-from stepwell.datapool.core.groups import DEADLINE, IDLE, RETENTION, REWARD_WAIT, Groups
+from stepwell.datapool.core.groups import DEADLINE, IDLE, RETENTION, REWARD_WAIT, SIBLINGS, Groups
 from stepwell.datapool.core.records import Closing, GroupRecord, TrajectoryRecord
 from stepwell.datapool.errors import SelectionError
 from stepwell.datapool.questions import Available, DryRunOf, WaitAvailable
@@ -67,8 +71,9 @@ class Serving(Groups):
         if group.oldest_version is None or oldest < group.oldest_version:
             group.oldest_version = oldest
         self._notice_score(record)
-        if group.terms is None and not group.due:
-            self._order.reach(group)
+        if group.terms is None and not group.due and group.n_open:
+            group.waits.append(self.now + self.config.siblings_wait_s)
+            self.timers.set((SIBLINGS, group.prompt_uid), group.waits[0])
         self._settle(group)
 
     def _notice_score(self, record: TrajectoryRecord) -> None:
@@ -82,6 +87,8 @@ class Serving(Groups):
         if group.frozen:
             return
         n_complete = len(group.complete)
+        if group.terms is None and not group.due:
+            self._count_complete(group)
         if group.prompt_uid in self._ready:
             self._note_version(group)
             self._judge(group)
@@ -98,8 +105,24 @@ class Serving(Groups):
             else:
                 self._drop(group, TOO_FEW_ROLLOUTS)
 
+    def _count_complete(self, group: GroupRecord) -> None:
+        """Those of an undeclared group whose siblings are not waited for any more make it ready."""
+        if group.waits and group.n_open == 0:
+            group.waits = []
+            self._stop_timers(group, SIBLINGS)
+        for _ in range(len(group.places), len(group.complete) - len(group.waits)):
+            self._order.reach(group)
+
+    def end_wait(self, awaited: rows.SiblingsAwaited) -> None:
+        """What has been complete for `siblings_wait_s` counts, whatever is open."""
+        group = self.prompt_groups[awaited.prompt_uid]
+        del group.waits[: bisect_right(group.waits, self.now)]
+        if group.waits:
+            self.timers.set((SIBLINGS, group.prompt_uid), group.waits[0])
+        self._settle(group)
+
     def _make_due(self, group: GroupRecord, why: str) -> None:
-        self._stop_timers(group, DEADLINE, IDLE)
+        self._stop_timers(group, DEADLINE, IDLE, SIBLINGS)
         if group.prompt_uid in self._ready:
             # It was, for the channel's own n: now it is for any, in the same place.
             self._order.make_due_in_place(group, self.config.n_rollouts)
@@ -352,6 +375,10 @@ class Serving(Groups):
             if timer == RETENTION:
                 n += group.size
                 self.retire(rows.GroupRetired(group.prompt_uid, RETENTION))
+            elif timer == SIBLINGS:
+                awaited = rows.SiblingsAwaited(group.prompt_uid)
+                self._write(group, awaited)
+                self.end_wait(awaited)
             elif timer == REWARD_WAIT:
                 over = rows.RewardsAwaited(group.prompt_uid, -math.inf)
                 self._write(group, over)

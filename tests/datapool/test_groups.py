@@ -61,6 +61,61 @@ def test_an_undeclared_group_is_ready_at_the_number_of_the_fetch(make_pool):
     assert prompts(pool.fetch_batch(n_rollouts=2)) == ["small"]
 
 
+def test_an_undeclared_group_waits_for_its_open_siblings(pool, make_step):
+    for uid in "abc":
+        pool.submit_step(make_step(uid))
+    for uid in "ab":
+        pool.complete_trajectory(uid)
+        assert pool.fetch_batch(n_rollouts=1) is None
+    assert pool.complete_trajectory("c") == "complete"
+    assert [s.trajectory_uid for s in pool.fetch_batch(n_rollouts=3)] == ["a", "b", "c"]
+
+
+def test_the_wait_ends_with_the_last_open_sibling_however_it_ends(pool, make_step):
+    pool.submit_step(make_step("b"))
+    pool.finish("p", "a")
+    assert pool.fetch_batch() is None
+    pool.abort_trajectory("b", "crash")
+    assert [s.trajectory_uid for s in pool.fetch_batch()] == ["a"]
+
+
+def test_siblings_are_waited_for_no_longer_than_configured(make_pool, make_step):
+    pool = make_pool(siblings_wait_s=10)
+    pool.submit_step(make_step("hung"))
+    pool.finish("p", "a")
+    pool.advance(4)
+    pool.finish("p", "b")
+    pool.advance(5.9)
+    assert pool.fetch_batch() is None
+    pool.advance(0.1)
+    assert pool.fetch_batch(n_rollouts=2) is None, "b has waited for six seconds"
+    assert pool.next_deadline() == pool.now + 4
+    pool.advance(4)
+    assert [s.trajectory_uid for s in pool.fetch_batch(n_rollouts=2)] == ["a", "b"]
+    assert pool.complete_trajectory("hung") == "late"
+    assert pool.next_deadline() is None
+
+
+def test_siblings_that_begin_all_the_time_hold_no_group_back_for_ever(make_pool, make_step):
+    pool = make_pool(siblings_wait_s=10)
+    pool.submit_step(make_step("t0"))
+    for i in range(1, 6):
+        pool.submit_step(make_step(f"t{i}"))
+        pool.complete_trajectory(f"t{i - 1}")
+        if i < 5:
+            assert pool.fetch_batch() is None
+        pool.advance(2)
+    assert len(pool.fetch_batch()) == 5
+
+
+def test_a_group_that_is_declared_while_it_waits_goes_by_its_own_number(pool, make_step):
+    pool.submit_step(make_step("b"))
+    pool.finish("p", "a")
+    pool.open_group("p", 1)
+    assert pool.next_deadline() is None
+    assert [s.trajectory_uid for s in pool.fetch_batch()] == ["a"]
+
+
 def test_groups_are_served_in_the_order_they_became_ready(pool):
     for prompt_uid in "xyz":
         pool.open_group(prompt_uid, 2)

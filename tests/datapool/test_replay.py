@@ -194,6 +194,15 @@ def _due(p: Journaled, s: MakeStep) -> None:
     p.advance(11)
 
 
+def _awaited(p: Journaled, s: MakeStep) -> None:
+    for uid in "bcd":
+        p.submit_step(s(uid))
+    finish(p, s, "p", "a")
+    p.advance(40)
+    p.complete_trajectory("c")
+    p.advance(30)
+
+
 def _rewarded(p: Journaled, s: MakeStep) -> None:
     _completed(p, s)
     p.set_reward("a", 3.0)
@@ -209,6 +218,7 @@ def _marked(p: Journaled, s: MakeStep) -> None:
 def _leased(p: Journaled, s: MakeStep) -> None:
     finish(p, s, "p", "a", "b")
     p.submit_step(s("c"))
+    p.advance(60)
     p.mark(trajectory_uid="a", trainable=False)
     p.lease_packed(request_id="r")
 
@@ -236,6 +246,7 @@ def _expired(p: Journaled, s: MakeStep) -> None:
 def _acked(p: Journaled, s: MakeStep) -> None:
     finish(p, s, "p", "a", "b")
     p.submit_step(s("c"))
+    p.advance(60)
     p.ack(p.lease_batch().lease_id)
 
 
@@ -259,6 +270,7 @@ HISTORIES = {
     "AbortTrajectory": _aborted,
     "AbortTrajectory again": _given_up,
     "GroupDue": _due,
+    "SiblingsAwaited": _awaited,
     "SetReward": _rewarded,
     "Mark": _marked,
     "GroupLeased": _leased,

@@ -79,6 +79,7 @@ class Prompt:
     terms: tuple[int, int, float | None] | None = None
     rollouts: list[str] = field(default_factory=list)
     complete: list[str] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)  # of the last complete ones, until when
     reached: list[int] = field(default_factory=list)  # event at which it had 1, 2, … complete
     due: int | None = None
     timers: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -203,6 +204,7 @@ class Model:
             g = self.open(p)
         elif g.due is None:
             g.reached, g.withheld = [], False
+            g.timers.pop("siblings", None)
         g.terms = (n, least, deadline_s)
         self.set_deadline(g, deadline_s, now)
         self.touch(g)
@@ -306,8 +308,10 @@ class Model:
         g.oldest = min(
             s.policy_version for u in g.complete for s in self.rollouts[u].steps.values()
         )
-        if g.terms is None and g.due is None:
-            g.reached.append(self.event())
+        running = any(self.rollouts[u].state == "open" for u in g.rollouts)
+        if running and g.due is None and g.terms is None:
+            g.waits.append(self.now + self.config.siblings_wait_s)
+            self.set_timer(g, "siblings", g.waits[0])
         g.withheld = False
         self.settle(r.prompt)
 
@@ -431,11 +435,17 @@ class Model:
         g = self.prompts[p]
         if g.frozen or g.due is not None:
             return
-        if g.terms:
+        states = [self.rollouts[u] for u in g.rollouts]
+        running = any(r.state == "open" for r in states)
+        if g.terms is None:
+            if not running:
+                g.waits = []
+                g.timers.pop("siblings", None)
+            while len(g.reached) < len(g.complete) - len(g.waits):
+                g.reached.append(self.event())
+        else:
             n, least, _ = g.terms
-            states = [self.rollouts[u] for u in g.rollouts]
             final = sum(r.state == "aborted" and not r.retry for r in states)
-            running = any(r.state == "open" for r in states)
             if len(g.complete) >= n:
                 self.make_due(g)
             elif not running and len(g.complete) + final >= n:
@@ -532,6 +542,11 @@ class Model:
                 self.close(p, "dropped")
             elif name == "reward":
                 g.waited = True
+            elif name == "siblings":
+                g.waits = [until for until in g.waits if until > now]
+                if g.waits:
+                    self.set_timer(g, "siblings", g.waits[0])
+                self.settle(p)
             elif len(g.complete) >= (g.terms[1] if g.terms else 1):
                 self.make_due(g)
             else:
@@ -599,6 +614,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         on_stale=st.sampled_from(["drop", "return"]),
         deadline=st.sampled_from([None, 15]),
         idle=st.sampled_from([None, None, 9]),
+        siblings_wait=st.sampled_from([5.25, 5.25, 60.25]),
         # No two of them at the same time: their order then would depend on restarts.
         reward_wait=st.sampled_from([None, None, 6.5]),
         retention_days=st.sampled_from([None, None, 2**-11]),
@@ -616,6 +632,7 @@ class DataPoolMachine(RuleBasedStateMachine):
         staleness,
         deadline,
         idle,
+        siblings_wait,
         reward_wait,
         retention_days,
         filters,
@@ -631,6 +648,7 @@ class DataPoolMachine(RuleBasedStateMachine):
             max_staleness=staleness,
             group_deadline_s=deadline,
             group_idle_s=idle,
+            siblings_wait_s=siblings_wait,
             reward_wait_s=reward_wait,
             lease_s=10,
             selection=SelectionConfig(filters=filters),
