@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stepwell.run_file import live_run
@@ -52,6 +54,24 @@ async def look():
 
 asyncio.run(look())
 """
+FILL = """
+import asyncio
+import stepwell
+
+async def fill():
+    async with stepwell.connect("runs/quickstart") as pool:
+        for i, uid in enumerate(["one"] * 5 + ["two"] * 5):
+            known = dict(prompt_ids=[1, 2], response_ids=[3, 4], prompt_uid=uid)
+            await pool.submit_step(stepwell.Step(trajectory_uid=f"t-{i + 13}", **known))
+            await pool.complete_trajectory(f"t-{i + 13}", float(i % 5))
+
+asyncio.run(fill())
+"""
+NOTEBOOK = """
+import ast, asyncio, sys
+cell = compile(sys.argv[1], "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+asyncio.run(eval(cell))
+"""
 
 
 @contextmanager
@@ -76,11 +96,11 @@ def gateway(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def ask(code: str, *folders: Path) -> list[str]:
+def ask(code: str, *runs: Path | str, cwd: Path = ROOT) -> list[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, folders)],
-        cwd=ROOT,
+        [sys.executable, "-c", code, *map(str, runs)],
+        cwd=cwd,
         env=env,
         capture_output=True,
         text=True,
@@ -89,6 +109,21 @@ def ask(code: str, *folders: Path) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def test_the_documented_lines_run_as_they_stand_in_another_process(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "runs.md").read_text()
+    look, consume = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    with gateway(tmp_path / "runs" / "quickstart") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("gateway at")
+        ask(FILL, cwd=tmp_path)
+        in_a_notebook = ask(NOTEBOOK, look, cwd=tmp_path)
+        batch, leased = ask(consume, cwd=tmp_path)
+    assert in_a_notebook[:2] == ["one 2.0 1.4142135623730951", "two 2.0 1.4142135623730951"]
+    assert batch == str([np.array([1, 2, 3, 4], np.int32)] * 4), "one is marked untrainable"
+    assert leased == "['two']"
+    assert (tmp_path / "rollouts.parquet").exists()
 
 
 def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Path) -> None:
@@ -109,6 +144,13 @@ def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Pa
         found = [json.loads(line) for line in ask(LOOK, one, two, one)]
         assert found == [[f"of {one}"], [f"of {two}"], [f"of {one}"]]
 
+        by_address = [f"{f.ray.address}/{f.config['run']['name']}" for f in files if f.ray]
+        found = [json.loads(line) for line in ask(LOOK, *by_address)]
+        assert found == [
+            [f"of {folder}", f"of {address}"]
+            for folder, address in zip((one, two), by_address, strict=True)
+        ]
+
         for folder in (one, two):
             command = [sys.executable, "-m", "stepwell", "data", "delete", str(folder)]
             done = subprocess.run(
@@ -128,7 +170,7 @@ def test_each_of_two_runs_is_found_by_its_folder_until_it_is_killed(tmp_path: Pa
         processes[0].wait()
         found = [json.loads(line) for line in ask(LOOK, one, two)]
         assert f"the run in {one} is not alive" in found[0]
-        assert found[1] == [f"of {two}"]
+        assert found[1] == [f"of {two}", f"of {by_address[1]}"]
 
         other = tmp_path / "another_token"
         other.write_text("0" * 64)
