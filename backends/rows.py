@@ -77,16 +77,12 @@ def build_rows(steps: Sequence[Step], form: RowForm) -> list[Row]:
             chain.append(node)
             node = parents[node]
         done.update(chain)
-        rows.append(Row(_tokens(steps[leaf]), tuple(_segment(steps, i) for i in reversed(chain))))
+        rows.append(Row(steps[leaf].token_ids, tuple(_segment(steps, i) for i in reversed(chain))))
     return rows
 
 
 def _segment(steps: Sequence[Step], index: int) -> Segment:
     return Segment(index, len(steps[index].prompt_ids), len(steps[index].response_ids))
-
-
-def _tokens(step: Step) -> TokenIds:
-    return np.concatenate([step.prompt_ids, step.response_ids])
 
 
 def _parents(steps: Sequence[Step]) -> list[int | None]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeGuard, get_args
 
@@ -167,7 +167,8 @@ class Step:
     """One LLM call: state (`prompt_ids`), action (`response_ids`), `reward`.
 
     Ids come from the engine (prompt as sent, response as sampled, EOS included) and are never
-    recomputed from text. Sequences are normalised to read-only int32/float32 arrays.
+    recomputed from text. Sequences are normalised to read-only int32/float32 arrays: `+` adds
+    arrays number by number, so `prompt_ids + response_ids` is not the two joined. `token_ids` is.
 
     Raises:
         InvalidStepError: a field is malformed; the message names it, its value and the remedy.
@@ -283,6 +284,35 @@ class Step:
         for i in _COLUMNS:  # as bytes: three times as fast as NumPy pickles them
             values[i] = None if values[i] is None else values[i].tobytes()
         return _unpickled, tuple(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as `from_dict` and `POST /submit_steps` take them: JSON, if `metadata` and
+        `multi_modal_data` are."""
+        values = {name: getattr(self, name) for name in _NAMES}
+        values["version_spans"] = [asdict(span) for span in self.version_spans]
+        return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Step:
+        """A Step of these fields. The numbers of `routed_experts` get NumPy's type for them.
+
+        Raises:
+            InvalidStepError: a field is malformed, unknown or missing.
+        """
+        try:
+            spans = tuple(VersionSpan(**span) for span in values.get("version_spans") or ())
+            experts = values.get("routed_experts")
+            arrays = {"routed_experts": None if experts is None else np.asarray(experts)}
+            return cls(**{**values, **arrays, "version_spans": spans})
+        except InvalidStepError:
+            raise
+        except (TypeError, ValueError) as e:
+            raise InvalidStepError(f"no Step has these fields ({e}); see Step.to_dict") from e
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Prompt, then response; shape [P + R]."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
 
     @property
     def n_tokens(self) -> int:

@@ -95,8 +95,8 @@ class CompleteTrajectory(Body):
 
 
 class CompleteByName(CompleteTrajectory):
-    trajectory_uid: Name
-    """As a reply's header `x-stepwell-trajectory` says it."""
+    trajectory_uid: Name | None = None
+    """As a reply's header `x-stepwell-trajectory` says it; null: that of the caller's key."""
 
 
 class Reward(Body):
@@ -234,10 +234,20 @@ async def abort_trajectory(
 
 
 @router.post("/v1/complete_trajectory")
-async def complete_by_name(services: Parts, caller: Caller, body: CompleteByName) -> Response:
-    """For agents that know a trajectory by the header of a reply."""
+async def complete_by_name(
+    services: Parts, caller: Caller, body: CompleteByName | None = None
+) -> Response:
+    """For agents that know a trajectory by the header of a reply, or by its key."""
+    body = body or CompleteByName()
+    of_key = None if caller.trajectory is None else caller.trajectory[0]
+    if (name := body.trajectory_uid or of_key) is None:
+        raise RequestError(
+            "trajectory_uid is missing; send what a reply's header x-stepwell-trajectory says, or "
+            "the trajectory's own api_key",
+            "trajectory_uid",
+        )
     how = (body.reward, body.metadata, caller.channel)
-    return await _by_name(caller, body.trajectory_uid, services.outcomes.complete, *how)
+    return await _by_name(caller, name, services.outcomes.complete, *how)
 
 
 @router.post("/v1/rewards")

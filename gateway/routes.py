@@ -20,16 +20,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from stepwell.datapool.errors import StepConflictError, StepIndexError
+from stepwell.datapool.errors import InvalidStepError, StepConflictError, StepIndexError
 from stepwell.datapool.errors import TrajectoryConflictError as PoolTrajectoryConflictError
-from stepwell.datapool.types import Step, VersionSpan
+from stepwell.datapool.types import Step
 from stepwell.gateway.dialects.anthropic_messages import AnthropicMessages, CountParams
 from stepwell.gateway.dialects.base import Dialect, Exchange
 from stepwell.gateway.dialects.openai_chat import OpenAIChat
@@ -316,13 +315,9 @@ def _step(raw: Any, where: str) -> Step:
     if unknown := raw.keys() - _STEP_FIELDS:
         name = f"{where}.{min(unknown)}"
         raise RequestError(f"{name} is no field of a Step", name)
-    values = dict(raw)
     try:
-        values["version_spans"] = tuple(VersionSpan(**s) for s in raw.get("version_spans") or ())
-        if raw.get("routed_experts") is not None:
-            values["routed_experts"] = np.asarray(raw["routed_experts"])
-        return Step(**values)
-    except (TypeError, ValueError) as e:
+        return Step.from_dict(raw)
+    except InvalidStepError as e:
         raise RequestError(f"{where}: {e}", where) from e
 
 

@@ -55,7 +55,7 @@ class Plain(Form):
             ids = np.zeros((len(rows), width), dtype=np.int64)
             mask = np.zeros((len(rows), width), dtype=np.float32)
             for row, step in enumerate(rows):
-                ids[row, : step.n_tokens] = np.concatenate([step.prompt_ids, step.response_ids])
+                ids[row, : step.n_tokens] = step.token_ids
                 mask[row, len(step.prompt_ids) : step.n_tokens] = 1
             self._micro_batch(
                 torch.from_numpy(ids),

@@ -79,7 +79,7 @@ def _merged(steps: Sequence[Step]) -> list[_Row]:
     for members in by_trajectory.values():
         first, last = members[0], members[-1]
         start = len(first.prompt_ids)
-        ids = np.concatenate([last.prompt_ids, last.response_ids])[start:]
+        ids = last.token_ids[start:]
         mask = np.zeros(len(ids), dtype=np.int64)
         for step in members:
             begin = len(step.prompt_ids) - start

@@ -248,7 +248,7 @@ def _along(
         own = None if is_known or known is None else known.tolist()
         places.append({**place, "trained": i not in done, "log_probs": own})
     tokens = {
-        "input_ids": np.concatenate([leaf.prompt_ids, leaf.response_ids]),
+        "input_ids": leaf.token_ids,
         "loss_mask": mask,
         "log_probs": log_probs if is_known else None,
         "versions": versions,

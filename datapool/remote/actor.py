@@ -146,8 +146,8 @@ class DataPoolActor:
         self,
         trajectory_uid: str,
         reward: float | None = None,
-        metadata: Mapping[str, Any] | None = None,
         channel: str = TRAIN,
+        metadata: Mapping[str, Any] | None = None,
     ) -> TrajectoryOutcome:
         """As `ops.CompleteTrajectory`."""
         return self._call(

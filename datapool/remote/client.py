@@ -199,8 +199,8 @@ class DataPoolClient:
         self,
         trajectory_uid: str,
         reward: float | None = None,
-        metadata: Mapping[str, Any] | None = None,
         channel: str = TRAIN,
+        metadata: Mapping[str, Any] | None = None,
     ) -> TrajectoryOutcome:
         """Close a trajectory with its outcome reward (`ops.CompleteTrajectory`)."""
         known = ops.metadata_of(metadata)

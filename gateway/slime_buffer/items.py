@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from stepwell.datapool.branches import path_to_root
 from stepwell.datapool.types import Group, Step, TokenIds, Trajectory
-from stepwell.gateway.tokens.graph import join
 from stepwell.gateway.tokens.messages import Message
 from stepwell.gateway.tokens.tokenizer import ChatTokenizer
 from stepwell.gateway.tokens.turn_messages import MESSAGES
@@ -80,12 +79,12 @@ def _parent(step: Step, by_index: Mapping[int, Step]) -> Step | None:
     parent = None if step.parent_index is None else by_index.get(step.parent_index)
     if parent is None or len(step.prompt_ids) <= parent.n_tokens:
         return None
-    before = join([parent.prompt_ids, parent.response_ids])
+    before = parent.token_ids
     return parent if np.array_equal(step.prompt_ids[: len(before)], before) else None
 
 
 def _row(chain: Sequence[Step], counted: set[int]) -> Row:
-    tokens = join([chain[-1].prompt_ids, chain[-1].response_ids])
+    tokens = chain[-1].token_ids
     start = len(chain[0].prompt_ids)
     mask = np.zeros(len(tokens) - start, np.int8)
     log_probs: npt.NDArray[np.float32] | None = np.zeros(len(mask), np.float32)

@@ -266,9 +266,7 @@ class RolloutWriter:
                 self._pool.submit_steps(steps, channel=channel, timeout_s=room_s), room_s
             )
             outcome = await self._ask(
-                self._pool.complete_trajectory(
-                    home.trajectory_uid, item.reward, metadata, channel=channel
-                )
+                self._pool.complete_trajectory(home.trajectory_uid, item.reward, channel, metadata)
             )
         except (StepConflictError, PoolTrajectoryConflictError) as e:
             raise TrajectoryConflictError(

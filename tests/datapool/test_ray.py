@@ -121,7 +121,7 @@ async def test_every_method_of_the_client_reaches_the_pool(client, channel, make
     steps = [make_step("a", index=i) for i in range(2)]
     assert await client.submit_steps(steps, **where) == ["accepted", "accepted"]
     assert await client.submit_steps([], **where) == []
-    assert await client.complete_trajectory("a", 1.0, {"n": 3}, **where) == "complete"
+    assert await client.complete_trajectory("a", 1.0, channel, {"n": 3}) == "complete"
     assert await client.submit_step(make_step("b"), **where) == "accepted"
     assert await client.abort_trajectory("b", "crash", True, **where) == "aborted"
     assert await client.abort_trajectory("b", "gave up", False, **where) == "aborted"
@@ -320,11 +320,11 @@ async def test_a_pool_without_a_journal_knows_no_lease_of_its_former_life(memory
 
     await client.submit_step(make_step("t", is_last=True))
     before = await client.lease_batch()
-    await client.submit_step(make_step("u"))
+    await client.submit_step(make_step("u", "q"))
     await kill(client)
 
     # Sent relative to a step that the new pool never saw: it goes once more, whole.
-    assert await client.submit_step(make_step("u", index=1, **child)) == "accepted"
+    assert await client.submit_step(make_step("u", "q", index=1, **child)) == "accepted"
     await client.submit_step(make_step("t", is_last=True))
     after = await client.lease_batch()
     assert after.lease_id != before.lease_id

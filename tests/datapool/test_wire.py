@@ -106,7 +106,7 @@ async def test_every_answer_is_the_same_through_a_socket_as_without_one(make_ste
         far, near = DataPoolClient([DoorLink(door)]), DataPoolClient([LocalPort(service)])
         await far.open_group("p", 2, metadata={"k": [1, {"a": b"b"}]})
         await far.submit_steps([make_step("a", "p", i, metadata={"i": i}) for i in range(2)])
-        await far.complete_trajectory("a", 1.0, {"m": 2})
+        await far.complete_trajectory("a", 1.0, metadata={"m": 2})
         await far.submit_step(make_step("o", "open"))
         await far.mark("p", tags=["x"], quality=0.5)
         for ask in (

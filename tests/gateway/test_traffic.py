@@ -229,6 +229,31 @@ async def test_a_name_whose_group_was_served_names_another_one(worlds: Any, agen
     assert (first, second.startswith("task~")) == ("task", True)
 
 
+@pytest.mark.parametrize("ends", ["complete", "hung"])
+async def test_trajectories_opened_for_one_prompt_wait_for_each_other(
+    world: Any, agents: Any, ends: str
+) -> None:
+    # Claw-R1's black-box agents (docs/api/gateway.md): each has a base_url of its own, and nobody
+    # says how many of a prompt there are.
+    agent = agents(world)
+    paths = []
+    for _ in range(3):
+        _, got = await agent.post("/init_trajectory", {"prompt_uid": "1"})
+        paths.append(got["base_url"].removeprefix(world.url))
+    for under in paths:
+        await agent.say(user("What is 2+2?"), under=under)
+    for under in paths[:2]:
+        assert (await agent.post(f"{under}/v1/complete_trajectory", None))[0] == 200
+    assert await world.pool.lease_batch(2, "train") is None
+    if ends == "hung":
+        world.port.pass_time(60.0)
+    else:
+        _, got = await agent.post(f"{paths[2]}/v1/complete_trajectory", None)
+        assert got["outcome"] == "complete"
+    lease = await world.pool.lease_batch(2, "train")
+    assert len(lease.groups[0].trajectories) == (2 if ends == "hung" else 3)
+
+
 async def test_what_nobody_declared_is_answered_and_not_stored_if_so_wanted(
     worlds: Any, agents: Any
 ) -> None:
@@ -471,6 +496,32 @@ async def test_a_trajectorys_key_scores_it_by_the_name_that_the_header_says(
     reward = {"trajectory_uid": agent.headers[TRAJECTORY], "reward": 1}
     status, got = await agent.post("/v1/rewards", reward, **bearer(got["api_key"]))
     assert (status, got) == (200, {"trajectory_uid": "café", "outcome": "accepted"})
+
+
+@pytest.mark.parametrize("locked", [False, True], ids=["no keys", "keys"])
+@pytest.mark.parametrize("body", [{"reward": 1}, None], ids=["scored", "no body"])
+async def test_a_trajectorys_key_completes_it_without_a_path_or_a_name(
+    worlds: Any, agents: Any, locked: bool, body: Any
+) -> None:
+    # Claw-R1 (docs/api/gateway.md) completes under {base_url}/v1; an agent whose base URL takes no
+    # path says the same with the key that `/init_trajectory` gave.
+    world = await worlds(**(KEYS if locked else {}))
+    agent = agents(world)
+    _, opened = await agent.post("/init_trajectory", {"channel": "val"}, **bearer(ADMIN))
+    mine = bearer(opened["api_key"])
+    await agent.say(user("hi"), **mine)
+    for _ in range(2):
+        status, got = await agent.post("/v1/complete_trajectory", body, **mine)
+        named = opened["trajectory_uid"]
+        assert (status, got) == (200, {"trajectory_uid": named, "outcome": "complete"})
+    [trajectory] = (await world.pool.lease_batch(1, "val")).groups[0].trajectories
+    assert trajectory.reward == (body and body["reward"])
+
+
+async def test_completing_nothing_by_name_is_refused_by_name(world: Any, agents: Any) -> None:
+    status, got = await agents(world).post("/v1/complete_trajectory", {"reward": 1})
+    assert (status, got["error"]["param"]) == (400, "trajectory_uid")
+    assert "api_key" in got["error"]["message"]
 
 
 # -- tags --------------------------------------------------------------------------------------

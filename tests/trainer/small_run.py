@@ -176,7 +176,7 @@ class Rollouts:
         step = Step(**fields | self.step(task, index))
         await self.pool.submit_step(step, channel)
         reward, mark = self.reward(task, index), {GREEDY: True} if greedy else None
-        await self.pool.complete_trajectory(uid, reward, mark, channel)
+        await self.pool.complete_trajectory(uid, reward, channel, mark)
 
 
 class RecordingBackend(TrainingBackend):

@@ -51,7 +51,7 @@ async def brings(
             version_spans=spans,
         )
         await pool.submit_step(step, channel)
-        await pool.complete_trajectory(step.trajectory_uid, reward, None, channel)
+        await pool.complete_trajectory(step.trajectory_uid, reward, channel)
     return uid
 
 
