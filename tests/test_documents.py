@@ -109,10 +109,14 @@ def test_one_step_walks_through_at_most_twenty_files_and_five_shapes() -> None:
     assert {path for path, _ in rows[:5]} <= set(walked)
 
 
-def test_every_file_and_name_of_one_step_exists() -> None:
-    text = ONE_STEP.read_text()
-    for file in re.findall(r"`([\w/]+\.py|[\w/]+/)`", text):
+@pytest.mark.parametrize("page", ["docs/design/one-step.md", "docs/architecture.md"])
+def test_every_file_that_a_walk_through_names_exists(page: str) -> None:
+    for file in re.findall(r"`(\w+/[\w/]+\.py|[\w/]+/)`", (ROOT / page).read_text()):
         assert (ROOT / file).exists(), file
+
+
+def test_every_name_of_one_step_exists() -> None:
+    text = ONE_STEP.read_text()
     for path, names in rows_of(ONE_STEP):
         assert names, path
         assert set(names) <= defined(path), path

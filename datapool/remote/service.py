@@ -405,6 +405,7 @@ class PoolService:
             if answers[0] is not None:
                 logger.error("DataPool: %s", answers[0])
 
+        # `Shutdown` stands for any change: it is not applied.
         self.settle([(Shutdown(), None)], written)
 
     def _set_timer(self) -> None:

@@ -1,6 +1,6 @@
 """Whose call is it? Every LLM call belongs to a trajectory; agents say which in many ways.
 
-The first that applies::
+The first that applies (`x-stepwell-record: false` before all of them: the call is not recorded)::
 
     URL path            /{trajectory_uid}/{prompt_uid}/v1/…
     API key             the `api_key` that /init_trajectory returned, for agents without a path

@@ -156,7 +156,8 @@ async def ask(answer: Awaitable[T], timeout_s: float) -> T:
         raise
     except TimeoutError as e:
         raise PoolUnavailableError(
-            f"the DataPool did not answer within {timeout_s:g} s (gateway.pool_timeout_s)"
+            f"the DataPool did not answer within {timeout_s:g} s (gateway.pool_timeout_s, with "
+            "gateway.queue_timeout_s where a call may wait for room)"
         ) from e
     except Exception as e:  # whatever it is: to a client it means "not stored, try again"
         # Its words may name nodes and files, which agents need not know.
