@@ -117,6 +117,7 @@ class Serving(Groups):
         """What has been complete for `siblings_wait_s` counts, whatever is open."""
         group = self.prompt_groups[awaited.prompt_uid]
         del group.waits[: bisect_right(group.waits, self.now)]
+        self._stop_timers(group, SIBLINGS)  # in a replay it still runs
         if group.waits:
             self.timers.set((SIBLINGS, group.prompt_uid), group.waits[0])
         self._settle(group)

@@ -203,6 +203,11 @@ def _awaited(p: Journaled, s: MakeStep) -> None:
     p.advance(30)
 
 
+def _all_awaited(p: Journaled, s: MakeStep) -> None:
+    _awaited(p, s)
+    p.advance(60)
+
+
 def _rewarded(p: Journaled, s: MakeStep) -> None:
     _completed(p, s)
     p.set_reward("a", 3.0)
@@ -271,6 +276,7 @@ HISTORIES = {
     "AbortTrajectory again": _given_up,
     "GroupDue": _due,
     "SiblingsAwaited": _awaited,
+    "SiblingsAwaited for all": _all_awaited,
     "SetReward": _rewarded,
     "Mark": _marked,
     "GroupLeased": _leased,
