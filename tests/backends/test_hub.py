@@ -127,7 +127,7 @@ def test_offline_a_model_that_is_not_in_the_cache_is_told_with_the_remedy(
 
 
 def test_to_look_at_a_configuration_downloads_nothing() -> None:
-    config = load_config("quickstart", ["model.path=us/tiny"], fetch=False)
+    config = load_config("quickstart", ["model.path=us/tiny"], here=False)
     assert str(config.model.path) == "us/tiny"
 
 

@@ -214,7 +214,7 @@ def test_a_small_budget_of_logits_changes_no_update(
     model_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train(backend(model_path, optimizer="sgd"), [1, 2])
-    monkeypatch.setattr("stepwell.backends.torch.backend.chunk_tokens", lambda limit_mb, vocab: 3)
+    monkeypatch.setattr("stepwell.backends.torch.model.chunk_tokens", lambda limit_mb, vocab: 3)
     chunked = backend(model_path, optimizer="sgd", rows=form, gradient_checkpointing=True)
     assert chunked._policy._chunk == 3
     for a, b in zip(train(chunked, [1, 2]), expected, strict=True):
