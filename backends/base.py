@@ -122,7 +122,7 @@ class TrainingBackend(ABC):
 
     @classmethod
     def own_options(cls, given: Mapping[str, Any]) -> BaseModel:
-        """`backend.options` as this backend's own model, for its `build`.
+        """`backend.options` as this backend's own model, for its `__init__` or `build`.
 
         Raises:
             BackendConfigError: a key is not the model's, or a value is wrong.
@@ -139,7 +139,12 @@ class TrainingBackend(ABC):
 
     @classmethod
     def build(cls, *args: Any, **kwargs: Any) -> TrainingBackend:
-        """What `build_backend` returns: an instance, or what stands for many of them."""
+        """What `build_backend` returns: an instance, or what stands for many of them.
+
+        `stepwell train` calls `build(config, model_path, **placement)`: the section `backend`, the
+        model's folder, and `options`, the Ray actor options of each rank, if there are ranks beside
+        the trainer's process.
+        """
         return cls(*args, **kwargs)
 
     @classmethod
@@ -148,9 +153,14 @@ class TrainingBackend(ABC):
         return None
 
     @classmethod
+    def lacks(cls, method: str) -> bool:
+        """Whether this class does not implement `method`."""
+        return bool(getattr(cls, method) == getattr(TrainingBackend, method))
+
+    @classmethod
     def loop_lacks(cls) -> list[str]:
         """Methods that Stepwell's loop calls and this class has not; none: it can drive it."""
-        return [m for m in _OF_THE_LOOP if getattr(cls, m) == getattr(TrainingBackend, m)]
+        return [method for method in _OF_THE_LOOP if cls.lacks(method)]
 
     @abstractmethod
     def convert(self, steps: list[Step]) -> Any:
@@ -184,8 +194,8 @@ class TrainingBackend(ABC):
 
     def load_weights(self, path: str | Path) -> None:
         """Train on from the weights in `path`, which `save_weights` or `save_adapters` wrote, or
-        from those of the start. Only asked for by a roll-back; what the optimizer has gathered
-        under other weights is forgotten."""
+        from those of the start. Only asked for by a roll-back (`publish.guard`,
+        `stepwell rollback`); what the optimizer has gathered under other weights is forgotten."""
         raise self._unsupported("load_weights")
 
     def state_dict(self) -> dict[str, Any]:

@@ -360,10 +360,32 @@ def reward(config: RunConfig) -> None:
 
 def backend(config: RunConfig) -> None:
     """torch's comes with Stepwell; another is imported, and torch with it."""
-    if config.trainer.backend != "torch" or config.backend.options:
-        from stepwell.backends.base import loop_backend
+    if config.trainer.backend == "torch" and not config.backend.options:
+        return
+    from stepwell.backends.base import loop_backend
 
-        loop_backend(config.trainer.backend, config.backend.options)
+    name = config.trainer.backend
+    found = loop_backend(name, config.backend.options)
+    for key, wanted, method, remedy in (
+        ("publish.guard", config.publish.guard is not None, "load_weights", "null"),
+        (
+            "algorithm.kl.place",
+            config.algorithm.kl.place != "none",
+            "compute_ref_log_probs",
+            "none",
+        ),
+        (
+            "engine.weight_transport",
+            config.engine.weight_transport == "lora",
+            "save_adapters",
+            "disk",
+        ),
+    ):
+        if wanted and found.lacks(method):
+            raise ConfigError(
+                f"trainer.backend is {name!r}, which does not implement {method}; "
+                f"{key} needs it: set {key} to {remedy}, or implement it"
+            )
 
 
 def selections(config: RunConfig) -> None:

@@ -13,7 +13,8 @@ line.
     stepwell rollback RUN [--to K]                       serve an earlier version's weights again
     stepwell data salvage PATH                           a usable journal of a damaged one
     stepwell data delete  RUN --trajectory UID | --tag T delete it from journal and exported files
-    stepwell backends                                    list training backends and engines
+    stepwell backends                                    list training backends, engines, policy
+                                                         losses, estimators, off-policy methods
 
 Exit codes: 0 done; 1 a run failed; 2 the command line or the configuration is wrong;
 130 interrupted by Ctrl-C or SIGTERM (everything that was started has been stopped); a second one
@@ -117,7 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     init = commands.add_parser("init", help=text, description=text)
     init.add_argument("folder", metavar="NAME", type=Path, help="a new folder")
     init.set_defaults(run=_init)
-    text = "list training backends and engines, built in and of installed packages"
+    text = (
+        "list training backends, engines, policy losses, advantage estimators and off-policy "
+        "methods, built in and of installed packages"
+    )
     commands.add_parser("backends", help=text, description=text).set_defaults(run=_backends)
     text = "write the policy of a checkpoint as a Hugging Face directory"
     export = commands.add_parser("export", help=text, description=text)

@@ -1,10 +1,13 @@
 """Checkpoints: everything a run needs to go on, published by one atomic rename.
 
     runs/NAME/checkpoints/
-      step_20/state.pt      backend (weights, optimizer, scheduler, its RNG), progress (versions,
-                            staleness counters), prompt source, pending prompts, leases, RNG
-      step_20/about.json    its format, and which model and backend it is of: what `stepwell export`
-                            needs
+      step_20/state.pt      backend and critic: model, optimizer, RNG, counters
+                            progress: updates, versions with the update of each, roll-backs,
+                            training time, KL coefficient, running baselines, evaluations
+                            prompt source, prompts in flight, groups trained by lease
+                            length of the ledger; Python's and numpy's RNG
+      step_20/about.json    format, step, version; model path and fingerprint; backend and its
+                            section; number of tasks; configuration without secrets
       step_20/checksums.json  SHA-256 of both: what is read is what was written, or an error
       scores.json           evaluation score by step: what `keep_best` goes by
       ledger.jsonl          what became of every prompt (`ledger.py`)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -207,6 +208,23 @@ def test_a_plug_in_has_options_of_its_own_checked_by_its_own_model(install: Inst
         loop_backend("count", {"stop": 5})
     with pytest.raises(BackendConfigError, match=r"options\.stop is 5: .* TorchBackend are none$"):
         loop_backend("torch", {"stop": 5})
+
+
+def test_the_documented_backend_with_options_is_one(install: Install) -> None:
+    page = (Path(__file__).parents[2] / "docs/design/backends.md").read_text()
+    (code,) = re.findall(
+        r"^```python\n(from stepwell.backends.base import TrainingBackend\n.*?)^```",
+        page,
+        re.M | re.S,
+    )
+    install("counter", "1", module=code, backends={"count": "counter:Counter"})
+    config = TorchBackendConfig.model_validate({"options": {"start": 3}})
+    backend = build_backend("count", config, "model", options=[{"num_gpus": 1}])
+    assert backend.convert([]) == 3
+    (found,) = [f for f in BACKENDS.survey() if f.name == "count"]
+    assert (found.state, found.about) == ("ready", "Counts steps. (convert only)")
+    with pytest.raises(BackendConfigError, match=r"backend\.options\.start is 'x': .*integer"):
+        build_backend("count", TorchBackendConfig(options={"start": "x"}), "model")
 
 
 # --- wrong names

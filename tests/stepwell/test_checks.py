@@ -37,6 +37,12 @@ class Agent:
 instance = Agent()
 """
 
+BACKEND = """
+from stepwell.backends.base import TrainingBackend
+class Plain(TrainingBackend):
+    convert = compute_log_probs = train_step = save_weights = state_dict = load_state_dict = print
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -50,6 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "other_keys.jsonl").write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
     (root / "no_label.jsonl").write_text('{"question": "1 + 1?", "gold": "2"}\n')
     (root / "checks_code.py").write_text(CODE)
+    (root / "checks_backend.py").write_text(BACKEND)
     (root / "checks_raises.py").write_text("import os\nos.environ['CHECKS_NO_SUCH_KEY']\n")
     (root / "checks_syntax.py").write_text("async def agent(task, base_url, api_key) return 1\n")
     (root / "checks_exits.py").write_text("raise SystemExit('give --port')\n")
@@ -164,6 +171,34 @@ def test_a_mistake_is_one_line_before_ray_starts(
     assert mistake.partition("=")[0].rpartition(".")[0] in line or "data" in line
     assert not ray.is_initialized()
     assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("needs", "key", "method"),
+    [
+        (["publish.guard.n=64"], "publish.guard", "load_weights"),
+        (["algorithm.kl.place=loss"], "algorithm.kl.place", "compute_ref_log_probs"),
+        (
+            ["engine.weight_transport=lora", "backend.lora.rank=4"],
+            "engine.weight_",
+            "save_adapters",
+        ),
+    ],
+)
+def test_a_setting_that_a_backend_has_no_method_for_is_told_before_the_start(
+    needs: list[str],
+    key: str,
+    method: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(train(folder, "trainer.backend=checks_backend:Plain", *needs)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"trainer.backend is 'checks_backend:Plain', which does not implement {method}" in line
+    assert key in line
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize("name", ["good", "partial", "wrapped", "instance"])

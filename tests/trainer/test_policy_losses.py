@@ -307,11 +307,21 @@ def test_clip_bounds_default_to_those_of_the_policy_loss() -> None:
         for p in POLICIES
     }
     assert got["ppo"] == got["clip_cov"] == (0.2, 0.28)
+    assert LossConfig() == LossConfig(policy="ppo")
     assert got["gspo"] == (3e-4, 4e-4)
     assert got["cispo"] == (1.0, 4.0)
     mine = LossConfig(policy="gspo", clip_ratio_high=0.1)
     assert (mine.clip_ratio_low, mine.clip_ratio_high) == (3e-4, 0.1)
     assert LossConfig.model_validate(mine.model_dump()) == mine
+
+
+def test_the_default_policys_own_bounds_hold_where_no_policy_is_given() -> None:
+    class Gspo(LossConfig):
+        policy: str = "gspo"
+
+    for keys in ({}, {"entropy_coeff": 0.1}):
+        config = Gspo.model_validate(keys)
+        assert (config.clip_ratio_low, config.clip_ratio_high) == (3e-4, 4e-4)
 
 
 @pytest.mark.parametrize(

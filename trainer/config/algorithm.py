@@ -25,6 +25,7 @@ from stepwell.trainer.algorithms.kl import KlConfig
 from stepwell.trainer.algorithms.off_policy.base import OffPolicyMethod
 from stepwell.trainer.algorithms.options import Options, own_options
 from stepwell.trainer.algorithms.policy_losses.base import PolicyLoss
+from stepwell.trainer.algorithms.policy_losses.ppo import PPO
 from stepwell.trainer.algorithms.registry import ESTIMATORS, METHODS, POLICY_LOSSES
 from stepwell.trainer.section import Section
 
@@ -127,15 +128,17 @@ class LossConfig(Section):
     dotted path."""
     options: Annotated[OwnOptions, _own(POLICY_LOSSES, "policy")] = Options()
     """Hyper-parameters that the policy loss has alone."""
-    clip_ratio_low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio π/π_prox earns nothing below 1 - clip_ratio_low (A < 0). Default 0.2; `gspo` 3e-4;
-    `cispo` 1, which is no bound."""
-    clip_ratio_high: float = Field(default=0.28, ge=0)
+    clip_ratio_low: float = Field(default=PPO.clip[0], ge=0, le=1)
+    """The ratio r = π/π_prox earns nothing below 1 - clip_ratio_low (A < 0). The default is the
+    policy loss's own: `gspo` 3e-4; `cispo` 1, which is no bound. Acts only where r ≠ 1:
+    `async_training.require_batches` > 1, or `off_policy.method: bypass`."""
+    clip_ratio_high: float = Field(default=PPO.clip[1], ge=0)
     """… and nothing above 1 + clip_ratio_high (A > 0); larger than clip_ratio_low is DAPO's
-    clip-higher. Default 0.28; `gspo` 4e-4; `cispo` 4."""
+    clip-higher. The default is the policy loss's own: `gspo` 4e-4; `cispo` 4. Acts where
+    `clip_ratio_low` does."""
     clip_ratio_c: float | None = Field(default=3.0, gt=1)
-    """`ppo`: bound of the loss at A < 0, in units of |A|, however large the ratio; null =
-    unbounded."""
+    """`ppo`: bound of the loss at A < 0, in units of |A|, however large the ratio (dual clip); null
+    = unbounded. Acts where `clip_ratio_low` does."""
     mask_truncated: bool = False
     """DAPO's overlong filtering: a trajectory whose last reply was cut off at the token limit
     trains no token, whoever scored it. It counts in its group's baseline."""
@@ -156,10 +159,12 @@ class LossConfig(Section):
     @classmethod
     def _clip_of_policy(cls, data: Any) -> Any:
         """The policy loss's bounds, where none are given."""
-        if not isinstance(data, Mapping) or not isinstance(data.get("policy"), str):
+        default = cls.model_fields["policy"].default
+        policy = data.get("policy", default) if isinstance(data, Mapping) else None
+        if not isinstance(policy, str):
             return data
         try:
-            low, high = POLICY_LOSSES.load(data["policy"]).clip
+            low, high = POLICY_LOSSES.load(policy).clip
         except ValueError:
             return data  # the field's own validator says so, with the key
         return {"clip_ratio_low": low, "clip_ratio_high": high, **data}

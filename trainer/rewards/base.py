@@ -189,7 +189,8 @@ async def call_within(timeout_s: float, call: str, function: Any, *args: Any, **
             return await result if inspect.isawaitable(result) else result
     except Exception as e:  # foreign code: any failure is a missing score, never 0
         if isinstance(e, TimeoutError) and limit.expired():
-            raise timed_out(call, timeout_s) from e
+            # Notes of the cancellation: what the function waited for (`remote.py`).
+            raise timed_out(call, timeout_s, getattr(e.__cause__, "__notes__", ())) from e
         raise crashed(call, e) from e
 
 
@@ -250,9 +251,10 @@ def crashed(call: str, error: BaseException) -> RewardError:
     return RewardCrashError(f"{call} raised {type(error).__name__}: {error!s:.200}")
 
 
-def timed_out(call: str, timeout_s: float) -> RewardTimeoutError:
+def timed_out(call: str, timeout_s: float, why: Sequence[str] = ()) -> RewardTimeoutError:
+    because = f" ({'; '.join(why)})" if why else ""
     return RewardTimeoutError(
-        f"{call} gave no score within {timeout_s:g} s; make it faster or raise the limit"
+        f"{call} gave no score within {timeout_s:g} s{because}; make it faster or raise the limit"
     )
 
 

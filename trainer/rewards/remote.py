@@ -1,11 +1,17 @@
-"""A reward computed by a server: one POST per answer, tried again when the server fails.
+"""A reward computed by a server: one POST per answer, sent again while the server fails.
 
-Owns the request and its retries. Does not own what happens when all fail: the score is missing.
+    POST ──► an answer: the score
+      ├────► 400, 401, 404, …: RewardCrashError
+      └────► no answer, 429, 5xx: wait, POST again
+
+Owns the request and the waits. Does not own how long it goes on (`rollout.reward.timeout_s`), nor
+what becomes of a score that is missing (`manager.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,19 +21,20 @@ import aiohttp
 from stepwell.trainer.errors import RewardCrashError
 
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+MAX_BACKOFF_S = 10.0
 
 
 class RemoteReward:
-    """Asks `url` for the score.
+    """Asks `url` for the score, until it answers or the call is cancelled.
 
     Args:
         url: takes a JSON POST; answers a number, or an object with the number under "score".
         payload: "verl" sends {data_source, solution_str, ground_truth, extra_info}; "slime" sends
         {prompt, response, label}, as its remote reward model does.
-        max_retries: further tries after a connection error, a timeout or a status of `RETRIED`.
-        backoff_s: before the first of them; doubles, at most 30 s, with up to as much again drawn
-        at random so that many callers do not return together. `Retry-After` is obeyed instead.
-        timeout_s: of one try.
+        backoff_s: before the second try (after a connection error, a timeout or a status of
+        `RETRIED`); doubles up to 10 s, with up to as much again drawn at random so that many
+        callers do not return together. A longer `Retry-After` is obeyed.
+        timeout_s: of one try; all tries together have the reward's own, `rollout.reward.timeout_s`.
         headers: of each request, e.g. {"Authorization": "Bearer …"}.
     """
 
@@ -35,7 +42,6 @@ class RemoteReward:
         self,
         url: str,
         payload: Literal["verl", "slime"] = "verl",
-        max_retries: int = 5,
         backoff_s: float = 1.0,
         timeout_s: float = 30.0,
         headers: Mapping[str, str] | None = None,
@@ -46,7 +52,6 @@ class RemoteReward:
             raise ValueError(f"payload is {payload!r}; it should be 'verl' or 'slime'")
         self._url = url
         self._payload = payload
-        self._tries = max_retries + 1
         self._backoff_s = backoff_s
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._headers = dict(headers or {})
@@ -63,7 +68,7 @@ class RemoteReward:
         """The server's answer.
 
         Raises:
-            RewardCrashError: it gave none.
+            RewardCrashError: the server refuses the request.
         """
         if self._payload == "slime":
             body = {
@@ -78,22 +83,29 @@ class RemoteReward:
                 "ground_truth": ground_truth,
                 "extra_info": dict(extra_info),
             }
-        why = ""
-        for attempt in range(self._tries):
-            try:
-                async with self._client().post(self._url, json=body) as response:
-                    if response.status < 400:
-                        return await response.json(content_type=None)
-                    why = f"answered {response.status}: {await response.text():.200}"
-                    if response.status not in RETRIED:
-                        break
-                    wait = _retry_after(response.headers.get("Retry-After"))
-            except (aiohttp.ClientError, TimeoutError, ValueError) as e:
-                why, wait = f"gave no answer ({type(e).__name__}: {e})", None
-            if attempt + 1 < self._tries:
-                backoff = min(self._backoff_s * 2**attempt, 30.0)
-                await asyncio.sleep(backoff * (1 + random.random()) if wait is None else wait)
-        raise RewardCrashError(f"the reward server {self._url} {why}")
+        backoff_s, failure = self._backoff_s, ""
+        try:
+            while True:
+                after_s = 0.0
+                try:
+                    async with self._client().post(self._url, json=body) as response:
+                        if response.status < 400:
+                            return await response.json(content_type=None)
+                        said = f"{await response.text():.200}"
+                        failure = (
+                            f"the reward server {self._url} answered {response.status}: {said}"
+                        )
+                        if response.status not in RETRIED:
+                            raise RewardCrashError(failure)
+                        after_s = _retry_after(response.headers.get("Retry-After"))
+                except (aiohttp.ClientError, TimeoutError, UnicodeError, json.JSONDecodeError) as e:
+                    failure = f"the reward server {self._url} gave no answer ({e!r:.200})"
+                await asyncio.sleep(max(after_s, backoff_s * (1 + random.random())))
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        except asyncio.CancelledError as e:
+            if failure:
+                e.add_note(failure)  # `call_within` tells it with its timeout
+            raise
 
     async def aclose(self) -> None:
         if self._session is not None:
@@ -105,5 +117,5 @@ class RemoteReward:
         return self._session
 
 
-def _retry_after(value: str | None) -> float | None:
-    return min(float(value), 60.0) if value is not None and value.isdecimal() else None
+def _retry_after(value: str | None) -> float:
+    return float(value) if value is not None and value.isdecimal() else 0.0
