@@ -77,6 +77,7 @@ class Publisher:
             mode="retract" if async_training.partial_rollout else "drain",
             updates_per_sync=async_training.trigger_parameter_sync_step,
             tries_out=not async_training.has_windows,
+            can_restore=not updater.backend.lacks("load_weights"),
             overdue=self.publish_overdue,
             tell=tell,
         )

@@ -30,7 +30,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from stepwell.backends.config import PublishMode
-from stepwell.backends.errors import BackendError, VersionNotKeptError, WeightUpdateError
+from stepwell.backends.errors import (
+    BackendError,
+    UnsupportedByBackendError,
+    VersionNotKeptError,
+    WeightUpdateError,
+)
 from stepwell.backends.weights import Publication
 from stepwell.datapool.remote.client import DataPoolClient
 from stepwell.datapool.types import Group
@@ -54,6 +59,7 @@ class Releases:
         folder: of the run, where roll-backs are asked for.
         updates_per_sync: optimizer steps between two publications.
         tries_out: on one engine first: generation goes on under the version before.
+        can_restore: the backend can load the weights of an earlier version.
         overdue: publishes what was held while a version was on trial.
         tell: shows the user a line.
     """
@@ -69,6 +75,7 @@ class Releases:
         mode: PublishMode,
         updates_per_sync: int,
         tries_out: bool,
+        can_restore: bool,
         overdue: Callable[[], Awaitable[None]],
         tell: Callable[[str], None] = log.info,
     ) -> None:
@@ -78,6 +85,7 @@ class Releases:
         self._requests = RollBackFile(folder)
         self._mode: PublishMode = mode
         self._updates_per_sync = updates_per_sync
+        self._can_restore = can_restore
         self._publish_overdue = overdue
         self._tell = tell
         self._guard = Guard(config.guard, pool) if config.guard is not None else None
@@ -162,9 +170,15 @@ class Releases:
         """Serve the weights of version `to` (None: the one before) as a new version; its number.
 
         Raises:
+            UnsupportedByBackendError: training could not go on from them.
             VersionNotKeptError: they are not on disk.
             WeightUpdateError: no engine takes them.
         """
+        if not self._can_restore:
+            raise UnsupportedByBackendError(
+                "the training backend does not implement load_weights(): engines would serve the "
+                "earlier version and training go on from the later one; implement it"
+            )
         async with self._lock:
             await self._arrived()
             progress, store = self._progress, self._weights.store

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from stepwell.backends.base import TrainingBackend
 from stepwell.backends.engines.client import EngineClient
 from stepwell.backends.errors import VersionNotKeptError
 from stepwell.backends.weights import WeightStore
@@ -149,6 +150,25 @@ async def test_a_version_that_is_not_kept_is_refused_with_those_that_are(tmp_pat
         assert run.backend.updates == 20, "and nothing else happens"
 
 
+class Stubborn(RecordingBackend):
+    """Takes no weights of before."""
+
+    load_weights = TrainingBackend.load_weights
+
+
+async def test_a_backend_that_cannot_load_weights_refuses_a_roll_back_and_trains_on(
+    tmp_path: Path,
+) -> None:
+    config = small_config(tmp_path, "trainer.keep_weights=20")
+    async with small_run(config, backend=Stubborn()) as run:
+        training = asyncio.create_task(run.train(20))
+        answer = await asked_after(run, 3, to=2)
+        assert answer.error is not None
+        assert "the training backend does not implement load_weights()" in answer.error
+        await training
+        assert served(run.engine) == run.backend.updates == 20, "and nothing else happens"
+
+
 async def test_a_resumed_run_goes_on_from_a_roll_back_that_its_checkpoint_does_not_know(
     tmp_path: Path,
 ) -> None:
@@ -234,6 +254,7 @@ class Served:
             mode="retract",
             updates_per_sync=1,
             tries_out=True,
+            can_restore=True,
             overdue=self._nothing,
             tell=self.said.append,
         )
